@@ -1,0 +1,124 @@
+"""RunConfig -> live objects: the one file that knows every class.
+
+`prepare` comes first and needs no weights, so that a tool that cannot be built or a template that
+is refused is told before anything expensive starts; `load` adds the model and its engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.load import load_chat
+from agenttrain.chat.template import Chat
+from agenttrain.config.schema import RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.build import build_rows
+from agenttrain.data.source import TaskSource
+from agenttrain.engine.base import Engine
+from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.rewards.build import build_rubric
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.collect import Collector
+from agenttrain.tools.build import build_toolbox
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.training.policy import Policy
+
+BUNDLED = "bundled:"
+"""Prefix of `model.path` for the models that come with the package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What needs no weights: enough to check a run, and to look at its prompts."""
+
+    tokenizer: Any
+    chat: Chat
+    toolbox: Toolbox
+    rubric: Rubric
+    certificate: Certificate
+    train_tasks: TaskSource
+    test_tasks: TaskSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a run works with."""
+
+    policy: Policy
+    engine: Engine
+    collector: Collector
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Tokenizer, template, tools, rewards and data; raises with the key to change."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+    chat = load_chat(tokenizer, config.chat_template, config.response_schema)
+    toolbox = build_toolbox(config.tools, config.stop_tools)
+    certificate = certify(chat, toolbox.schemas())
+    certificate.raise_if_refused()
+    train = TaskSource(
+        build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
+    )
+    return Prepared(
+        tokenizer=tokenizer,
+        chat=chat,
+        toolbox=toolbox,
+        rubric=build_rubric(config.reward),
+        certificate=certificate,
+        train_tasks=train,
+        test_tasks=TaskSource(build_rows(config.data.test, "data.test")),
+    )
+
+
+def load(config: RunConfig, prepared: Prepared) -> Loaded:
+    """Model, optimizer and engine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(config.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
+    )
+    policy = Policy(
+        model,
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
+        training=config.training,
+        temperature=config.rollout.temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        steps=config.steps,
+    )
+    engine = TransformersEngine(policy.model, config.engine)
+    collector = Collector(
+        engine=engine,
+        chat=prepared.chat,
+        toolbox=prepared.toolbox,
+        rubric=prepared.rubric,
+        limits=config.rollout,
+    )
+    return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def model_folder(path: str) -> Path:
+    """The folder that `model.path` names. Raises ValueError when there is none."""
+    models = Path(str(resources.files("agenttrain.data") / "models"))
+    if path.startswith(BUNDLED):
+        names = sorted(folder.name for folder in models.iterdir())
+        name = path.removeprefix(BUNDLED)
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ValueError(f"model.path={path!r}: no such bundled model{hint}; there are {names}")
+        return models / name
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path={path!r}: there is no config.json in that folder; give a folder that "
+            "transformers' from_pretrained can load, or bundled:shop"
+        )
+    return folder

@@ -1,0 +1,44 @@
+"""The text that a chat template makes of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.types import Message
+
+USER: Message = {"role": "user", "content": "u"}
+"""The first message of conversations that are rendered to learn how a template behaves."""
+
+
+def render(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Message],
+    schemas: Sequence[dict] = (),
+    *,
+    generation_prompt: bool = False,
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Render messages with `template`; `kwargs` are the template's own variables.
+
+    Raises ChatError when the template refuses the messages.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(schemas) or None,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **kwargs,
+        )
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        roles = [message.get("role") for message in messages]
+        raise ChatError(
+            f"the chat template refuses messages of the roles {roles}: {error}; change the "
+            "messages or set chat_template"
+        ) from error

@@ -1,0 +1,78 @@
+"""How large a run is, in one vocabulary: tasks, groups, rollouts, tokens, updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agenttrain.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The sizes that follow from a configuration.
+
+    Example: 12 tasks a step in groups of 8, 2 epochs of 3 minibatches and 80 steps are 96 rollouts
+    a step, 32 rollouts an update, 6 updates a step and 480 updates a run.
+    """
+
+    steps: int
+    tasks_per_step: int
+    """Also the number of groups: each task has one."""
+    group_size: int
+    rollouts_per_step: int
+    rollouts_per_update: int
+    updates_per_step: int
+    """Optimizer updates: epochs x minibatches."""
+    sampled_tokens_per_rollout: int
+    """At most: limited by the turns and by the whole completion."""
+    tokens_per_rollout: int
+    """At most, sampled and tool tokens; the prompt comes on top."""
+    evaluations: int
+    rollouts_per_evaluation: int
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the run."""
+        return self.steps * self.updates_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most, sampled and tool tokens."""
+        return self.rollouts_per_step * self.tokens_per_rollout
+
+    def lines(self) -> list[str]:
+        """The sizes as text, one line per noun."""
+        return [
+            f"tasks       {self.tasks_per_step:,} per step, {self.steps * self.tasks_per_step:,} "
+            f"in {self.steps:,} steps",
+            f"groups      one per task, {self.group_size} rollouts each",
+            f"rollouts    {self.rollouts_per_step:,} per step, "
+            f"{self.steps * self.rollouts_per_step:,} in all",
+            f"tokens      at most {self.sampled_tokens_per_rollout:,} sampled and "
+            f"{self.tokens_per_rollout:,} with tool replies per rollout, beside the prompt",
+            f"            at most {self.tokens_per_step:,} per step",
+            f"updates     {self.updates_per_step:,} per step of {self.rollouts_per_update:,} "
+            f"rollouts each, {self.updates:,} in all",
+            f"evaluation  {self.evaluations} x at most {self.rollouts_per_evaluation:,} rollouts",
+        ]
+
+
+def arithmetic(config: RunConfig) -> Arithmetic:
+    """The sizes of a validated configuration."""
+    rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
+    rollouts = config.tasks_per_step * algorithm.group_size
+    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    return Arithmetic(
+        steps=config.steps,
+        tasks_per_step=config.tasks_per_step,
+        group_size=algorithm.group_size,
+        rollouts_per_step=rollouts,
+        rollouts_per_update=rollouts // algorithm.minibatches,
+        updates_per_step=algorithm.num_epochs * algorithm.minibatches,
+        sampled_tokens_per_rollout=min(
+            rollout.max_turns * rollout.max_turn_tokens, rollout.max_completion_tokens
+        ),
+        tokens_per_rollout=rollout.max_completion_tokens,
+        evaluations=2 + during if evaluation.questions else 0,
+        rollouts_per_evaluation=evaluation.questions * (evaluation.samples + evaluation.greedy),
+    )

@@ -1,0 +1,185 @@
+"""Hydra's and OmegaConf's errors as one line that says key, value and remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from agenttrain.config.schema import RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.types import AgenttrainError
+
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+class ConfigError(AgenttrainError, ValueError):
+    """A configuration that cannot run; its text says key, value and remedy."""
+
+
+def explain(
+    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> ConfigError:
+    """What a failed composition means for who typed `overrides`.
+
+    Example: ``algorithm.group_sise=4`` becomes "algorithm.group_sise=4: unknown key (did you mean
+    'algorithm.group_size'?)".
+    """
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, OverrideParseException):
+        return ConfigError(_unreadable(error))
+    if isinstance(error, MissingConfigException):
+        return ConfigError(_unknown_option(error, groups))
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return ConfigError(_about_key(cause, str(error), overrides, groups))
+    return ConfigError(_other(error, overrides, groups))
+
+
+def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of the configuration, e.g. `algorithm` and `algorithm.group_size`."""
+    types = get_type_hints(cls)
+    for field in fields(cls):
+        yield prefix + field.name
+        if is_dataclass(types[field.name]):
+            yield from setting_keys(types[field.name], f"{prefix}{field.name}.")
+
+
+def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
+    """The setting that was probably meant: of the same name elsewhere, or spelt alike.
+
+    Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
+    """
+    known = [*setting_keys(), *groups]
+    section, leaf = _split(key)
+    beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
+    anywhere = {_split(name)[1]: name for name in known}
+    for names in (beside, anywhere):
+        near = get_close_matches(leaf, names, n=1)
+        if near:
+            return f" (did you mean '{names[near[0]]}'?)"
+    return ""
+
+
+def _split(key: str) -> tuple[str, str]:
+    section, _, leaf = key.rpartition(".")
+    return section, leaf
+
+
+def _about_key(
+    cause: OmegaConfBaseException,
+    text: str,
+    overrides: Sequence[str],
+    groups: Mapping[str, Sequence[str]],
+) -> str:
+    key = str(cause.full_key)
+    where = _where(key, text, overrides)
+    if isinstance(cause, MissingMandatoryValue):
+        return _missing(key, groups)
+    if isinstance(cause, InterpolationKeyError):
+        return f"{where}: {_first_line(cause)}; write the whole key, e.g. ${{optimizer.lr}}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if key.startswith("hydra."):
+            return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
+        return f"{where}: unknown key{suggest_key(key, groups) or _known_beside(key)}"
+    return f"{where}: {_expected(key, getattr(cause, 'value', None)) or _first_line(cause)}"
+
+
+def _where(key: str, text: str, overrides: Sequence[str]) -> str:
+    """The override that is to blame, else the key and the file that Hydra names."""
+    key = key.partition("[")[0]
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+~")
+        if name == key or name.startswith(key + "."):
+            return override
+    file = re.match(r"In '([^']+)'", text)
+    return f"{key} (in {file[1]}.yaml)" if file else key
+
+
+def _known_beside(key: str) -> str:
+    section = _split(key)[0]
+    beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
+    return f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
+
+
+def _missing(key: str, groups: Mapping[str, Sequence[str]]) -> str:
+    section = key.partition(".")[0]
+    # The options `file` and `folder` are those that ask for a path.
+    options = [option for option in groups.get(section, ()) if option not in ("file", "folder")]
+    remedy = f"set it: {key}=…"
+    if options:
+        remedy += f", or choose {section}={'|'.join(options)}"
+    return f"{key}: has no value; {remedy}"
+
+
+def _expected(key: str, value: object) -> str | None:
+    """What the key takes, e.g. "expected one of: group, leave_one_out"; None if we do not know."""
+    cls: Any = RunConfig
+    for part in key.split("."):
+        if not is_dataclass(cls):
+            return None
+        cls = get_type_hints(cls).get(part)
+    optional = NoneType in get_args(cls)
+    if get_origin(cls) is UnionType:
+        (cls,) = (kind for kind in get_args(cls) if kind is not NoneType)
+    tail = ", or null" if optional else ""
+    if isinstance(cls, type) and issubclass(cls, Enum):
+        names = [member.name for member in cls]
+        return f"expected one of: {', '.join(names)}{tail}{did_you_mean(str(value), names)}"
+    if get_origin(cls) in (list, tuple):
+        return f"expected a list, e.g. {key}=[…]"
+    return f"expected {EXPECTED[cls]}{tail}" if cls in EXPECTED else None
+
+
+def _unknown_option(
+    error: MissingConfigException, groups: Mapping[str, Sequence[str]]
+) -> str:
+    missing = error.missing_cfg_file or ""
+    missing = missing if isinstance(missing, str) else missing[0]
+    group, _, option = missing.rpartition("/")
+    if group not in groups:
+        return _first_line(error)
+    hint = did_you_mean(option, groups[group])
+    return f"{group}={option}: no such option{hint}; the options are: {', '.join(groups[group])}"
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    if "=" not in error.override and not error.override.startswith("~"):
+        return f"{error.override}: settings are written key=value"
+    return (
+        f"{error.override}: cannot be read; put a value with blanks, commas, brackets or = in "
+        "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
+    )
+
+
+def _other(
+    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> str:
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in groups and value == "null":
+            return f"{override}: a group takes an option ({', '.join(groups[key])}); ~{key} leaves it out"
+        if override.startswith("+") and key in groups:
+            return f"{override}: the group is there already; write {key}={value}"
+        if f"Ambiguous value for argument '{override}'" in str(error):
+            return (
+                f"{override}: several values; add -m to run one after the other, or write "
+                f"{key}=[{value}] for a list"
+            )
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,35 @@
+"""`model.path` -> the folder that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.groups import PACKAGE
+from agenttrain.config.suggest import did_you_mean
+
+BUNDLED = "bundled:"
+
+
+def model_folder(path: str) -> Path:
+    """A folder that transformers can load: ``bundled:shop``, or one of the user's.
+
+    Raises ConfigError when there is none.
+    """
+    if not path.startswith(BUNDLED):
+        folder = Path(path).expanduser()
+        if (folder / "config.json").is_file():
+            return folder
+        raise ConfigError(
+            f"model.path={path}: there is no config.json in that folder; give a folder that "
+            "transformers' from_pretrained can load, or bundled:shop"
+        )
+    models = PACKAGE / "data" / "models"
+    names = sorted(file.parent.name for file in models.glob("*/config.json"))
+    name = path.removeprefix(BUNDLED)
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise ConfigError(
+            f"model.path={path}: no such bundled model{hint}; there are: {', '.join(names)}"
+        )
+    return models / name

@@ -1,0 +1,343 @@
+"""Every setting of agenttrain, typed. Hydra checks names and types, `validate.py` combinations.
+
+Sections become constructor arguments of the components that they configure: a component gets its
+own section and never the whole. OmegaConf takes enum members by name, so names equal values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Dtype(StrEnum):
+    """Number format of the policy's weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class OnBreak(StrEnum):
+    """What a broken ledger invariant does."""
+
+    error = "error"
+    """Stop the run."""
+    drop = "drop"
+    """Drop the rollout's group, count it (`rollout/dropped`), go on."""
+
+
+class OnMalformedCall(StrEnum):
+    """What a call that cannot be parsed does."""
+
+    reply = "reply"
+    """The model reads what was wrong."""
+    stop = "stop"
+    """The rollout ends (`max_invalid_calls`)."""
+    ignore = "ignore"
+    """As if it had not been written."""
+
+
+class Advantage(StrEnum):
+    """Baseline of a rollout's reward."""
+
+    group = "group"
+    """Its group's mean (GRPO)."""
+    leave_one_out = "leave_one_out"
+    """The mean of the group's others (RLOO)."""
+
+
+class Scale(StrEnum):
+    """What an advantage is divided by."""
+
+    group = "group"
+    """The group's standard deviation."""
+    batch = "batch"
+    """The step's standard deviation."""
+    none = "none"
+
+
+class Ratio(StrEnum):
+    """On which level policy and behaviour probabilities are compared."""
+
+    token = "token"
+    sequence_mean = "sequence_mean"
+    """Geometric mean over a rollout's tokens (GSPO)."""
+    sequence_sum = "sequence_sum"
+    """Whole rollout (RLOO)."""
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number per optimizer update."""
+
+    token_mean = "token_mean"
+    """Over all sampled tokens of the update, across processes and microbatches (DAPO)."""
+    sequence_mean = "sequence_mean"
+    """Mean over rollouts of each rollout's token mean (GRPO paper)."""
+    fixed_length = "fixed_length"
+    """Sum over tokens / (rollouts x max_completion_tokens) (Dr. GRPO)."""
+
+
+class KlEstimator(StrEnum):
+    """Schulman's estimators of KL(policy || reference) from one sample."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KlIn(StrEnum):
+    """Where the KL penalty acts."""
+
+    loss = "loss"
+    reward = "reward"
+
+
+class Schedule(StrEnum):
+    """Learning rate after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    """Down to zero at the last step."""
+    cosine = "cosine"
+    """Down to zero at the last step."""
+
+
+class WeightSyncMode(StrEnum):
+    """What happens to rollouts in flight when weights change."""
+
+    drain = "drain"
+    """None are in flight: the step's rollouts are complete."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy. `path` is a folder that transformers can load, or `bundled:<name>`."""
+
+    path: str = MISSING
+    """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
+    dtype: Dtype = Dtype.float32
+    """Number format of the weights while training."""
+
+
+@dataclass
+class ChatTemplateConfig:
+    """How conversations are rendered."""
+
+    name: str = "auto"
+    """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
+    path: str | None = None
+    """A Jinja file of the user's, for name=file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the template, e.g. {enable_thinking: false}."""
+
+
+@dataclass
+class ResponseSchemaConfig:
+    """How completions are parsed."""
+
+    name: str = "auto"
+    """`auto`: what the tokenizer carries, else the family's."""
+    path: str | None = None
+    """A YAML file of the user's, for name=file."""
+
+
+@dataclass
+class ToolLimits:
+    """Limits of one tool; they stand beside its `_target_`."""
+
+    timeout_s: float = 10.0
+    """Seconds a call may take before the model reads a timeout error."""
+    concurrency: int = 64
+    """Calls of this tool at once, over all rollouts."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """loss = aggregate(surrogate(ratio, advantage)) + beta * KL; see `agenttrain/algorithms`."""
+
+    name: str = MISSING
+    """Of the preset, for people."""
+    group_size: int = 8
+    """Rollouts per task (G), at least 2."""
+    num_epochs: int = 1
+    """Passes over a step's rollouts."""
+    minibatches: int = 1
+    """Optimizer updates per pass; divides tasks_per_step."""
+    advantage: Advantage = Advantage.group
+    scale: Scale = Scale.group
+    ratio: Ratio = Ratio.token
+    aggregation: Aggregation = Aggregation.token_mean
+    clip_low: float = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped at 1 + clip_high."""
+    beta: float = 0.0
+    """Weight of the KL penalty to the initial policy; 0: no reference model is kept."""
+    kl: KlEstimator = KlEstimator.k3
+    kl_in: KlIn = KlIn.loss
+    mask_truncated: bool = False
+    """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
+
+
+@dataclass
+class DataConfig:
+    """Where tasks come from: a bundled task generator (`_target_`) or a file of rows."""
+
+    train: dict[str, Any] = MISSING
+    """`_target_` of a callable returning rows, with its arguments."""
+    test: dict[str, Any] = MISSING
+    """Rows of the evaluation, likewise."""
+    shuffle: bool = False
+    """Draw rows in an order seeded by (seed, epoch)."""
+
+
+@dataclass
+class RolloutConfig:
+    """Limits and behaviour of a rollout."""
+
+    max_turns: int = 8
+    """Sampled completions."""
+    max_turn_tokens: int = 512
+    """Sampled tokens of one turn."""
+    max_completion_tokens: int = 2048
+    """Sampled and tool tokens after the prompt."""
+    max_result_tokens: int = 512
+    """Tokens of one tool result; a longer one is clipped with a visible marker."""
+    max_tool_calls: int | None = None
+    """Calls of a rollout; None: no limit."""
+    max_invalid_calls: int | None = None
+    """Malformed, unknown or badly typed calls of a rollout; None: no limit."""
+    max_repeated_calls: int | None = None
+    """Times in a row the same call with the same arguments may be made; None: no limit."""
+    timeout_s: float | None = None
+    """Wall-clock seconds of one rollout; None: no limit."""
+    concurrency: int = 512
+    """Rollouts in flight."""
+    deterministic: bool = True
+    """With engine=transformers: the same batch at every decode step, so that a run repeats."""
+    temperature: float = 1.0
+    on_break: OnBreak = OnBreak.error
+    on_malformed_call: OnMalformedCall = OnMalformedCall.reply
+
+
+@dataclass
+class EngineConfig:
+    """What samples. `transformers` runs in this process on the policy's own weights."""
+
+    name: str = "transformers"
+    max_context: int | None = None
+    """Tokens of one sequence; None: what the model's config allows."""
+    max_rows: int = 128
+    """Sequences decoded together, waiting for tools included (bounds the KV cache)."""
+    rejoin_steps: int = 2
+    """Deterministic mode: decode steps between a completion and its rollout's return."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Schedule = Schedule.constant
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this L2 norm."""
+
+
+@dataclass
+class TrainingConfig:
+    """How a step's rollouts become optimizer updates."""
+
+    token_budget: int = 16384
+    """Tokens of one microbatch; a rollout longer than this is a microbatch alone."""
+    logits_budget_mb: int = 1024
+    """Logits held at once; above it they are recomputed in the backward pass."""
+    mixed_precision: str = "no"
+    """accelerate's `no`, `bf16` or `fp16`."""
+
+
+@dataclass
+class WeightSyncConfig:
+    """How the engine gets new weights."""
+
+    mode: WeightSyncMode = WeightSyncMode.drain
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on the test rows."""
+
+    every: int | None = None
+    """Steps between evaluations while training; None: before and after only."""
+    questions: int = 200
+    """Rows of one evaluation; 0: no evaluation."""
+    samples: int = 1
+    """Sampled rollouts per row (k of pass@k)."""
+    greedy: bool = True
+    """Also evaluate at temperature 0."""
+    group_by: str | None = None
+    """Column by whose values the reward is broken down, e.g. `family`."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints under <run>/checkpoints."""
+
+    every: int | None = 20
+    """Steps between checkpoints; None: only at the end."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    name: str = "trackio"
+    """`trackio` (local dashboard) or `none`."""
+    rollouts: str = "all"
+    """Rollouts written per step: all, none, or a number."""
+    console: bool = True
+    """Live progress in the terminal."""
+
+
+@dataclass
+class RunConfig:
+    """One run, complete."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    response_schema: ResponseSchemaConfig = field(default_factory=ResponseSchemaConfig)
+    tools: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_`, limits (ToolLimits) and bound arguments."""
+    stop_tools: list[str] = field(default_factory=list)
+    """A call to one of these ends the rollout."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_`, `weight` and bound arguments."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    seed: int = 0
+    steps: int = 100
+    """Steps of the run."""
+    tasks_per_step: int = 8
+    """Tasks (P) of a step; P x group_size rollouts."""
+    resume: str | None = None
+    """Folder of a run to continue."""

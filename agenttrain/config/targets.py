@@ -1,0 +1,122 @@
+"""What a `_target_` names, read from source without importing it: no import of torch to find a typo.
+
+What cannot be known this way (compiled modules, names made at run time) is given the benefit of the
+doubt; `target.locate` imports it later.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from agenttrain.config.suggest import did_you_mean
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is known of the object behind a dotted path."""
+
+    problem: str | None = None
+    """What is wrong with the path; None: nothing that we can see."""
+    parameters: tuple[str, ...] | None = None
+    """Names that it can be given; None: unknown, or any."""
+
+
+def look_up(path: object) -> Target:
+    """Look up ``my_pkg.my_module.my_name`` in the source files."""
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        return Target(problem="expected a dotted path such as my_pkg.my_module.my_name")
+    parts = path.split(".")
+    spec, used = _longest_module(parts)
+    if spec is None:
+        return Target(
+            problem=f"there is no module {parts[0]!r}; install the package, or put its folder on "
+            "PYTHONPATH"
+        )
+    if used == len(parts):
+        return Target(problem="names a module; add the function or class in it")
+    tree = _parse(spec)
+    return Target() if tree is None else _in_module(tree, parts[:used], parts[used:])
+
+
+def _longest_module(parts: Sequence[str]) -> tuple[ModuleSpec | None, int]:
+    """The innermost module of the path and how many parts name it.
+
+    importlib.util.find_spec imports the parents of a dotted name; PathFinder does not.
+    """
+    try:
+        spec = find_spec(parts[0])
+    except ValueError:  # a module without a spec, such as __main__
+        return None, 0
+    for used in range(1, len(parts)):
+        locations = None if spec is None else spec.submodule_search_locations
+        inner = PathFinder.find_spec(parts[used], list(locations)) if locations else None
+        if inner is None:
+            return spec, used
+        spec = inner
+    return spec, len(parts)
+
+
+def _parse(spec: ModuleSpec) -> ast.Module | None:
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) -> Target:
+    found = dict(_definitions(tree.body))
+    if "*" in found or "__getattr__" in found:
+        return Target()
+    if names[0] not in found:
+        hint = did_you_mean(names[0], (name for name in found if not name.startswith("_")))
+        return Target(problem=f"{'.'.join(module)} has no {names[0]!r}{hint}")
+    node = found[names[0]]
+    if len(names) > 1 or node is None:
+        return Target()
+    return Target(parameters=_parameters(node))
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition | None]]:
+    """Names that a module's statements bind; those of `if` and `try` blocks too."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name.split(".")[0], None) for alias in node.names)
+        else:
+            yield from ((name, None) for name in _assigned(node))
+            for block in ("body", "orelse", "handlers", "finalbody"):
+                for inner in getattr(node, block, ()):
+                    nested = inner.body if isinstance(inner, ast.ExceptHandler) else [inner]
+                    yield from _definitions(nested)
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    for target in targets:
+        if target is not None:
+            yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def _parameters(node: Definition) -> tuple[str, ...] | None:
+    """Names that may be passed by keyword; None: any, or not to be seen here."""
+    if isinstance(node, ast.ClassDef):
+        init = next((n for name, n in _definitions(node.body) if name == "__init__"), None)
+        if node.decorator_list or not isinstance(init, ast.FunctionDef):
+            return None
+        node, skip = init, 1
+    else:
+        skip = 0
+    if node.decorator_list or node.args.kwarg is not None:
+        return None
+    positional = [*node.args.posonlyargs, *node.args.args][skip:]
+    return tuple(argument.arg for argument in [*positional, *node.args.kwonlyargs])

@@ -1,0 +1,106 @@
+"""Dataset rows -> Tasks, in an order that a step number alone decides.
+
+There is no cursor to lose or to run ahead: the tasks of a step are a function of (seed, step).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from agenttrain.types import Message, Task
+
+RESERVED = ("task_id", "messages", "tools")
+
+
+class Rows(Protocol):
+    """A dataset: rows by number. Rows hold `messages`; the other columns are for rewards."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class GeneratedRows:
+    """Rows without end, each computed when it is asked for by a function of its `index`.
+
+    Example: ``GeneratedRows(shop.row, split="test", seed=0)[17]`` is row 17 of the shop.
+    """
+
+    def __init__(self, function: Callable[..., Mapping[str, Any]], **arguments: Any) -> None:
+        self._function, self._arguments = function, arguments
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._function(index=index, **self._arguments)
+
+
+class TaskSource:
+    """Tasks by occurrence: occurrence n of a run is row n, or the n-th of a seeded shuffle."""
+
+    def __init__(self, rows: Rows, *, shuffle: bool = False, seed: int = 0) -> None:
+        """Raises ValueError for an empty dataset."""
+        if len(rows) == 0:
+            raise ValueError("data: the dataset has no rows: check data.train and data.test")
+        self._rows, self._shuffle, self._seed = rows, shuffle, seed
+        self._epoch: tuple[int, Sequence[int]] = (-1, ())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def tasks(self, start: int, count: int) -> list[Task]:
+        """`count` tasks from occurrence `start` on; after the last row the next epoch begins."""
+        return [self._task(occurrence) for occurrence in range(start, start + count)]
+
+    def _task(self, occurrence: int) -> Task:
+        epoch, position = divmod(occurrence, len(self._rows))
+        index = self._order(epoch)[position]
+        return to_task(self._rows[index], index)
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._rows))
+        if self._epoch[0] != epoch:
+            order = list(range(len(self._rows)))
+            random.Random(f"{self._seed}-{epoch}").shuffle(order)
+            self._epoch = (epoch, order)
+        return self._epoch[1]
+
+
+def to_task(row: Mapping[str, Any], index: int) -> Task:
+    """A Task from a row: `messages` (or `prompt`), optional `task_id` and `tools`, columns.
+
+    Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` asks one user message and keeps the
+    column `answer`. Raises ValueError naming the row and what it lacks.
+    """
+    messages = row.get("messages", row.get("prompt"))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(
+            f"data row {index}: needs `messages` (a list of chat messages) or `prompt` (a text or "
+            f"such a list), found columns {sorted(row)}"
+        )
+    for message in messages:
+        _check_message(message, index)
+    tools = row.get("tools")
+    return Task(
+        task_id=str(row.get("task_id", index)),
+        messages=tuple(cast(Sequence[Message], messages)),
+        columns={key: value for key, value in row.items() if key not in RESERVED},
+        tools=None if tools is None else tuple(tools),
+    )
+
+
+def _check_message(message: Any, index: int) -> None:
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
+    if not isinstance(message.get("content"), str | None):
+        raise ValueError(
+            f"data row {index}: the content of the {message['role']} message is a "
+            f"{type(message['content']).__name__}; only text can be trained on (no images yet)"
+        )

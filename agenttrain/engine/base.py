@@ -1,0 +1,56 @@
+"""The seam behind which tokens are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from agenttrain.types import AgenttrainError, Completion, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EngineError(AgenttrainError):
+    """The engine cannot serve a request; it fails that rollout only."""
+
+
+class Engine(Protocol):
+    """Samples completions of token ids.
+
+    Cancelling the task that awaits `generate` aborts the request.
+    """
+
+    max_context: int
+    """Most tokens (prompt and completion) of one sequence."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+    ) -> Completion:
+        """Continue `token_ids` by at most `sampling.max_tokens` tokens.
+
+        `session` names the rollout: a later call of the same session extends what it sent and got
+        before, so that its cache can be kept between the turns.
+        """
+        ...
+
+    async def release(self, session: str) -> None:
+        """The rollout is over: its cache may go."""
+        ...
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights; every token sampled from now on carries `version`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Free what the engine holds; calls still waiting fail with EngineError."""
+        ...
+
+
+@runtime_checkable
+class Lockstep(Protocol):
+    """An engine that can repeat a run bit for bit, if told which rollouts to wait for."""
+
+    def expect(self, sessions: Sequence[str]) -> None:
+        """These sessions, in this order, will each call `generate` and finally `release`."""
+        ...

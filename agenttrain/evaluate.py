@@ -1,0 +1,164 @@
+"""Rollouts without updates: how good is the policy on held-out tasks?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from agenttrain.config.schema import EvalConfig
+from agenttrain.rollout.collect import Collector, collect
+from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
+from agenttrain.types import Rollout, Sampling, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The result of one evaluation, with the rollouts that it comes from."""
+
+    label: str
+    """`sampled` or `greedy`."""
+    questions: int
+    reward: Estimate
+    """Mean reward with its 95 % confidence interval."""
+    pass_at: dict[int, float]
+    """k -> share of questions solved (reward 1) by at least one of k samples, unbiased."""
+    by_group: dict[str, Estimate]
+    """Mean reward by the values of the column `eval.group_by`."""
+    stop_reasons: dict[str, float]
+    """Share of rollouts by stop reason."""
+    rollouts: list[Rollout]
+
+    def metrics(self) -> dict[str, float]:
+        """Flat figures: reward, pass@k, group/<value>, stop/<reason>."""
+        return {
+            "reward": self.reward.mean,
+            **{f"pass@{k}": value for k, value in self.pass_at.items()},
+            **{f"group/{name}": group.mean for name, group in self.by_group.items()},
+            **{f"stop/{reason}": share for reason, share in self.stop_reasons.items()},
+        }
+
+
+async def evaluate(
+    collector: Collector, tasks: Sequence[Task], config: EvalConfig, *, seed: int
+) -> list[Evaluation]:
+    """Sampled evaluation and, if `config.greedy`, a greedy one, on the same tasks.
+
+    Seeds depend on `seed`, the task and the sample only: two policies meet the same noise, and
+    training's own random state is not touched.
+    """
+    sampled = Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+    )
+    runs = [("sampled", sampled, config.samples)]
+    if config.greedy:
+        runs.append(("greedy", Sampling(temperature=0.0), 1))
+    evaluations = []
+    for label, sampling, samples in runs:
+        collected = await collect(
+            collector,
+            tasks,
+            samples=samples,
+            sampling=sampling,
+            seed_path=(seed, "eval", label),
+        )
+        evaluations.append(summarise(label, collected.groups, config.group_by))
+    return evaluations
+
+
+def summarise(label: str, groups: Sequence[list[Rollout]], group_by: str | None) -> Evaluation:
+    """The figures of one evaluation from its groups of scored rollouts.
+
+    Rollouts that failed for reasons not the model's have no reward and are left out, as they are
+    in training; `stop/error` tells their share.
+    """
+    rollouts = [rollout for group in groups for rollout in group]
+    scored = [[r.reward for r in group if r.reward is not None] for group in groups]
+    samples = max((len(rewards) for rewards in scored), default=1)
+    columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
+    return Evaluation(
+        label=label,
+        questions=len(groups),
+        reward=_mean_of_means(scored),
+        pass_at={k: _pass_at(scored, k) for k in sorted({1, samples})},
+        by_group={
+            name: _mean_of_means([s for s, c in zip(scored, columns, strict=True) if c == name])
+            for name in sorted(set(columns))
+        },
+        stop_reasons=_stop_reasons(rollouts),
+        rollouts=rollouts,
+    )
+
+
+def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
+    """Questions are independent, the samples of one question are not."""
+    return mean_estimate([mean(rewards) for rewards in scored if rewards])
+
+
+def _pass_at(scored: Sequence[Sequence[float]], k: int) -> float:
+    """Questions with fewer than k scored samples are left out; NaN when none is left."""
+    solved = [(len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in scored]
+    chances = [pass_at_k(n, correct, k) for n, correct in solved if n >= k]
+    return mean(chances) if chances else math.nan
+
+
+def _stop_reasons(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    reasons = [str(rollout.stop_reason) for rollout in rollouts]
+    return {reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What summary.json keeps of an Evaluation: enough for the table at the end of a run."""
+
+    label: str
+    questions: int
+    reward: Estimate
+    pass_at: dict[str, float]
+    by_group: dict[str, Estimate]
+
+
+def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """An evaluation for summary.json.
+
+    Example: ``{"questions": 400, "reward": 0.26, "pass@1": 0.26, "reward_greedy": 0.5, "scores":
+    [{"label": "sampled", …}, …]}``
+    """
+    found: dict[str, Any] = {}
+    for evaluation in evaluations:
+        suffix = "" if evaluation.label == "sampled" else f"_{evaluation.label}"
+        found["questions"] = evaluation.questions
+        found[f"reward{suffix}"] = evaluation.reward.mean
+        found |= {f"pass@{k}{suffix}": value for k, value in evaluation.pass_at.items()}
+    found["scores"] = [
+        asdict(
+            Scores(
+                label=evaluation.label,
+                questions=evaluation.questions,
+                reward=evaluation.reward,
+                pass_at={str(k): value for k, value in evaluation.pass_at.items()},
+                by_group=evaluation.by_group,
+            )
+        )
+        for evaluation in evaluations
+    ]
+    return found
+
+
+def from_json(found: dict[str, Any]) -> list[Scores]:
+    """The scores that `to_json` wrote; none for an evaluation that was not made."""
+    return [
+        Scores(
+            label=scores["label"],
+            questions=scores["questions"],
+            reward=Estimate(**scores["reward"]),
+            pass_at=scores["pass_at"],
+            by_group={name: Estimate(**value) for name, value in scores["by_group"].items()},
+        )
+        for scores in found.get("scores", [])
+    ]

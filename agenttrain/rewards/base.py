@@ -1,0 +1,77 @@
+"""What a reward function is, and how the columns that it reads reach it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+from agenttrain.types import AgenttrainError, Rollout
+
+RewardFunction = Callable[..., Any]
+"""``(rollout, **task columns) -> float | None``, sync or async; None: not applicable.
+
+Only the columns that the signature names are passed, all of them with ``**columns``. Example::
+
+    def short(rollout: Rollout, limit: int) -> float:
+        return float(rollout.sampled_length <= limit)
+"""
+
+
+class RewardError(AgenttrainError):
+    """A reward function failed, or returned what is no reward; ends the run."""
+
+
+class Columns:
+    """Picks what a function wants to know about a row."""
+
+    def __init__(self, function: RewardFunction, *, taken: Collection[str] = ()) -> None:
+        """`taken` are parameters that get their value elsewhere."""
+        kinds = inspect.Parameter
+        wanted = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.name not in taken
+        ]
+        self._taken = frozenset(taken)
+        self._all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
+        named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        self._names = [parameter.name for parameter in named]
+        self._required = [p.name for p in named if p.default is kinds.empty]
+
+    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns to pass; raises KeyError naming a required one that is not there."""
+        for name in self._required:
+            if name not in available:
+                raise KeyError(
+                    f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
+                )
+        names = available if self._all else self._names
+        return {k: available[k] for k in names if k in available and k not in self._taken}
+
+
+def checked(value: Any) -> float | None:
+    """`value` as a reward; raises ValueError unless it is None or a finite number.
+
+    Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        with suppress(Exception):  # an array of several values stays what it is
+            value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"it returned {value!r}; a reward is a finite number, or None")
+    return float(value)
+
+
+def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
+    """The error that names the function and the rollout."""
+    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+    return RewardError(
+        f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: "
+        f"{type(error).__name__}: {text}"
+    )

@@ -1,0 +1,59 @@
+"""The `reward:` section of a configuration -> a Rubric."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from agenttrain.config.target import locate
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rewards.scorer import Scorer
+
+
+def build_rubric(reward: Mapping[str, Any]) -> Rubric:
+    """Build every declared reward function.
+
+    Example: ``{"exact": {"_target_": "agenttrain.rewards.exact_match.ExactMatch", "weight": 1.0,
+    "ignore_case": True}}``. `_target_` names a function, whose other settings are bound, or a class
+    whose instances are callable. Raises ValueError with key, value and remedy.
+    """
+    if not reward:
+        raise ValueError("reward={}: there is no reward function; choose one, e.g. exact_match")
+    scorers: dict[str, Scorer] = {}
+    weights: dict[str, float] = {}
+    for name, section in reward.items():
+        key = f"reward.{name}"
+        if not isinstance(section, Mapping) or "_target_" not in section:
+            raise ValueError(
+                f"{key}={section!r}: there is no _target_; add one, e.g. "
+                f"{key}._target_=my_pkg.rewards.{name}"
+            )
+        bound = {key: value for key, value in section.items() if key not in ("_target_", "weight")}
+        weights[name] = _weight(section.get("weight", 1.0), key)
+        where = f"{key}._target_={section['_target_']!r}"
+        scorers[name] = _build(
+            locate(section["_target_"], key=f"{key}._target_"), name, bound, where
+        )
+    return Rubric(scorers, weights)
+
+
+def _weight(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key}.weight={value!r}: expected a number")
+    return float(value)
+
+
+def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Scorer:
+    if not callable(target):
+        raise ValueError(f"{where}: {target!r} is not a function or a class")
+    try:
+        inspect.signature(target).bind_partial(**bound)
+        if inspect.isclass(target):
+            target, bound = target(**bound), {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} with {bound}: {error}") from error
+    if not callable(target):
+        raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
+    return Scorer(name, functools.partial(target, **bound) if bound else target, bound=bound)

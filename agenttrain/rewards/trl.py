@@ -1,0 +1,41 @@
+"""Reward functions written for TRL: ``(prompts, completions, **columns) -> list[float | None]``.
+
+TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as lists,
+`trainer_state`, `log_extra` and `log_metric`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agenttrain.types import Rollout
+
+
+def is_trl(function: Callable[..., Any]) -> bool:
+    """Whether its parameters are TRL's: there is `completions`, and no `rollout`."""
+    names = inspect.signature(function).parameters
+    return "completions" in names and "rollout" not in names
+
+
+def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What TRL would pass for these rollouts.
+
+    `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
+    ids after the prompt's, tool results included. Functions that log get a logger that does
+    nothing, and there is no trainer: `trainer_state` is None.
+    """
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
+    return {
+        **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
+        "prompts": [list(rollout.task.messages) for rollout in rollouts],
+        "completions": [r.messages[len(r.task.messages) :] for r in rollouts],
+        "completion_ids": [list(r.token_ids[r.prompt_length :]) for r in rollouts],
+        "trainer_state": None,
+        "log_extra": _no_log,
+        "log_metric": _no_log,
+    }
+
+
+def _no_log(name: str, value: object) -> None: ...

@@ -1,0 +1,195 @@
+"""The rollouts of one step: groups in flight, no barrier between rollouts, ordered results."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from agenttrain.chat.template import Chat
+from agenttrain.config.schema import OnBreak, RolloutConfig
+from agenttrain.engine.base import Engine, Lockstep
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.loop import check_room, run_rollout
+from agenttrain.rollout.seeds import derive_seed
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import (
+    AgenttrainError,
+    LedgerError,
+    PromptTooLong,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+)
+
+
+class NoRollouts(AgenttrainError):
+    """A step produced nothing to learn from; the message quotes the first failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """What rollouts are made with; it holds no state between calls."""
+
+    engine: Engine
+    chat: Chat
+    toolbox: Toolbox
+    rubric: Rubric
+    limits: RolloutConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class Collected:
+    """The rollouts of one call, and what did not become one."""
+
+    groups: list[list[Rollout]] = field(default_factory=list)
+    """In task order; the rollouts of a group in sample order."""
+    overlong: int = 0
+    """Tasks whose prompt leaves no room to sample."""
+    dropped: int = 0
+    """Rollouts that are not trained on: failed ones, and groups with a broken ledger."""
+    reward_s: float = 0.0
+    """Wall seconds of scoring."""
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts, in (task, sample) order."""
+        return [rollout for group in self.groups for rollout in group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    task: Task
+    rollout_id: str
+    group_id: str
+    sample: int
+    seed: int
+    prompt_ids: Sequence[int]
+
+
+async def collect(
+    collector: Collector,
+    tasks: Sequence[Task],
+    *,
+    samples: int,
+    sampling: Sampling,
+    seed_path: tuple[int | str, ...],
+) -> Collected:
+    """Run `samples` rollouts of every task and score them.
+
+    `seed_path` names the call, e.g. (run seed, "train", step): a rollout's seed derives from it,
+    the task's position, the sample and the attempt, so that sampling noise depends on nothing else.
+    Raises NoRollouts when not one rollout could be had, LedgerError as `rollout.on_break` says.
+    """
+    collected = Collected()
+    attempts = _plan(collector, tasks, samples, seed_path, collected)
+    rollouts = await _run_all(collector, attempts, sampling)
+    collected.groups = _whole_groups(attempts, rollouts)
+    usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
+    if attempts and not usable:
+        errors = [r.error for r in collected.rollouts if r.error] or ["it sampled no token"]
+        raise NoRollouts(f"all {len(attempts)} rollouts failed; the first: {errors[0]}")
+    collected.dropped = len(attempts) - len(usable)
+    started = time.perf_counter()
+    await collector.rubric.score(usable)
+    collected.reward_s = time.perf_counter() - started
+    return collected
+
+
+def _plan(
+    collector: Collector,
+    tasks: Sequence[Task],
+    samples: int,
+    seed_path: tuple[int | str, ...],
+    collected: Collected,
+) -> list[_Attempt]:
+    attempts = []
+    name = "-".join(str(part) for part in seed_path[1:])
+    for occurrence, task in enumerate(tasks):
+        prompt_ids = collector.chat.prompt_ids(task.messages, collector.toolbox.schemas(task.tools))
+        try:
+            check_room(task, len(prompt_ids), collector.engine.max_context)
+        except PromptTooLong:
+            collected.overlong += 1
+            continue
+        group_id = f"{name}-{occurrence}"
+        attempts += [
+            _Attempt(
+                task=task,
+                rollout_id=f"{group_id}-{sample}",
+                group_id=group_id,
+                sample=sample,
+                seed=derive_seed(*seed_path, occurrence, sample, 0),
+                prompt_ids=prompt_ids,
+            )
+            for sample in range(samples)
+        ]
+    return attempts
+
+
+async def _run_all(
+    collector: Collector, attempts: Sequence[_Attempt], sampling: Sampling
+) -> list[Rollout | None]:
+    limits = collector.limits
+    lockstep = limits.deterministic and isinstance(collector.engine, Lockstep)
+    if lockstep and isinstance(collector.engine, Lockstep):
+        collector.engine.expect([attempt.rollout_id for attempt in attempts])
+    # In lockstep the engine admits by its rows; a limit here would keep back rollouts it waits for.
+    gate = asyncio.Semaphore(len(attempts) or 1 if lockstep else limits.concurrency)
+
+    async def run(attempt: _Attempt) -> Rollout | None:
+        async with gate:
+            return await _attempt(collector, attempt, sampling)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(run(attempt)) for attempt in attempts]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | None:
+    """One rollout with its ledger verified; None for a broken one that is to be dropped."""
+    try:
+        rollout = await run_rollout(
+            attempt.task,
+            engine=collector.engine,
+            chat=collector.chat,
+            toolbox=collector.toolbox,
+            limits=collector.limits,
+            sampling=replace(sampling, seed=attempt.seed),
+            rollout_id=attempt.rollout_id,
+            group_id=attempt.group_id,
+            sample=attempt.sample,
+            prompt_ids=attempt.prompt_ids,
+        )
+        verify(rollout, collector.chat, collector.toolbox.schemas(attempt.task.tools))
+    except LedgerError:
+        if collector.limits.on_break is OnBreak.error:
+            raise
+        return None
+    return rollout
+
+
+def _usable(rollout: Rollout) -> bool:
+    """Whether a rollout may be scored: a failure that is not the model's is no reward of zero."""
+    failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
+    return rollout.turns > 0 and not failed
+
+
+def _whole_groups(
+    attempts: Sequence[_Attempt], rollouts: Sequence[Rollout | None]
+) -> list[list[Rollout]]:
+    """The rollouts by group, without the groups that hold a broken ledger."""
+    groups: dict[str, list[Rollout | None]] = {}
+    for attempt, rollout in zip(attempts, rollouts, strict=True):
+        groups.setdefault(attempt.group_id, []).append(rollout)
+    return [
+        [rollout for rollout in group if rollout is not None]
+        for group in groups.values()
+        if None not in group
+    ]

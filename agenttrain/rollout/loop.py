@@ -1,0 +1,261 @@
+"""One rollout: sample, parse, run tools, append their replies, until a reason to stop.
+
+The model's sampled ids go into the ledger as they are and are never decoded and tokenised again.
+A rollout does not raise for what the model, a tool or the engine does: it ends with a stop reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from agenttrain.chat.template import Chat
+from agenttrain.config.schema import OnMalformedCall, RolloutConfig
+from agenttrain.engine.base import Engine, EngineError
+from agenttrain.rollout.clip import fit_replies
+from agenttrain.rollout.seeds import derive_seed
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import (
+    AssistantTurn,
+    Completion,
+    Finish,
+    Message,
+    Origin,
+    PromptTooLong,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolError,
+    ToolResult,
+)
+
+INVALID = (ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments)
+
+
+async def run_rollout(
+    task: Task,
+    *,
+    engine: Engine,
+    chat: Chat,
+    toolbox: Toolbox,
+    limits: RolloutConfig,
+    sampling: Sampling,
+    rollout_id: str = "rollout",
+    group_id: str = "",
+    sample: int = 0,
+    prompt_ids: Sequence[int] | None = None,
+) -> Rollout:
+    """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
+
+    `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
+    when the prompt leaves no room to sample, before anything is sampled.
+    """
+    schemas = toolbox.schemas(task.tools)
+    if prompt_ids is None:
+        prompt_ids = chat.prompt_ids(task.messages, schemas)
+    check_room(task, len(prompt_ids), engine.max_context)
+    rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
+    rollout.messages.extend(dict(message) for message in task.messages)
+    rollout.append_context(prompt_ids, Origin.prompt)
+    loop = _Loop(rollout, engine, chat, toolbox, limits, sampling, schemas)
+    started = time.perf_counter()
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            await loop.run()
+    except TimeoutError:
+        rollout.stop_reason = StopReason.timeout
+    except EngineError as error:
+        rollout.stop_reason, rollout.error = StopReason.error, str(error)
+    finally:
+        rollout.seconds = time.perf_counter() - started
+        await engine.release(rollout_id)
+    return rollout
+
+
+def check_room(task: Task, prompt_length: int, max_context: int) -> None:
+    """Raise PromptTooLong unless one token can follow the prompt."""
+    if prompt_length >= max_context:
+        raise PromptTooLong(
+            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
+            f"{max_context}: shorten the prompt or raise engine.max_context"
+        )
+
+
+@dataclass(slots=True)
+class _Loop:
+    rollout: Rollout
+    engine: Engine
+    chat: Chat
+    toolbox: Toolbox
+    limits: RolloutConfig
+    sampling: Sampling
+    schemas: list[dict]
+    _streak: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Turns until the rollout has a stop reason."""
+        while self.rollout.stop_reason is None:
+            budget = min(self.limits.max_turn_tokens, self._room())
+            if budget <= 0:
+                self.rollout.stop_reason = self._full()
+                return
+            completion = await self._sample(budget)
+            turn = self.chat.parse(completion.token_ids, self.schemas, turn=self.rollout.turns - 1)
+            self.rollout.messages.append(turn.message())
+            self.rollout.stop_reason = _end_of(completion)
+            if self.rollout.stop_reason is None:
+                self.rollout.stop_reason = await self._answer(turn, completion)
+
+    def _room(self) -> int:
+        """Tokens that still fit after what is there."""
+        used = self.rollout.length - self.rollout.prompt_length
+        return min(
+            self.limits.max_completion_tokens - used,
+            self.engine.max_context - self.rollout.length,
+        )
+
+    def _full(self) -> StopReason:
+        context_left = self.engine.max_context - self.rollout.length
+        return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
+
+    async def _sample(self, budget: int) -> Completion:
+        sent = self.rollout.token_ids
+        seed = derive_seed(self.sampling.seed, self.rollout.turns)
+        sampling = replace(
+            self.sampling,
+            max_tokens=budget,
+            seed=seed,
+            stop_token_ids=self.sampling.stop_token_ids or self.chat.stop_token_ids,
+        )
+        session = self.rollout.rollout_id
+        completion = await self.engine.generate(sent, sampling, session=session)
+        if not completion.token_ids:
+            raise EngineError(f"rollout {session}: the engine returned no token ({completion})")
+        self.rollout.append_sampled(completion, sent)
+        return completion
+
+    async def _answer(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
+        """Run the turn's calls and append their replies; the reason to stop, if there is one."""
+        calls = self._calls(turn)
+        if not calls:
+            return StopReason.completed
+        stops = any(call.name in self.toolbox.stop_tools for call in calls)
+        if not stops and (reason := self._refusal(turn, calls, completion)):
+            return reason
+        results = await self._execute(calls)
+        reason = StopReason.stop_tool if stops else self._limit_reached(results)
+        self._append_replies(turn, results, completion, generation_prompt=reason is None)
+        return reason
+
+    def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
+        ignore = self.limits.on_malformed_call is OnMalformedCall.ignore
+        return [call for call in turn.calls if not (ignore and call.malformed)]
+
+    def _refusal(
+        self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
+    ) -> StopReason | None:
+        """Why the calls are not run at all."""
+        if self.limits.on_malformed_call is OnMalformedCall.stop and any(
+            call.malformed for call in calls
+        ):
+            return StopReason.max_invalid_calls
+        if self.rollout.turns >= self.limits.max_turns:
+            return StopReason.max_turns
+        if self._repeats(calls):
+            return StopReason.repeated_call
+        wrapper = self.chat.wrapper_length(
+            turn,
+            [_reply(ToolResult(call=call, content="")) for call in calls],
+            completion_ids=completion.token_ids,
+            finish=completion.finish,
+            generation_prompt=True,
+        )
+        # One token must be left to sample, or the reply could never be read.
+        return self._full() if wrapper + 1 > self._room() else None
+
+    def _repeats(self, calls: list[ToolCall]) -> bool:
+        limit = self.limits.max_repeated_calls
+        if limit is None:
+            return False
+        self._streak += [json.dumps([c.name, c.arguments], sort_keys=True) for c in calls]
+        return any(len(list(run)) > limit for _, run in groupby(self._streak))
+
+    async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
+        """One result per call, in call order; calls over the limit get an error result."""
+        allowed = len(calls)
+        if self.limits.max_tool_calls is not None:
+            allowed = max(self.limits.max_tool_calls - len(self.rollout.tool_results), 0)
+            # A stop tool ends the rollout before any other limit, so it always runs.
+            if any(call.name in self.toolbox.stop_tools for call in calls):
+                allowed = len(calls)
+        results = await self.toolbox.execute(
+            calls[:allowed], self._context, allowed=self.rollout.task.tools
+        )
+        over = f"Error: the limit of {self.limits.max_tool_calls} tool calls is reached"
+        results += [
+            ToolResult(call=call, content=over, error=ToolError.limit) for call in calls[allowed:]
+        ]
+        self.rollout.tool_results.extend(results)
+        return results
+
+    def _context(self, call: ToolCall) -> ToolContext:
+        return ToolContext(
+            rollout_id=self.rollout.rollout_id,
+            task=self.rollout.task,
+            turn=self.rollout.turns - 1,
+            call_id=call.id,
+        )
+
+    def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
+        """Limits that end the rollout once the calls are answered."""
+        if any(result.done for result in results):
+            return StopReason.environment_done
+        if any(result.error is ToolError.limit for result in results):
+            return StopReason.max_tool_calls
+        invalid = sum(result.error in INVALID for result in self.rollout.tool_results)
+        limit = self.limits.max_invalid_calls
+        return StopReason.max_invalid_calls if limit is not None and invalid > limit else None
+
+    def _append_replies(
+        self,
+        turn: AssistantTurn,
+        results: list[ToolResult],
+        completion: Completion,
+        *,
+        generation_prompt: bool,
+    ) -> None:
+        room = self._room() - int(generation_prompt)
+        replies, suffix = fit_replies(
+            self.chat,
+            turn,
+            [_reply(result) for result in results],
+            completion=completion,
+            room=room,
+            max_result_tokens=self.limits.max_result_tokens,
+            generation_prompt=generation_prompt,
+        )
+        for origin, token_ids in suffix:
+            self.rollout.append_context(token_ids, origin)
+        self.rollout.messages.extend(replies)
+
+
+def _end_of(completion: Completion) -> StopReason | None:
+    if completion.finish is Finish.length:
+        return StopReason.max_tokens
+    return StopReason.aborted if completion.finish is Finish.abort else None
+
+
+def _reply(result: ToolResult) -> Message:
+    return {
+        "role": "tool",
+        "tool_call_id": result.call.id,
+        "name": result.call.name,
+        "content": result.content,
+    }

@@ -1,0 +1,97 @@
+"""A call's arguments: copied, coerced, checked against the tool's schema, faults put in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import SchemaError, ValidationError
+
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.tools.coerce import coerce, plain_schema, validator_of
+
+MAX_PROBLEMS = 3
+"""Faults told to the model at once."""
+MAX_QUOTE = 60
+"""Characters of a wrong value quoted to the model."""
+
+
+class InvalidArguments(ValueError):
+    """The arguments do not fit; the message is for the model."""
+
+
+class ArgumentSchema:
+    """The parameters of one tool, ready to read calls."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        """Raises ValueError when `parameters` is not a JSON schema."""
+        self._schema = plain_schema(parameters)
+        self._validator = validator_of(self._schema)
+        try:
+            self._validator.check_schema(self._schema)
+        except SchemaError as error:
+            raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """A deep copy of the arguments, coerced to the schema.
+
+        Raises InvalidArguments, naming unknown, missing and wrong ones, e.g. ``unknown argument
+        'qurey' (did you mean 'query'?); missing argument 'query'``.
+        """
+        try:
+            # Copied after the coercion, which passes on nested values that no schema describes.
+            read = copy.deepcopy(coerce(dict(arguments), self._schema))
+            problems = self._name_problems(read) or self._value_problems(read)
+        except (RecursionError, ValueError):
+            problems = ["nested too deeply, or a number of too many digits"]
+        if problems:
+            raise InvalidArguments("; ".join(problems[:MAX_PROBLEMS]))
+        return read
+
+    def _name_problems(self, arguments: Mapping[str, Any]) -> list[str]:
+        known = list(self._schema.get("properties", {}))
+        missing = [name for name in self._schema.get("required", []) if name not in arguments]
+        unknown = [name for name in arguments if name not in known]
+        if self._takes_any_name():
+            unknown = []
+        hints = [name for name in known if name not in arguments]
+        return [
+            f"unknown argument {_quote(name)}{did_you_mean(name, hints)}" for name in unknown
+        ] + [f"missing argument {_quote(name)}" for name in missing]
+
+    def _takes_any_name(self) -> bool:
+        """Only a schema that says so: left open, `properties` are all there is."""
+        return bool(
+            "properties" not in self._schema
+            or self._schema.get("additionalProperties")
+            or self._schema.get("patternProperties")
+        )
+
+    def _value_problems(self, arguments: Mapping[str, Any]) -> list[str]:
+        errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
+        return [_describe(error) for error in errors]
+
+
+def _describe(error: ValidationError) -> str:
+    path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
+    rule: Any = error.validator_value
+    if error.validator == "type":
+        wanted = rule if isinstance(rule, str) else " or ".join(rule)
+        return f"{path} must be {wanted}, not {_quote(error.instance)}"
+    if error.validator == "enum":
+        options = ", ".join(_quote(option) for option in rule)
+        return (
+            f"{path} must be one of {_short(options, 5 * MAX_QUOTE)}, not {_quote(error.instance)}"
+        )
+    return f"{path}: {_short(error.message, 3 * MAX_QUOTE)}"
+
+
+def _quote(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _short(text, MAX_QUOTE)
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

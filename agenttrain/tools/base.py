@@ -1,0 +1,97 @@
+"""What a tool is, and how a Python function becomes one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from agenttrain.threads import blocks
+from agenttrain.tools.schema import function_schema, takes_context
+from agenttrain.types import AgenttrainError, ToolContext
+
+
+class ToolFailure(AgenttrainError):
+    """Raise it in a tool: the model reads ``Error: <message>`` and the call counts as failed."""
+
+
+class Tool(Protocol):
+    """Something that the model can call.
+
+    What it returns becomes the reply's text (`agenttrain.tools.reply`), what it raises an error
+    that the model reads; `agenttrain.types.Done` ends the episode.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    """As the model sees it: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Run one call; `arguments` fit the schema and belong to the tool."""
+        ...
+
+
+class FunctionTool:
+    """A typed Python function, method or callable instance as a tool; sync or async.
+
+    The schema comes from its signature and Google docstring. A parameter ``context: ToolContext``
+    is passed by us, `bound` ones are settings: the model sees neither. Arguments are plain JSON
+    values (a list for a tuple, an Enum's value).
+
+    Example::
+
+        def lookup(key: str, table: dict) -> str:
+            \"\"\"Look up a key.
+
+            Args:
+                key: What to look up.
+                table: Where to look.
+            \"\"\"
+            return table[key]
+
+        FunctionTool(lookup, bound={"table": {"capital": "Oslo"}})   # the model sees lookup(key)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *,
+        name: str | None = None,
+        bound: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
+        function, settings = _without_partial(function, dict(bound or {}))
+        self.function = function
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.schema = function_schema(function, name=self.name, hidden=settings)
+        self.blocking = blocks(function)
+        """Whether a call occupies its thread; the toolbox then gives it one of its own."""
+        self._bound = settings
+        self._takes_context = takes_context(function) and "context" not in settings
+
+    def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the function in this thread; an async one returns its awaitable."""
+        extra = {"context": context} if self._takes_context else {}
+        return self.function(**self._bound, **extra, **arguments)
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the function; a blocking one blocks the event loop here."""
+        result = self.call(arguments, context)
+        return await result if inspect.isawaitable(result) else result
+
+    def close(self) -> None:
+        """Close the callable instance behind the tool, if it can be closed."""
+        close = getattr(self.function, "close", None)
+        if close is not None:
+            close()
+
+
+def _without_partial(
+    function: Callable[..., object], bound: dict[str, Any]
+) -> tuple[Callable[..., object], dict[str, Any]]:
+    """The function inside of functools.partial, whose arguments become bound ones."""
+    while isinstance(function, functools.partial):
+        inner = inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
+        function, bound = function.func, {**inner.arguments, **bound}
+    return function, bound

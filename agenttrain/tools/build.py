@@ -1,0 +1,88 @@
+"""The `tools:` section of a configuration -> a Toolbox."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_origin, get_type_hints
+
+from agenttrain.config.schema import ToolLimits
+from agenttrain.config.target import locate
+from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.toolbox import Toolbox
+
+
+def build_toolbox(
+    tools: Mapping[str, Any], stop_tools: Sequence[str] = (), *, threads: int = 512
+) -> Toolbox:
+    """Build every declared tool.
+
+    Example: ``{"lookup": {"_target_": "my_pkg.lookup", "timeout_s": 2.0, "table": "a.csv"}}`` is a
+    tool `lookup` of two seconds whose parameter `table` is bound. `_target_` names a function, a
+    class whose instances are callable (built once, with the bound arguments), or a function
+    annotated to return a Tool or a callable. Raises ValueError with key, value and remedy.
+    """
+    built: dict[str, Tool] = {}
+    limits: dict[str, ToolLimits] = {}
+    for name, section in tools.items():
+        key = f"tools.{name}"
+        if not isinstance(section, Mapping) or "_target_" not in section:
+            raise ValueError(
+                f"{key}={section!r}: there is no _target_; add one, e.g. "
+                f"{key}._target_=my_pkg.tools.{name}"
+            )
+        bound = {key: value for key, value in section.items() if key != "_target_"}
+        limits[name] = _limits(bound, key)
+        target = locate(section["_target_"], key=f"{key}._target_")
+        built[name] = _build(target, name, bound, f"{key}._target_={section['_target_']!r}")
+    return Toolbox(built, limits=limits, stop_tools=stop_tools, threads=threads)
+
+
+def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
+    """The limits, taken out of the section."""
+    given = {
+        field.name: bound.pop(field.name) for field in fields(ToolLimits) if field.name in bound
+    }
+    for name, value in given.items():
+        whole = name == "concurrency"
+        number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if not number or value <= 0:
+            expected = "a positive whole number" if whole else "a positive number of seconds"
+            raise ValueError(f"{key}.{name}={value!r}: expected {expected}")
+    return ToolLimits(**given)
+
+
+def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Tool:
+    if not callable(target):
+        raise ValueError(f"{where}: {target!r} is not a function or a class")
+    if not inspect.isclass(target) and not _makes_tool(target):
+        return _wrap(target, name, bound, where)
+    try:
+        inspect.signature(target).bind(**bound)
+        made = target(**bound)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} with {bound}: {error}") from error
+    if hasattr(made, "schema") and hasattr(made, "name"):
+        return made
+    if not callable(made):
+        raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
+    return _wrap(made, name, {}, where)
+
+
+def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], where: str) -> Tool:
+    try:
+        return FunctionTool(function, name=name, bound=bound)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _makes_tool(target: Callable[..., object]) -> bool:
+    """Whether a function is annotated to return a tool, or a callable to make one of."""
+    try:
+        made = get_type_hints(target).get("return")
+    except (NameError, TypeError):
+        return False
+    return made in (Tool, FunctionTool, Callable) or get_origin(made) is get_origin(
+        Callable[[], None]
+    )

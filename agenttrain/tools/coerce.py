@@ -1,0 +1,167 @@
+"""Values that a model wrote almost right, made to fit a JSON schema without losing anything.
+
+A string that is the JSON text of a value of the wanted type becomes that value; a number or a
+boolean becomes its JSON text where a string is wanted; 3.0 becomes 3 where an integer is::
+
+    {"type": "integer"}   "3" -> 3      3.0 -> 3     "007", "3.5", True: as they are
+    {"type": "boolean"}   "true", "True" -> True     1, "yes": as they are
+    {"type": "string"}    3 -> "3"                   None, [1]: as they are
+    {"type": "array"}     "[1, 2]" -> [1, 2]
+
+What does not fit stays as it is, for validation to name. A value that fits is never changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from referencing import Registry
+
+Schema = Mapping[str, Any]
+NOTHING = object()
+PYTHON_BOOLEANS = {"True": "true", "False": "false"}
+
+
+def validator_of(schema: Schema) -> Draft202012Validator:
+    """A validator that never fetches a schema that `$ref` names from the network."""
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def plain_schema(schema: Any) -> Any:
+    """The schema with transformers' ``nullable: true`` in JSON schema's own words.
+
+    Example: ``{"type": "integer", "nullable": True}`` -> ``{"type": ["integer", "null"]}``
+    """
+    if isinstance(schema, list):
+        return [plain_schema(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {
+        key: value if key in ("enum", "const", "default", "examples") else plain_schema(value)
+        for key, value in schema.items()
+        # A property may be called `nullable`; the keyword's value is a boolean.
+        if not (key == "nullable" and isinstance(value, bool))
+    }
+    if schema.get("nullable") is True:
+        _allow_null(plain)
+    return plain
+
+
+def _allow_null(plain: dict[str, Any]) -> None:
+    if "type" in plain:
+        types = _types(plain)
+        plain["type"] = types if "null" in types else [*types, "null"]
+    if "enum" in plain and None not in plain["enum"]:
+        plain["enum"] = [*plain["enum"], None]
+    if "anyOf" in plain:
+        plain["anyOf"] = [*plain["anyOf"], {"type": "null"}]
+
+
+def coerce(value: Any, schema: Any) -> Any:
+    """`value`, or its lossless form that fits `schema` better; containers are built anew.
+
+    Example: ``coerce({"a": "3"}, {"type": "object", "properties": {"a": {"type": "integer"}}})``
+    gives ``{"a": 3}``.
+    """
+    if not isinstance(schema, Mapping):
+        return value
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            value = _coerce_to_one(value, schema[key])
+    if types := _types(schema):
+        value = _coerce_type(value, types)
+    if "enum" in schema:
+        value = _coerce_enum(value, schema["enum"])
+    if isinstance(value, list):
+        return [coerce(item, _item_schema(schema, i)) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        properties, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        return {key: coerce(item, properties.get(key, rest)) for key, item in value.items()}
+    return value
+
+
+def _types(schema: Schema) -> list[str]:
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else list(types)
+
+
+def _item_schema(schema: Schema, index: int) -> Any:
+    first = schema.get("prefixItems", [])
+    return first[index] if index < len(first) else schema.get("items")
+
+
+def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
+    """Fit the first option that takes the value as it is, else the first that takes it coerced."""
+    for option in options:
+        if validator_of(option).is_valid(value):
+            return coerce(value, option)
+    for option in options:
+        candidate = coerce(value, option)
+        if validator_of(option).is_valid(candidate):
+            return candidate
+    return value
+
+
+def _coerce_type(value: Any, types: Sequence[str]) -> Any:
+    for name in types:
+        if _is_type(value, name):
+            return int(value) if name == "integer" else value
+    for name in types:
+        candidate = _json_text(value) if name == "string" else _json_value(value, name)
+        if candidate is not NOTHING:
+            return candidate
+    return value
+
+
+def _is_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return name == ("null" if value is None else "boolean")
+    if isinstance(value, int | float):
+        whole = isinstance(value, int) or value.is_integer()
+        return name == "number" or (name == "integer" and whole)
+    return {"string": str, "array": list, "object": dict}.get(name) is type(value)
+
+
+def _json_text(value: Any) -> Any:
+    if not isinstance(value, int | float) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        return NOTHING
+    try:
+        return json.dumps(value)
+    except ValueError:  # an integer of more than 4300 digits
+        return NOTHING
+
+
+def _json_value(value: Any, name: str) -> Any:
+    """The value of type `name` whose JSON text the string is."""
+    if not isinstance(value, str):
+        return NOTHING
+    text = value.strip()
+    try:
+        found = json.loads(PYTHON_BOOLEANS.get(text, text))
+    except (ValueError, RecursionError):
+        return NOTHING
+    if not _is_type(found, name) or (isinstance(found, float) and not math.isfinite(found)):
+        return NOTHING
+    return int(found) if name == "integer" else found
+
+
+def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
+    """The member that is the value, else the one with the same text: "1" -> 1, 1 -> "1"."""
+    if any(_same(value, member) for member in members):
+        return value
+    for member in members:
+        if isinstance(member, str) and _json_text(value) == member:
+            return member
+        if isinstance(value, str) and member is not None and _json_text(member) == value.strip():
+            return member
+    return value
+
+
+def _same(value: Any, member: Any) -> bool:
+    return value == member and isinstance(value, bool) == isinstance(member, bool)

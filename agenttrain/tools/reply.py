@@ -1,0 +1,97 @@
+"""What a tool returned or raised -> the text that the model reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.tools.base import ToolFailure
+from agenttrain.types import Done, ToolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The reply to one call."""
+
+    content: str
+    error: ToolError | None = None
+    done: bool = False
+    """The tool returned `Done`."""
+
+
+def reply_of(value: object, *, max_chars: int) -> Reply:
+    """The reply that a tool's return value makes; one that has no text is an error reply."""
+    done = isinstance(value, Done)
+    try:
+        text = result_text(value.content if isinstance(value, Done) else value, max_chars=max_chars)
+    except Exception as error:  # e.g. the value's own __str__ or __iter__ raises
+        return failure(error, max_chars=max_chars)
+    return Reply(content=text, done=done)
+
+
+def failure(error: BaseException, *, max_chars: int) -> Reply:
+    """An error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone."""
+    try:
+        message = str(error)
+    except Exception:
+        message = ""
+    name = "" if isinstance(error, ToolFailure) else type(error).__name__
+    text = ": ".join(part for part in ("Error", name, message) if part)
+    return Reply(content=_bounded(text, max_chars), error=ToolError.exception)
+
+
+def result_text(value: object, *, max_chars: int) -> str:
+    """The text of a result: a string as it is, anything else as JSON, str() where JSON cannot.
+
+    None is ``null``, a not-a-number ``NaN``, bytes are read as UTF-8, arrays and tensors as
+    lists, sets as sorted lists. Text beyond `max_chars` is cut, visibly; lone surrogates, which no
+    tokenizer takes, become U+FFFD.
+
+    Example: ``result_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
+    ``{"city": "Óbidos", "ok": null}``.
+    """
+    if not isinstance(value, str | dict | list | tuple | bool | int | float | None):
+        value = _simpler(value)
+    if isinstance(value, str):
+        return _bounded(str.__str__(value), max_chars)
+    return _bounded(_json(value, max_chars), max_chars)
+
+
+def _json(value: object, max_chars: int) -> str:
+    chunks: list[str] = []
+    size = 0
+    try:
+        # Piece by piece, so that what is far too long is not built first.
+        for chunk in json.JSONEncoder(ensure_ascii=False, default=_simpler).iterencode(value):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > max_chars:
+                break
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+    return "".join(chunks)
+
+
+def _simpler(value: Any) -> Any:
+    """A JSON value that stands for one that JSON does not have; a string when nothing else."""
+    if isinstance(value, bytes | bytearray):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+def _bounded(text: str, max_chars: int) -> str:
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}… [cut at {max_chars} characters]"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,135 @@
+"""A Python function's signature and Google docstring -> the JSON schema that the model sees."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_args, get_type_hints
+
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.types import ToolContext
+
+Function = Callable[..., object]
+
+
+def function_schema(
+    function: Function, *, name: str, hidden: Collection[str] = ()
+) -> dict[str, Any]:
+    """The OpenAI-style schema of a function, through transformers' `get_json_schema`.
+
+    Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
+    which tool schemas sent to a served model do not have either. Raises ValueError that quotes
+    what to add when an annotation, the docstring or a parameter's description is missing.
+
+    Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
+    {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
+    {"type": "integer", "description": "First."}, …}, "required": ["a", "b"]}}}``
+    """
+    target = _routine(function)
+    where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
+    signature = inspect.signature(target)
+    _check_hidden(signature, hidden, where)
+    hints = _hints(target, where)
+    shown = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name not in hidden and not _is_context(parameter.name, hints)
+    ]
+    _check_parameters(shown, where)
+    doc = inspect.getdoc(target)
+    _check_docstring(doc, [parameter.name for parameter in shown], where)
+    shape = _shape(name, doc, shown, {p.name: hints[p.name] for p in shown})
+    return _json_schema(shape, where)
+
+
+def takes_context(function: Function) -> bool:
+    """Whether the function has a parameter ``context: ToolContext``."""
+    return _is_context("context", get_type_hints(_routine(function)))
+
+
+def _routine(function: Function) -> Any:
+    """What carries signature and docstring: the function itself, or an instance's `__call__`."""
+    return function if inspect.isroutine(function) else getattr(function, "__call__")  # noqa: B004, B009
+
+
+def _is_context(name: str, hints: dict[str, Any]) -> bool:
+    hint = hints.get(name)
+    return name == "context" and (hint is ToolContext or ToolContext in get_args(hint))
+
+
+def _hints(target: Any, where: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(target)
+    except NameError as error:
+        raise ValueError(
+            f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
+            "under TYPE_CHECKING"
+        ) from error
+
+
+def _check_hidden(signature: inspect.Signature, hidden: Collection[str], where: str) -> None:
+    names = list(signature.parameters)
+    for name in hidden:
+        if name not in names:
+            raise ValueError(
+                f"{where}: it has no parameter {name!r} to bind{did_you_mean(name, names)}; its "
+                f"parameters: {', '.join(names) or 'none'}"
+            )
+
+
+def _check_parameters(shown: Sequence[inspect.Parameter], where: str) -> None:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for parameter in shown:
+        if parameter.kind not in named:
+            raise ValueError(
+                f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
+                "name and a type, e.g. `query: str`"
+            )
+        if parameter.annotation is inspect.Parameter.empty:
+            raise ValueError(
+                f"{where}: parameter {parameter.name!r} has no type; annotate it, e.g. "
+                f"`{parameter.name}: str`"
+            )
+
+
+def _check_docstring(doc: str | None, names: Sequence[str], where: str) -> None:
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    described = parse_google_format_docstring(doc.strip())[1] if doc else {}
+    missing = [name for name in names if name not in described]
+    lines = "\n".join(f"        {name}: What it means." for name in missing)
+    if not doc:
+        arguments = f"\n\n    Args:\n{lines}\n    " if missing else ""
+        raise ValueError(
+            f'{where}: it has no docstring; add\n    """What it does, in a line.{arguments}"""'
+        )
+    if missing:
+        raise ValueError(
+            f"{where}: its docstring does not describe {', '.join(missing)}; add to it\n"
+            f"    Args:\n{lines}"
+        )
+
+
+def _shape(
+    name: str, doc: str | None, shown: Sequence[inspect.Parameter], hints: dict[str, Any]
+) -> Function:
+    """A function with this name, docstring and signature, for transformers to look at."""
+
+    def shape() -> None: ...
+
+    shape.__name__, shape.__doc__, shape.__annotations__ = name, doc, hints
+    shape.__signature__ = inspect.Signature(list(shown))  # type: ignore[attr-defined]
+    return shape
+
+
+def _json_schema(shape: Function, where: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    try:
+        return get_json_schema(shape)
+    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+        raise ValueError(f"{where}: no JSON schema can be made of it: {error}") from error

@@ -1,0 +1,120 @@
+"""Progress in the terminal: a live line where there is one, plain lines in logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+PLAIN_EVERY = 10
+"""Plain mode prints the first step, the last, and one in this many (more often in short runs)."""
+
+_SHOWN = (
+    ("reward", "reward", "{:.2f}"),
+    ("success", "success", "{:.2f}"),
+    ("tools/call_frequency", "calls", "{:.1f}"),
+    ("tokens_per_s", "tok/s", "{:.0f}"),
+)
+
+
+class ConsoleProgress:
+    """How far the run is: step, reward, success, tool calls a rollout, tokens a second, ETA.
+
+    A context manager; on the way out the terminal is as it was, whatever was raised. ::
+
+        with ConsoleProgress(total_steps=60) as progress:
+            progress.phase("rollout")
+            progress.update(1, {"reward": 0.25, "tokens_per_s": 5210.0})
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        live: bool = True,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        """`live=False`, or a console that is no terminal: plain lines. `first_step`: steps done
+        before, by the run that this one resumes."""
+        # The stream of now: a sys.stdout that is exchanged later must not get half of a live line.
+        self.console = console or Console(file=sys.stdout, highlight=False)
+        self._total = total_steps
+        self._first = first_step
+        self._started = time.monotonic()
+        self._progress = _live(self.console) if live and self.console.is_terminal else None
+        if self._progress is not None:
+            # Steps done before are no measure of this run's speed, so they are no update.
+            self._task = self._progress.add_task(
+                "start", total=total_steps, completed=first_step, values=""
+            )
+
+    def __enter__(self) -> ConsoleProgress:
+        self._started = time.monotonic()
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step `step` (from 1) is done; metrics that are missing are not shown."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, values=_values(metrics))
+        elif step in (self._first + 1, self._total) or step % self._every() == 0:
+            eta = _clock((self._total - step) * self._seconds() / max(step - self._first, 1))
+            self.log(f"step {step}/{self._total}  {_values(metrics)}  eta {eta}")
+
+    def phase(self, name: str) -> None:
+        """What the run does now: `rollout`, `train`, `eval`; a live line shows it."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=name)
+
+    def log(self, text: str) -> None:
+        """A line above the live one; its text is printed as it is, not as markup."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _every(self) -> int:
+        return max(1, min(PLAIN_EVERY, self._total // 10))
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _live(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<7}", style="cyan", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
+        TextColumn("{task.fields[values]}", style="bold", markup=False),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        expand=True,
+        refresh_per_second=4,
+        speed_estimate_period=600,
+    )
+
+
+def _values(metrics: Mapping[str, float]) -> str:
+    """``reward 0.25  success 0.24  calls 1.9  tok/s 5210``"""
+    return "  ".join(
+        f"{label} {shape.format(metrics[name])}" for name, label, shape in _SHOWN if name in metrics
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

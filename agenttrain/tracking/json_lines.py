@@ -1,0 +1,43 @@
+"""JSON that every reader accepts, and its lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def dumps(value: Any) -> str:
+    """One line of JSON. NaN and the infinities, which JSON does not have, become null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file. A last line without its newline was cut by a crash and is
+    left out; raises ValueError, with file and line, for any other line that is not an object."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a {type(row).__name__}, not an object")
+            yield row

@@ -1,0 +1,121 @@
+"""What a step's rollouts say, as one flat dict of floats.
+
+Names follow TRL where the meaning is TRL's. Figures that depend on the clock, and so differ between
+two runs of one seed, all end in ``_s``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from agenttrain.types import Rollout, StopReason, ToolError, ToolResult
+
+SUCCESS_REWARD = 1.0
+"""A rollout succeeds when its reward reaches this, within 1e-6 for sums of weighted rewards."""
+
+
+def rollout_metrics(
+    groups: Sequence[Sequence[Rollout]], *, tools: Iterable[str] = (), rewards: Iterable[str] = ()
+) -> dict[str, float]:
+    """The metrics of a step's groups, always the same names in the same order.
+
+    `tools` and `rewards` name the columns of a run that some step might not touch; the names that
+    occur are added. NaN stands where there is nothing to average, everywhere for no rollouts.
+
+    Example: three rollouts, two of which call a tool once, one of them in vain, give
+    ``tools/call_frequency`` 2/3 and ``tools/failure_frequency`` 1/2.
+    """
+    rollouts = [rollout for group in groups for rollout in group]
+    return {
+        **_reward_metrics(groups),
+        **_reward_function_metrics(rollouts, rewards),
+        **_tool_metrics(rollouts, tools),
+        **_length_metrics(rollouts),
+        **{f"stop/{r}": _mean([ro.stop_reason is r for ro in rollouts]) for r in StopReason},
+        "turns/mean": _mean([rollout.turns for rollout in rollouts]),
+    }
+
+
+def _reward_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """`reward_std` is the mean over groups of the group's sample standard deviation, as in TRL.
+
+    Rollouts without a reward count nowhere; a group of one has no spread and is left out of both
+    figures about spread.
+    """
+    scored = [[r.reward for r in group if r.reward is not None] for group in groups]
+    values = [reward for group in scored for reward in group]
+    compared = [group for group in scored if len(group) > 1]
+    return {
+        "reward": _mean(values),
+        "reward_std": _mean([_std(group) for group in compared]),
+        "frac_reward_zero_std": _mean([len(set(group)) == 1 for group in compared]),
+        "success": _mean([reward >= SUCCESS_REWARD - 1e-6 for reward in values]),
+    }
+
+
+def _reward_function_metrics(
+    rollouts: Sequence[Rollout], declared: Iterable[str]
+) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in _union(declared, (name for rollout in rollouts for name in rollout.rewards)):
+        values = [v for rollout in rollouts if (v := rollout.rewards.get(name)) is not None]
+        metrics[f"rewards/{name}/mean"] = _mean(values)
+        metrics[f"rewards/{name}/std"] = _std(values)
+    return metrics
+
+
+def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[str, float]:
+    results = [result for rollout in rollouts for result in rollout.tool_results]
+    metrics = {
+        # Calls per rollout, as in TRL: above 1 when rollouts call more than once.
+        "tools/call_frequency": _mean([len(rollout.tool_results) for rollout in rollouts]),
+        "tools/failure_frequency": _failures(results) / len(results) if results else 0.0,
+        "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
+    }
+    # A name the model made up gets no column of its own: there would be no end of them.
+    known = (r.call.name for r in results if r.error not in _NO_SUCH_TOOL)
+    for name in _union(declared, known):
+        own = [result for result in results if result.call.name == name]
+        metrics[f"tools/{name}/calls"] = float(len(own))
+        metrics[f"tools/{name}/failures"] = float(_failures(own))
+        metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if _ran(r)])
+    return metrics
+
+
+_NO_SUCH_TOOL = (ToolError.unknown_tool, ToolError.malformed)
+
+
+def _ran(result: ToolResult) -> bool:
+    return result.error in (None, ToolError.exception, ToolError.timeout)
+
+
+def _failures(results: Sequence[ToolResult]) -> int:
+    return sum(result.error is not None for result in results)
+
+
+def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Sampled tokens only; `clipped_ratio` goes by stop reason, not by the last token."""
+    lengths = [rollout.sampled_length for rollout in rollouts]
+    return {
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": float(min(lengths, default=math.nan)),
+        "completions/max_length": float(max(lengths, default=math.nan)),
+        "completions/clipped_ratio": _mean([rollout.truncated for rollout in rollouts]),
+    }
+
+
+def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:
+    """Declared names in their order, then the others by alphabet."""
+    declared = list(dict.fromkeys(first))
+    return declared + sorted(set(second) - set(declared) - {""})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    """Sample standard deviation (n - 1); NaN below two values."""
+    return statistics.stdev(values) if len(values) > 1 else math.nan

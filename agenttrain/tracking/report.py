@@ -1,0 +1,123 @@
+"""The end of a run: what changed, what the agent does now, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agenttrain.tracking.estimate import Estimate
+from agenttrain.tracking.json_lines import dumps
+from agenttrain.tracking.text import one_line, printable
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+ORIGIN_STYLES = {"prompt": "dim", "sampled": "green", "template": "dim", "tool": "dim cyan"}
+PROMPT_CHARACTERS = 160
+"""Of a prompt's end, which holds the question; its start is the tools' description."""
+TOOL_CHARACTERS = 400
+"""Of one tool result."""
+
+
+class Measured(Protocol):
+    """What the table needs of one evaluation."""
+
+    @property
+    def label(self) -> str:
+        """How tokens were chosen: `sampled` or `greedy`."""
+        ...
+
+    @property
+    def reward(self) -> Estimate:
+        """Mean reward over all questions."""
+        ...
+
+    @property
+    def by_group(self) -> Mapping[str, Estimate]:
+        """Mean reward by the values of a column, e.g. a question's family; may be empty."""
+        ...
+
+
+def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table:
+    """Mean rewards with their 95 % intervals, by label and group, at most 80 columns wide.
+
+    What was measured on one side only has a blank on the other.
+    """
+    table = Table(title="Reward on held-out questions (mean, 95% interval)", title_justify="left")
+    table.add_column("decoding")
+    table.add_column("questions", no_wrap=True)
+    table.add_column("n", justify="right")
+    table.add_column("before", no_wrap=True)
+    table.add_column("after", no_wrap=True, style="bold")
+    sides = [{evaluation.label: evaluation for evaluation in side} for side in (before, after)]
+    for label in dict.fromkeys([*sides[0], *sides[1]]):
+        pair = [side.get(label) for side in sides]
+        _add_row(table, label, "all", [e.reward if e else None for e in pair])
+        for group in sorted({name for e in pair if e for name in e.by_group}):
+            _add_row(table, "", group, [e.by_group.get(group) if e else None for e in pair])
+        table.add_section()
+    return table
+
+
+def _add_row(table: Table, label: str, group: str, cells: Sequence[Estimate | None]) -> None:
+    size = max(cell.n for cell in cells if cell is not None)
+    values = [Text("" if cell is None else str(cell)) for cell in cells]
+    table.add_row(Text(label), Text(one_line(group, 20)), str(size), *values)
+
+
+def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
+    """A rollout record (of `rollouts_file`) with each token in the colour of its origin.
+
+    Sampled text is green, everything that the model did not write is dim; the prompt is cut to its
+    end, a long tool result in the middle of a line. Failed calls follow in red.
+    """
+    text = Text()
+    reward = "none" if record["reward"] is None else f"{record['reward']:.2f}"
+    head = f"{record['task_id']}  reward {reward}  {record['stop_reason']}"
+    text.append(one_line(head, 200) + "\n", style="bold")
+    for span in record["spans"]:
+        content = decode(record["token_ids"][span["start"] : span["end"]])
+        text.append(_shortened(printable(content), span["origin"]), ORIGIN_STYLES[span["origin"]])
+    if not text.plain.endswith("\n"):
+        text.append("\n")
+    for call in record["tool_calls"]:
+        if call["error"] is not None:
+            line = f"{call['error']}: {call['name'] or '(no name)'} {dumps(call['arguments'])}"
+            text.append("✗ " + one_line(line, 200) + "\n", style="red")
+    return text
+
+
+def _shortened(content: str, origin: str) -> str:
+    if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
+        return "…" + content[-PROMPT_CHARACTERS:]
+    if origin == "tool" and len(content) > TOOL_CHARACTERS:
+        return content[:TOOL_CHARACTERS] + "…"
+    return content
+
+
+def print_report(
+    console: Console,
+    *,
+    before: Sequence[Measured],
+    after: Sequence[Measured],
+    rollouts: Iterable[Mapping[str, Any]],
+    decode: Decode,
+    run_folder: Path,
+    dashboard: str | None,
+) -> None:
+    """Everything a user wants to see at the end; `dashboard` is the command that opens it."""
+    if before or after:
+        console.print(before_after(before, after))
+    for number, record in enumerate(rollouts, start=1):
+        console.rule(Text(f"rollout {number}: sampled text is green", style="dim"), style="dim")
+        console.print(rollout_text(record, decode))
+    console.rule(style="dim")
+    # soft_wrap: a path or a command that is broken over lines cannot be copied.
+    console.print(Text.assemble("run        ", (str(run_folder), "bold")), soft_wrap=True)
+    if dashboard is not None:
+        console.print(Text.assemble("dashboard  ", (dashboard, "bold")), soft_wrap=True)

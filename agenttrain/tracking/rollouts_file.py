@@ -1,0 +1,109 @@
+"""rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
+
+The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
+tool_calls, rewards, reward, advantage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.tracking.json_lines import dumps, read_rows
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.types import Rollout, Span, ToolResult
+
+
+def rollout_record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as a JSON object.
+
+    `spans` cover `token_ids` [T] exactly: each starts where the one before ends. `logprobs` [T] is
+    0.0 where a token was not sampled. Example of a span: ``{"origin": "sampled", "start": 3,
+    "end": 5, "turn": 0, "policy_version": 7}``.
+    """
+    return {
+        "task_id": rollout.task.task_id,
+        "group_id": rollout.group_id,
+        "rollout_id": rollout.rollout_id,
+        "messages": rollout.messages,
+        "token_ids": list(rollout.token_ids),
+        "spans": _spans(rollout.spans),
+        "logprobs": rollout.rollout_logprobs,
+        "stop_reason": rollout.stop_reason,
+        "tool_calls": [_tool_call(result) for result in rollout.tool_results],
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+    }
+
+
+def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    records, start = [], 0
+    for span in spans:
+        end = start + len(span.token_ids)
+        records.append(
+            {
+                "origin": span.origin,
+                "start": start,
+                "end": end,
+                "turn": span.turn,
+                "policy_version": span.policy_version,
+            }
+        )
+        start = end
+    return records
+
+
+def _tool_call(result: ToolResult) -> dict[str, Any]:
+    return {
+        "id": result.call.id,
+        "name": result.call.name,
+        "arguments": result.call.arguments,
+        "error": result.error,
+        "seconds": result.seconds,
+    }
+
+
+def limit(setting: str) -> int | None:
+    """How many rollouts of a step `tracker.rollouts` asks for; None: all of them.
+
+    Raises ValueError unless it is `all`, `none` or a number.
+    """
+    if setting == "all":
+        return None
+    if setting == "none":
+        return 0
+    if setting.isdecimal():
+        return int(setting)
+    raise ValueError(f"tracker.rollouts={setting!r}: give `all`, `none` or a number like 8")
+
+
+def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """By group, in the order in which the groups first appear, then by sample."""
+    first: dict[str, int] = {}
+    for rollout in rollouts:
+        first.setdefault(rollout.group_id, len(first))
+    return sorted(rollouts, key=lambda rollout: (first[rollout.group_id], rollout.sample))
+
+
+def step_path(run_folder: Path, step: int) -> Path:
+    """Where a step's rollouts lie: ``<run>/rollouts/step-000001.jsonl``."""
+    return run_folder / "rollouts" / f"step-{step:06d}.jsonl"
+
+
+def write_step(
+    run_folder: Path, step: int, rollouts: Sequence[Rollout], most: int | None = None
+) -> None:
+    """Write the first `most` rollouts (None: all) of a step in one go; none: no file."""
+    chosen = in_order(rollouts)[:most]
+    if chosen:
+        lines = [dumps(rollout_record(rollout)) + "\n" for rollout in chosen]
+        path = step_path(run_folder, step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(lines))
+
+
+def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The records of a step; raises FileNotFoundError when none were written."""
+    return read_rows(step_path(run_folder, step))

@@ -1,0 +1,128 @@
+"""Everything a run tells the world, behind one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from agenttrain.config.schema import TrackerConfig
+from agenttrain.tracking import rollouts_file
+from agenttrain.tracking.console import ConsoleProgress
+from agenttrain.tracking.metrics_file import MetricsFile, cut
+from agenttrain.tracking.trackio_sink import TrackioSink
+from agenttrain.types import Rollout
+
+TRACE_EVERY = 10
+"""Steps between the rollouts that the dashboard shows; the first step's are among them."""
+TRACES = 4
+"""Rollouts the dashboard shows of such a step."""
+
+
+class Tracker:
+    """Writes metrics.jsonl and rollout files, feeds the dashboard, shows progress.
+
+    In a run of several processes only the main one has a tracker. ::
+
+        with Tracker(
+            folder, config.tracker, project="shop", name=folder.name, total_steps=60
+        ) as tracker:
+            tracker.phase("rollout")
+            tracker.step(1, {"reward": 0.25, "time/rollout_s": 0.8}, rollouts)
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: TrackerConfig,
+        *,
+        project: str,
+        name: str,
+        total_steps: int,
+        resume_step: int | None = None,
+        trackio_folder: Path | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """`project` is the experiment's name, `name` the run's; `resume_step` cuts metrics.jsonl to
+        that step and continues; `trackio_folder` is one that a sweep's runs share (default: in the
+        run's folder); `run_config` is shown in the dashboard. Raises ValueError for a bad setting.
+        """
+        if config.name not in ("trackio", "none"):
+            raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
+        self._most = rollouts_file.limit(config.rollouts)
+        self._folder = run_folder
+        metrics_path = run_folder / "metrics.jsonl"
+        if resume_step is not None:
+            cut(metrics_path, resume_step)
+        self._metrics = MetricsFile(metrics_path)
+        self.progress = ConsoleProgress(
+            total_steps, live=config.console, first_step=resume_step or 0, console=console
+        )
+        self._trackio: TrackioSink | None = None
+        if config.name == "trackio":
+            self._trackio = TrackioSink(
+                trackio_folder or run_folder / "trackio",
+                project=project,
+                name=name,
+                resume=resume_step is not None,
+                config=run_config,
+                warn=self.progress.log,
+            )
+
+    def __enter__(self) -> Tracker:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        """Record a finished step (from 1): `metrics` is its row of metrics.jsonl, as it is.
+
+        The rollouts come with their rewards and advantages set.
+        """
+        # The row last: a step that has one is complete on disk.
+        rollouts_file.write_step(self._folder, step, rollouts, self._most)
+        self._metrics.write(step, metrics)
+        if self._trackio is not None:
+            self._trackio.log(step, metrics, _traced(step, rollouts))
+        self.progress.update(step, metrics)
+
+    def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Say the figures of an evaluation made after `step` steps and put them on the dashboard.
+
+        The last part of the label names their section, so that before, during and after are one
+        curve: ``before/sampled`` goes to ``eval/sampled/<name>``. metrics.jsonl has one object per
+        step and none for evaluations.
+        """
+        if self._trackio is not None:
+            section = f"eval/{label.rpartition('/')[2]}"
+            self._trackio.log(step, {f"{section}/{name}": v for name, v in metrics.items()})
+        values = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items() if value != 0)
+        self.progress.log(f"{label}: {values}")
+
+    def phase(self, name: str) -> None:
+        """What the run does now: `rollout`, `train`, `eval`."""
+        self.progress.phase(name)
+
+    def close(self) -> None:
+        """Give the terminal back and finish what is on disk; closing twice is fine."""
+        self.progress.__exit__(None, None, None)
+        self._metrics.close()
+        if self._trackio is not None:
+            self._trackio.close()
+
+
+def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    if (step - 1) % TRACE_EVERY != 0:
+        return []
+    return [rollouts_file.rollout_record(r) for r in rollouts_file.in_order(rollouts)[:TRACES]]

@@ -1,0 +1,69 @@
+"""The process that holds trackio: a run's dashboard data, written apart from the run.
+
+Started as a script, with the standard library and trackio alone, so that whatever trackio does
+(its threads, prints, warnings and a look-up of the user's hub account at every start) cannot touch
+the run. Reads JSON lines: first the arguments of `trackio.init`, then ``{"step", "metrics",
+"traces"}``; ends with ``null`` or with the input, so also when the run is killed. One line on the
+output says what failed; a whole history leaves it empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def main() -> None:
+    """Log everything that arrives on the standard input."""
+    # Ctrl-C reaches the whole process group; the run decides when its history is complete.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        _log_all(sys.stdin, report)
+    except Exception as error:
+        _fail(report, f"{type(error).__name__}: {error}")
+
+
+def _log_all(lines: TextIO, report: TextIO) -> None:
+    import trackio
+
+    _fail_on_warnings(Path(trackio.__file__).parent, report)
+    run = trackio.init(
+        **json.loads(lines.readline()), embed=False, auto_log_gpu=False, auto_log_cpu=False
+    )
+    while row := json.loads(lines.readline() or "null"):
+        run.log(_entry(row, trackio.Trace), step=row["step"])
+    trackio.finish()
+
+
+def _entry(row: dict[str, Any], trace: Any) -> dict[str, Any]:
+    entry = dict(row["metrics"])
+    if row["traces"]:
+        entry["rollouts"] = [trace(**arguments) for arguments in row["traces"]]
+    return entry
+
+
+def _fail_on_warnings(package: Path, report: TextIO) -> None:
+    """trackio swallows its exceptions and warns instead, also from its writer thread."""
+
+    def show(message: Any, category: Any, filename: str, *_: Any) -> None:
+        if package in Path(filename).parents:
+            _fail(report, str(message))
+
+    warnings.simplefilter("always")
+    warnings.showwarning = show  # type: ignore[assignment]
+
+
+def _fail(report: TextIO, message: str) -> None:
+    print(" ".join(message.split()), file=report, flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The training loop: collect rollouts, update the policy, give the engine its weights, record.
+
+This is the file to read first, with `types.py` and `rollout/loop.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agenttrain.config.schema import RunConfig
+from agenttrain.data.source import TaskSource
+from agenttrain.evaluate import Evaluation, evaluate
+from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.tracking.metrics import rollout_metrics
+from agenttrain.tracking.tracker import Tracker
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.policy import Policy
+from agenttrain.training.weight_sync import sync
+from agenttrain.types import Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """One run in one process. `done` counts finished steps; all else follows from it."""
+
+    config: RunConfig
+    collector: Collector
+    policy: Policy
+    train_tasks: TaskSource
+    test_tasks: TaskSource
+    tracker: Tracker
+    checkpoints: Checkpoints
+    done: int = 0
+    _clock: Clock = field(default_factory=lambda: Clock())
+
+    async def train(self) -> None:
+        """The steps that are left, with evaluations and checkpoints on the way."""
+        while self.done < self.config.steps:
+            metrics, collected = await self.step(self.done + 1)
+            self.done += 1
+            self.tracker.step(self.done, metrics, collected.rollouts)
+            if self._due(self.config.eval.every):
+                await self.evaluate(f"step-{self.done}")
+            if self._due(self.config.checkpoint.every):
+                self.save()
+
+    async def step(self, number: int) -> tuple[dict[str, float], Collected]:
+        """One step: rollouts, advantages and updates, weight sync; its metrics."""
+        self._clock = clock = Clock()
+        self.tracker.phase("rollout")
+        with clock("rollout"):
+            collected = await self._collect(number)
+        self.tracker.phase("train")
+        with clock("train"):
+            training = self.policy.update(collected.groups)
+        with clock("sync"):
+            await sync(self.policy, self.collector.engine, version=number)
+        return self._metrics(collected, training, clock), collected
+
+    async def _collect(self, number: int) -> Collected:
+        count = self.config.tasks_per_step
+        return await collect(
+            self.collector,
+            self.train_tasks.tasks((number - 1) * count, count),
+            samples=self.config.algorithm.group_size,
+            sampling=Sampling(temperature=self.config.rollout.temperature),
+            seed_path=(self.config.seed, "train", number),
+        )
+
+    def _metrics(
+        self, collected: Collected, training: dict[str, float], clock: Clock
+    ) -> dict[str, float]:
+        tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
+        return {
+            **rollout_metrics(
+                collected.groups,
+                tools=self.collector.toolbox.names,
+                rewards=self.collector.rubric.names,
+            ),
+            **training,
+            "rollout/dropped": collected.dropped,
+            "data/overlong": collected.overlong,
+            "time/reward_s": collected.reward_s,
+            **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+            "tokens_per_s": tokens / clock.seconds["rollout"],
+        }
+
+    async def evaluate(self, label: str) -> list[Evaluation]:
+        """Evaluate on the first `eval.questions` test tasks; empty if there are to be none."""
+        questions = min(self.config.eval.questions, len(self.test_tasks))
+        if questions == 0:
+            return []
+        self.tracker.phase(f"evaluation {label}")
+        tasks = self.test_tasks.tasks(0, questions)
+        evaluations = await evaluate(self.collector, tasks, self.config.eval, seed=self.config.seed)
+        for evaluation in evaluations:
+            self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
+        return evaluations
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.done % every == 0 and self.done < self.config.steps
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step."""
+        return self.checkpoints.save(self.policy, step=self.done)
+
+
+class Clock:
+    """Wall seconds by phase.
+
+    Example: ``with clock("train"): …`` adds to ``clock.seconds["train"]``.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed

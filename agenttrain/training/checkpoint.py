@@ -1,0 +1,197 @@
+"""Checkpoints that are whole or not there.
+
+checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
+                           policy.pt      optimizer and step
+                           rng-0.pt       python, numpy and torch random states of process 0
+                           state.json     what the trainer wants back
+                           manifest.json  sha256 of each file above; written last
+checkpoints/latest         link to the newest
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agenttrain.training.policy import Policy
+from agenttrain.types import AgenttrainError
+
+MANIFEST = "manifest.json"
+PREFIX = "step-"
+
+
+class CheckpointError(AgenttrainError):
+    """A checkpoint is torn, corrupt or missing; the message names the file."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder.
+
+    Example: ``checkpoints.save(policy, step=10)``, and in a later process
+    ``state = checkpoints.load_latest(policy)`` with ``state["step"] == 10``.
+    """
+
+    def __init__(self, folder: Path, *, tokenizer: Any, keep: int) -> None:
+        """`keep` newest checkpoints stay. The tokenizer is saved with the chat template it has."""
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
+        self.folder = folder
+        self._tokenizer = tokenizer
+        self._keep = keep
+
+    def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
+        """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
+
+        A process that dies on the way leaves the earlier checkpoints as they were.
+        """
+        path = self.folder / f"{PREFIX}{step:06d}"
+        part = self.folder / f".{path.name}.part"
+        accelerator = policy.accelerator
+        if accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        torch.save(_random_states(), part / f"rng-{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            policy.model.save_pretrained(part)
+            self._tokenizer.save_pretrained(part)
+            torch.save(policy.state_dict(), part / "policy.pt")
+            (part / "state.json").write_text(json.dumps({**(state or {}), "step": step}))
+            _seal(part)
+            _replace(part, path)
+            self._link(path)
+            self._prune()
+        accelerator.wait_for_everyone()
+        return path
+
+    def load(self, policy: Policy, path: Path) -> dict[str, Any]:
+        """Restore weights, optimizer and random states from `path`; returns the saved state.
+
+        Raises CheckpointError, before anything is changed, when a file is not what was written.
+        """
+        verify(path)
+        saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
+        policy.model.load_state_dict(saved.state_dict())
+        policy.load_state_dict(torch.load(path / "policy.pt", weights_only=True))
+        index = policy.accelerator.process_index
+        _set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))
+        return json.loads((path / "state.json").read_text())
+
+    def load_latest(self, policy: Policy) -> dict[str, Any]:
+        """Restore the newest checkpoint that is whole; a warning names what is wrong with others.
+
+        Raises CheckpointError if there is none.
+        """
+        return self.load(policy, latest(self.folder))
+
+    def _link(self, path: Path) -> None:
+        part = self.folder / ".latest.part"
+        part.unlink(missing_ok=True)
+        part.symlink_to(path.name)
+        part.replace(self.folder / "latest")
+        _sync(self.folder)
+
+    def _prune(self) -> None:
+        for path in _newest_first(self.folder)[self._keep :]:
+            shutil.rmtree(path)
+
+
+def latest(folder: Path) -> Path:
+    """The newest checkpoint under `folder` that verifies; others are skipped with a warning.
+
+    Raises CheckpointError if there is none.
+    """
+    for path in _newest_first(folder):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            warnings.warn(f"checkpoint skipped: {error}", stacklevel=2)
+        else:
+            return path
+    raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError, naming the file, unless every file is what was written."""
+    try:
+        files = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
+    for name, digest in files.items():
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name}: {error}") from error
+        if found != digest:
+            raise CheckpointError(f"{path / name}: its content is not what was written")
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True)
+
+
+def _seal(part: Path) -> None:
+    """Write the manifest and force everything to disk."""
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    digests = {str(path.relative_to(part)): _digest(path) for path in files}
+    (part / MANIFEST).write_text(json.dumps(digests, indent=1))
+    for path in (*files, part / MANIFEST, part):
+        _sync(path)
+
+
+def _replace(part: Path, path: Path) -> None:
+    """Move the finished folder to its name; one that has it already goes last."""
+    former = path.with_name(f".{path.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if path.exists():
+        path.rename(former)
+    part.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """fsync a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _random_states() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = state
+    return {
+        "python": (version, list(numbers), gauss),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,390 @@
+"""The nouns of agenttrain: Task, Span, Rollout and what they are made of.
+
+Everything else imports from here and this file imports nothing of ours. A rollout of two turns::
+
+    prompt    <|im_start|>user … <|im_start|>assistant\\n     mask 0  (rendered once)
+    sampled   <tool_call>…</tool_call><|im_end|>              mask 1  (its own ids and logprobs)
+    template  \\n<|im_start|>user\\n<tool_response>\\n          mask 0  (glue)
+    tool      3                                               mask 0  (a tool's text)
+    template  \\n</tool_response><|im_end|>\\n<|im_start|>…     mask 0
+    sampled   3<|im_end|>                                     mask 1
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message: role, content, and where they apply reasoning_content, tool_calls,
+tool_call_id, name."""
+
+
+class Origin(StrEnum):
+    """Where a span's tokens come from."""
+
+    prompt = "prompt"
+    """The rendered prompt."""
+    sampled = "sampled"
+    """Sampled by the policy: the only tokens that are trained."""
+    template = "template"
+    """Glue that the chat template adds between turns."""
+    tool = "tool"
+    """The text of tool results."""
+
+
+class Finish(StrEnum):
+    """Why the engine stopped sampling a completion."""
+
+    stop = "stop"
+    """The last token is one of the stop tokens."""
+    length = "length"
+    """The budget asked for was used up."""
+    abort = "abort"
+    """The request was aborted; the tokens so far are valid."""
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    completed = "completed"
+    """The model answered without calling a tool."""
+    stop_tool = "stop_tool"
+    """The model called a stop tool."""
+    environment_done = "environment_done"
+    """The environment declared the episode over."""
+    max_turns = "max_turns"
+    """The turn limit was reached with calls pending."""
+    max_tokens = "max_tokens"
+    """A completion, or the rollout, reached its token limit."""
+    context_full = "context_full"
+    """The engine's context has no room for another token."""
+    max_tool_calls = "max_tool_calls"
+    """More tool calls than allowed."""
+    max_invalid_calls = "max_invalid_calls"
+    """More malformed, unknown or badly typed calls than allowed."""
+    repeated_call = "repeated_call"
+    """The same call with the same arguments too often in a row."""
+    timeout = "timeout"
+    """The rollout's wall-clock limit passed."""
+    aborted = "aborted"
+    """The engine aborted the request."""
+    error = "error"
+    """The rollout failed; `Rollout.error` says how."""
+
+
+class AgenttrainError(Exception):
+    """Base of the errors that agenttrain raises on purpose."""
+
+
+class LedgerError(AgenttrainError):
+    """A rollout's tokens, mask, logprobs and messages disagree.
+
+    The message names the rollout, the turn and the token position, with both decodings where two
+    texts differ.
+    """
+
+
+class PromptTooLong(AgenttrainError):
+    """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One dataset row: what the model is asked, and what rewards and tools may read.
+
+    Example: ``Task(task_id="shop-17", messages=({"role": "user", "content": "…"},),
+    columns={"answer": "Oslo", "database_seed": 3})``
+    """
+
+    task_id: str
+    messages: tuple[Message, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[str, ...] | None = None
+    """Names of the tools this task may use; None: all of the run's toolbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one completion is sampled. The defaults sample from the policy itself."""
+
+    max_tokens: int = 0
+    """Exact number of tokens the engine may sample; the loop sets it for every turn."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with (and includes) the first of these."""
+    seed: int = 0
+    """Alone decides the sampling noise of this request, whatever shares its batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request.
+
+    Example: ``Completion(token_ids=(41, 2), logprobs=(-0.1, -0.3), finish=Finish.stop,
+    versions=((7, 2),))`` has both tokens sampled under policy version 7.
+    """
+
+    token_ids: tuple[int, ...]
+    """[T], the stop token included."""
+    logprobs: tuple[float, ...]
+    """[T], natural log, of the distribution sampled from (after temperature and filters)."""
+    finish: Finish
+    versions: tuple[tuple[int, int], ...]
+    """(policy_version, number of tokens) in order; the numbers add up to T."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as parsed from a completion; malformed ones are calls too, with `malformed` set."""
+
+    id: str
+    name: str
+    """Empty when a malformed call has none."""
+    arguments: dict[str, Any]
+    malformed: str | None = None
+    """What is wrong with the call's text, told to the model; None for a well-formed call."""
+    text: str = ""
+    """The text of the call as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantTurn:
+    """A parsed completion: content, reasoning, and calls in the order they were written."""
+
+    content: str
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+
+    def message(self) -> Message:
+        """The turn as a chat message; a malformed call stands in it with its raw text."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [_call_message(call) for call in self.calls]
+        return message
+
+
+def _call_message(call: ToolCall) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
+    if call.malformed is not None:
+        function["malformed"] = call.malformed
+        function["text"] = call.text
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class ToolError(StrEnum):
+    """Why a tool call has an error result."""
+
+    malformed = "malformed"
+    """The call's text could not be parsed."""
+    unknown_tool = "unknown_tool"
+    """No such tool in this task's toolbox."""
+    invalid_arguments = "invalid_arguments"
+    """The arguments do not fit the tool's schema."""
+    exception = "exception"
+    """The tool raised."""
+    timeout = "timeout"
+    """The tool took longer than its limit."""
+    limit = "limit"
+    """A limit on calls forbids this one."""
+
+    @property
+    def invalid_call(self) -> bool:
+        """Whether the call itself was wrong, so that no tool ran: counts in max_invalid_calls."""
+        return self in (ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """The reply to one call; always one per call, in call order."""
+
+    call: ToolCall
+    content: str
+    """What the model reads: the tool's text, or the error's."""
+    error: ToolError | None = None
+    seconds: float = 0.0
+    """Wall time of the call."""
+    done: bool = False
+    """The tool declared the episode over (it returned `Done`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a tool returns to end the episode (`environment_done`) after this reply.
+
+    Example: ``return Done("You reached the exit.")``
+    """
+
+    content: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolContext:
+    """What a tool may know about the rollout that calls it."""
+
+    rollout_id: str
+    task: Task
+    turn: int
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of token ids of one origin.
+
+    Example: ``Span(Origin.sampled, (41, 2), (-0.1, -0.3), turn=0, policy_version=7,
+    finish=Finish.stop)``
+    """
+
+    origin: Origin
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    """Same length as token_ids; sampled spans only."""
+    turn: int = 0
+    policy_version: int | None = None
+    """Number of weight updates the engine held; sampled spans only."""
+    finish: Finish | None = None
+    """On the last sampled span of a turn only."""
+
+    def __post_init__(self) -> None:
+        sampled = self.origin is Origin.sampled
+        if sampled != (self.logprobs is not None) or sampled != (self.policy_version is not None):
+            raise LedgerError(f"{self.origin} span: only sampled spans carry logprobs and versions")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise LedgerError(
+                f"sampled span of turn {self.turn}: {len(self.token_ids)} tokens, "
+                f"{len(self.logprobs)} logprobs"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """One complete attempt at a Task. Grows only through `append_sampled` and `append_context`.
+
+    ``token_ids``, ``loss_mask``, ``rollout_logprobs`` and ``prompt_length`` are derived from the
+    spans, so they cannot disagree.
+    """
+
+    task: Task
+    rollout_id: str
+    group_id: str = ""
+    sample: int = 0
+    """Position in the group, 0 … G-1."""
+    spans: list[Span] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    tool_results: list[ToolResult] = field(default_factory=list)
+    turns: int = 0
+    """Sampled completions so far."""
+    stop_reason: StopReason | None = None
+    error: str | None = None
+    """What failed, when stop_reason is `error`."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By reward function; None: not applicable."""
+    reward: float | None = None
+    """The rubric's weighted sum; None: no reward function applies."""
+    advantage: float | None = None
+    seconds: float = 0.0
+    _ids: array[int] = field(default_factory=lambda: array("q"))
+
+    def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
+        """Append one completion; `sent` is what the engine was given to continue.
+
+        Raises LedgerError when `sent` is not exactly the concatenation of the spans so far, or when
+        the completion's own parts disagree.
+        """
+        if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
+            raise LedgerError(_sent_difference(self, sent))
+        total = sum(count for _, count in completion.versions)
+        if total != len(completion.token_ids) or not completion.token_ids:
+            raise LedgerError(
+                f"rollout {self.rollout_id} turn {self.turns}: {len(completion.token_ids)} sampled "
+                f"tokens, but their policy versions cover {total}"
+            )
+        start = 0
+        for index, (version, count) in enumerate(completion.versions):
+            last = index == len(completion.versions) - 1
+            self._append(
+                Span(
+                    Origin.sampled,
+                    completion.token_ids[start : start + count],
+                    completion.logprobs[start : start + count if not last else None],
+                    self.turns,
+                    version,
+                    completion.finish if last else None,
+                )
+            )
+            start += count
+        self.turns += 1
+
+    def append_context(self, token_ids: Sequence[int], origin: Origin) -> None:
+        """Append ids that the policy did not sample (mask 0); nothing for an empty sequence."""
+        if origin is Origin.sampled:
+            raise LedgerError(f"rollout {self.rollout_id}: context cannot be of origin `sampled`")
+        if token_ids:
+            self._append(Span(origin, tuple(token_ids), turn=max(self.turns - 1, 0)))
+
+    def _append(self, span: Span) -> None:
+        self.spans.append(span)
+        self._ids.extend(span.token_ids)
+
+    @property
+    def token_ids(self) -> array[int]:
+        """[T] A copy of all ids, in order."""
+        return self._ids[:]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """[T] 1 exactly where the policy sampled the token."""
+        return [int(span.origin is Origin.sampled) for span in self.spans for _ in span.token_ids]
+
+    @property
+    def rollout_logprobs(self) -> list[float]:
+        """[T] The engine's logprobs on sampled tokens, 0.0 elsewhere."""
+        return [p for span in self.spans for p in span.logprobs or (0.0,) * len(span.token_ids)]
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return sum(len(s.token_ids) for s in self.spans if s.origin is Origin.prompt)
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of sampled tokens: what length metrics and loss normalisers count."""
+        return sum(len(s.token_ids) for s in self.sampled_spans())
+
+    @property
+    def length(self) -> int:
+        """Number of all tokens."""
+        return len(self._ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit cut the rollout, by stop reason and not by its last token."""
+        return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
+
+    def sampled_spans(self) -> Iterator[Span]:
+        """The sampled spans, in order."""
+        return (span for span in self.spans if span.origin is Origin.sampled)
+
+
+def _sent_difference(rollout: Rollout, sent: Sequence[int]) -> str:
+    ledger = rollout.token_ids
+    position = next(
+        (i for i, (a, b) in enumerate(zip(sent, ledger, strict=False)) if a != b),
+        min(len(sent), len(ledger)),
+    )
+    return (
+        f"rollout {rollout.rollout_id} turn {rollout.turns}: the engine was sent {len(sent)} ids "
+        f"that differ from the {len(ledger)} ids of the ledger at position {position}: "
+        f"sent {list(sent[position:][:4])}, ledger {list(ledger[position:][:4])}"
+    )

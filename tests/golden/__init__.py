@@ -1,0 +1,1 @@
+"""Numbers computed once with other programs, to compare with."""

@@ -1,0 +1,105 @@
+"""Advantages: TRL's numbers, hand-computed ones, and properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agenttrain.algorithms.advantages import advantages
+from agenttrain.config.schema import Advantage, Scale
+
+NAN = math.nan
+# two reward functions weighted 1 and 0.5, over two groups of four; the fourth has no reward:
+# [1 + 0, 0 + 2/2, .5, none], [0 + 1/2, 0 + 3/2, 0 + 1/2, 0 + 3/2]
+REWARDS = torch.tensor([[1.0, 1.0, 0.5, NAN], [0.5, 1.5, 0.5, 1.5]], dtype=torch.float64)
+A = 0.865875
+TRL = {  # TRL 1.16's numbers
+    (Advantage.group, Scale.group): [0.57715, 0.57715, -1.154301, NAN, -A, A, -A, A],
+    (Advantage.group, Scale.batch): [
+        *[0.370397, 0.370397, -0.740794, NAN],
+        *[-1.111191, 1.111191, -1.111191, 1.111191],
+    ],
+    (Advantage.group, Scale.none): [0.166667, 0.166667, -0.333333, NAN, -0.5, 0.5, -0.5, 0.5],
+    (Advantage.leave_one_out, Scale.none): [
+        *[0.25, 0.25, -0.5, NAN],
+        *[-0.666667, 0.666667, -0.666667, 0.666667],
+    ],
+    (Advantage.leave_one_out, Scale.batch): [
+        *[0.417295, 0.417295, -0.834591, NAN],
+        *[-1.112787, 1.112787, -1.112787, 1.112787],
+    ],
+}
+
+
+@pytest.mark.parametrize(("baseline", "scale"), TRL)
+def test_advantages_are_those_of_trl(baseline: Advantage, scale: Scale) -> None:
+    result = advantages(REWARDS, baseline=baseline, scale=scale).flatten().tolist()
+    expected = TRL[(baseline, scale)]
+    assert result == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_leave_one_out_is_the_mean_of_the_others() -> None:
+    result = advantages(
+        torch.tensor([[1.0, 0.0, 0.0, 0.0]]), baseline=Advantage.leave_one_out, scale=Scale.none
+    )
+    # 1 - 0, and 0 - (1 + 0 + 0) / 3
+    assert result[0].tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("scale", Scale)
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.7, NAN, NAN], [NAN, NAN, NAN]])
+def test_equal_rewards_have_advantage_zero_exactly(
+    baseline: Advantage, scale: Scale, rewards: list[float]
+) -> None:
+    """(.1 + .1 + .1) / 3 is not .1 in floats; divided by a deviation of 0 + 1e-4 it would count."""
+    result = advantages(
+        torch.tensor([rewards], dtype=torch.float64), baseline=baseline, scale=scale
+    )
+    expected = [0.0 if reward == reward else NAN for reward in rewards]
+    assert result[0].tolist() == pytest.approx(expected, abs=0, nan_ok=True)
+
+
+groups = st.lists(
+    st.lists(st.sampled_from([0.0, 0.25, 1.0, NAN]), min_size=4, max_size=4),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rewards=groups, shift=st.sampled_from([-3.0, 0.5, 8.0]))
+@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("scale", [Scale.group, Scale.none])
+def test_a_groups_rewards_may_be_shifted(
+    baseline: Advantage, scale: Scale, rewards: list[list[float]], shift: float
+) -> None:
+    before = torch.tensor(rewards, dtype=torch.float64)
+    shifted = before.clone()
+    shifted[0] += shift
+    first, second = (
+        advantages(values, baseline=baseline, scale=scale).flatten().tolist()
+        for values in (before, shifted)
+    )
+    assert first == pytest.approx(second, abs=1e-9, nan_ok=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rewards=groups)
+@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("scale", Scale)
+def test_rollouts_without_reward_change_nothing(
+    baseline: Advantage, scale: Scale, rewards: list[list[float]]
+) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    wider = torch.cat([torch.full((len(rewards), 1), NAN, dtype=torch.float64), values], 1)
+    first = advantages(values, baseline=baseline, scale=scale)
+    second = advantages(wider, baseline=baseline, scale=scale)[:, 1:]
+    assert first.flatten().tolist() == pytest.approx(second.flatten().tolist(), nan_ok=True)
+    assert torch.equal(first.isnan(), values.isnan())
+    # a group's advantages add up to zero
+    assert first.nansum(1).tolist() == pytest.approx([0.0] * len(rewards), abs=1e-9)

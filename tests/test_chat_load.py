@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import TEMPLATE, tokenizer
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.load import load_chat
+from agenttrain.chat.template import Chat
+from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
+
+
+def load(tok: Any = None, *, template: dict | None = None, response: dict | None = None) -> Chat:
+    return load_chat(
+        tok or tokenizer(),
+        ChatTemplateConfig(**(template or {})),
+        ResponseSchemaConfig(**(response or {})),
+    )
+
+
+def with_template(template: str | None) -> Any:
+    tok = copy.copy(tokenizer())
+    tok.chat_template = template
+    return tok
+
+
+@pytest.mark.parametrize("name", ["auto", "none", "qwen", "hermes"])
+def test_the_tokenizers_own_template(name: str) -> None:
+    chat = load(template={"name": name})
+    assert chat.template == TEMPLATE
+    assert chat.stop_token_ids == (2,)
+
+
+def test_auto_recognises_a_family_by_what_its_template_renders() -> None:
+    revised = TEMPLATE.replace("Tools:", "You may call:").replace("{%- for m", "\n  {%- for m")
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    chat = load(with_template(revised))
+    assert chat.parse(chat.encoder.encode(text), [], turn=0).calls[0].name == "f"
+
+
+def test_auto_names_the_group_when_it_knows_no_format() -> None:
+    foreign = with_template(TEMPLATE.replace("<tool_call>", "<call>"))
+    with pytest.raises(ChatError, match="response_schema=auto: .* one of hermes, qwen"):
+        load(foreign)
+    assert load(foreign, response={"name": "hermes"}).template == foreign.chat_template
+
+
+def test_a_file_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(TEMPLATE + "{# é #}", encoding="utf-8")
+    assert load(template={"name": "file", "path": str(path)}).template == TEMPLATE + "{# é #}"
+
+
+@pytest.mark.parametrize(
+    ("template", "response", "message"),
+    [
+        ({"name": "qwem"}, {}, r"chat_template.name=qwem .* auto, .*; did you mean qwen\?"),
+        ({"name": "zzz"}, {}, r"is one of auto, file, hermes, none, qwen$"),
+        ({}, {"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
+        ({}, {"name": "file", "path": "x"}, "response_schema.name=file is not known"),
+        ({}, {"path": "x.yaml"}, "response_schema.path=x.yaml: .* unset the path"),
+        ({"name": "file"}, {}, "chat_template.path=None: .* both together"),
+        ({"name": "auto", "path": "x"}, {}, "chat_template.name=auto .* both together"),
+        ({"name": "file", "path": "/no/such.jinja"}, {}, "/no/such.jinja cannot be read"),
+    ],
+)
+def test_errors_say_key_value_and_remedy(template: dict, response: dict, message: str) -> None:
+    with pytest.raises(ChatError, match=message):
+        load(template=template, response=response)
+
+
+def test_a_tokenizer_without_a_template() -> None:
+    with pytest.raises(ChatError, match="carries no chat template"):
+        load(with_template(None))
+
+
+def test_a_tokenizer_that_is_not_fast() -> None:
+    class Slow:
+        chat_template = TEMPLATE
+
+        def get_chat_template(self) -> str:
+            return TEMPLATE
+
+    with pytest.raises(ChatError, match=r"Slow is not backed by the `tokenizers`"):
+        Chat(Slow(), TEMPLATE, load()._response)
+
+
+def test_template_variables_reach_the_template() -> None:
+    shouting = with_template(TEMPLATE + "{%- if shout %}{{- '!' }}{%- endif %}")
+    chat = load(shouting, template={"kwargs": {"shout": True}})
+    ids = chat.prompt_ids([{"role": "user", "content": "u"}], [])
+    assert chat.decode(ids[-1:]) == "!"
+
+
+@pytest.mark.parametrize(("ids", "stops"), [(0, (2, 0)), ([2, 1], (2, 1)), (None, (2,))])
+def test_stop_tokens_of_the_generation_config(
+    tmp_path: Path, ids: object, stops: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tok = copy.copy(tokenizer())
+    tok.name_or_path = str(tmp_path)
+    assert load(tok).stop_token_ids == stops
+
+
+def test_a_prompt_that_opens_the_reasoning() -> None:
+    template = TEMPLATE.replace(
+        "'<|im_start|>assistant\\n' }}{%- endif %}\n",
+        "'<|im_start|>assistant\\n<think>\\n' }}{%- endif %}\n",
+    )
+    chat = load(with_template(template))
+    turn = chat.parse(chat.encode_plain("a</think>It is 7."), [], turn=0)
+    assert (turn.reasoning, turn.content) == ("a", "It is 7.")

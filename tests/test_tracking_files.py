@@ -1,0 +1,173 @@
+"""metrics.jsonl and rollout files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tracking_rollouts import new, say, three
+
+from agenttrain.config.schema import TrackerConfig
+from agenttrain.tracking.metrics_file import MetricsFile, cut, read_metrics
+from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
+from agenttrain.tracking.tracker import Tracker
+from agenttrain.types import Completion, Finish
+
+
+def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(1, {"reward": 0.1 + 0.2})
+        assert path.read_text() == '{"step":1,"reward":0.30000000000000004}\n'
+        metrics.write(2, {"reward": 0.5})
+    with MetricsFile(path) as metrics:
+        metrics.write(3, {"reward": 1.0})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(1, {"kl": math.nan, "loss": math.inf, "reward": 0.5})
+    assert path.read_text() == '{"step":1,"kl":null,"loss":null,"reward":0.5}\n'
+
+
+def test_cut_keeps_the_bytes_of_earlier_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step},  "reward":0.{step}}}\n' for step in (1, 2, 3, 4)]
+    path.write_text("".join(lines))
+    cut(path, 2)
+    assert path.read_text() == "".join(lines[:2])
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    cut(path, 0)
+    assert path.read_text() == ""
+
+
+def test_cut_leaves_a_missing_file_missing(tmp_path):
+    cut(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":2,"rew')
+    assert read_metrics(path) == [{"step": 1}]
+    with MetricsFile(path) as metrics:
+        metrics.write(2, {})
+    assert path.read_text() == '{"step":1}\n{"step":2}\n'
+
+
+def test_a_broken_line_is_told_with_its_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        read_metrics(path)
+
+
+def test_rollout_file_round_trip(tmp_path):
+    rollouts = three()
+    write_step(tmp_path, 1, rollouts)
+    assert step_path(tmp_path, 1) == tmp_path / "rollouts" / "step-000001.jsonl"
+    records = list(read_step(tmp_path, 1))
+    for record, rollout in zip(records, rollouts, strict=True):
+        assert record["token_ids"] == list(rollout.token_ids)
+        assert record["logprobs"] == rollout.rollout_logprobs
+        mask = [
+            int(span["origin"] == "sampled")
+            for span in record["spans"]
+            for _ in range(span["start"], span["end"])
+        ]
+        assert mask == rollout.loss_mask
+    #             <user> What… </turn> <assistant> | add(x=3) </turn> | <tool> | no… | </turn> <as…
+    assert records[1]["token_ids"] == [1, 3, 2, 4, 6, 2, 7, 9, 2, 4, 10]
+    assert records[1]["spans"][:3] == [
+        {"origin": "prompt", "start": 0, "end": 4, "turn": 0, "policy_version": None},
+        {"origin": "sampled", "start": 4, "end": 6, "turn": 0, "policy_version": 7},
+        {"origin": "template", "start": 6, "end": 7, "turn": 0, "policy_version": None},
+    ]
+    assert records[1]["tool_calls"] == [
+        {
+            "id": "call_0_0",
+            "name": "add",
+            "arguments": {"a": 3},
+            "error": "invalid_arguments",
+            "seconds": 0.0,
+        }
+    ]
+    assert records[1]["stop_reason"] == "max_tokens"
+
+
+def test_rollout_record_has_exactly_the_documented_keys():
+    assert " ".join(rollout_record(three()[0])) == (
+        "task_id group_id rollout_id messages token_ids spans logprobs stop_reason tool_calls "
+        "rewards reward advantage"
+    )
+
+
+def test_spans_of_a_completion_across_a_weight_update_cover_its_tokens():
+    rollout = new(0, 1.0)
+    completion = Completion(
+        token_ids=(5, 10, 2), logprobs=(-1.0, -2.0, -3.0), finish=Finish.stop,
+        versions=((7, 1), (8, 2)),
+    )  # fmt: skip
+    rollout.append_sampled(completion, rollout.token_ids)
+    spans = rollout_record(rollout)["spans"]
+    assert [(s["start"], s["end"], s["policy_version"]) for s in spans] == [
+        (0, 4, None),
+        (4, 5, 7),
+        (5, 7, 8),
+    ]
+
+
+def test_rollouts_are_written_by_group_and_sample_up_to_the_limit(tmp_path):
+    arrived = [(1, "g1"), (0, "g0"), (0, "g1"), (1, "g0")]
+    rollouts = [new(sample, 0.0, group) for sample, group in arrived]
+    write_step(tmp_path, 1, rollouts)
+    write_step(tmp_path, 2, rollouts, 3)
+    write_step(tmp_path, 3, rollouts, 0)
+    names = ["g1-0", "g1-1", "g0-0", "g0-1"]
+    assert [record["rollout_id"] for record in read_step(tmp_path, 1)] == names
+    assert [record["rollout_id"] for record in read_step(tmp_path, 2)] == names[:3]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
+        "step-000001.jsonl",
+        "step-000002.jsonl",
+    ]
+
+
+def test_text_that_is_no_unicode_survives_the_file(tmp_path):
+    rollout = new(0, 0.0)
+    say(rollout, (10, 2))
+    rollout.messages.append(
+        {"role": "tool", "content": "half a pair \ud83d, a line\u2028, NUL \x00"}
+    )
+    rollout.rewards = {"answer": math.nan}
+    write_step(tmp_path, 1, [rollout])
+    (record,) = read_step(tmp_path, 1)
+    assert record["messages"] == rollout.messages
+    assert record["rewards"] == {"answer": None}
+
+
+def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
+    config = TrackerConfig(name="none", rollouts="none")
+    settings = {"project": "shop", "name": "run", "total_steps": 4}
+    with Tracker(tmp_path, config, **settings) as tracker:
+        for step in (1, 2, 3):
+            tracker.step(step, {"reward": step / 10}, three())
+    with Tracker(tmp_path, config, **settings, resume_step=2) as tracker:
+        tracker.step(3, {"reward": 0.7}, three())
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.7)]
+    assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("setting", ["some", "-1", "1.5", ""])
+def test_a_bad_number_of_rollouts_is_told(tmp_path, setting):
+    config = TrackerConfig(name="none", rollouts=setting)
+    with pytest.raises(ValueError, match=r"tracker\.rollouts=.*`all`, `none` or a number"):
+        Tracker(tmp_path, config, project="shop", name="run", total_steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_tracker_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"tracker\.name='wandb': give `trackio` or `none`"):
+        Tracker(tmp_path, TrackerConfig(name="wandb"), project="p", name="r", total_steps=1)

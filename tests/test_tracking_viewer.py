@@ -1,0 +1,84 @@
+"""The page that shows rollouts token by token."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import tiny
+from tracking_rollouts import VOCABULARY, call, decode, new, say
+
+from agenttrain.tracking.rollouts_file import rollout_record
+from agenttrain.tracking.viewer import render, token_texts, write
+from agenttrain.types import StopReason, ToolError
+
+SCRIPT = VOCABULARY[11]
+
+
+def record() -> dict:
+    rollout = new(0, 0.5)
+    say(rollout, (5, 11, 2))
+    call(rollout, 11, error=ToolError.exception)
+    say(rollout, (10, 2), version=8)
+    rollout.stop_reason = StopReason.completed
+    rollout.rewards["style"] = None
+    return rollout_record(rollout)
+
+
+def test_text_of_models_and_tools_cannot_become_part_of_the_page():
+    page = render([record()], decode, title="<b>mine</b> __DATA__")
+    assert SCRIPT not in page and "<script>alert" not in page
+    assert "&lt;b&gt;mine&lt;/b&gt; __DATA__" in page
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert data is not None
+    (shown,) = json.loads(data[1])
+    assert shown["texts"][4:7] == ["add(3, 4)", SCRIPT, "</turn>"]
+    assert {key: shown[key] for key in record()} == json.loads(json.dumps(record()))
+
+
+def test_the_page_needs_no_other_file():
+    page = render([record()], decode)
+    assert re.findall(r"(?:src|href)\s*=|https?://|@import|url\(", page) == []
+
+
+def test_a_character_of_several_tokens_stands_at_the_first():
+    tokenizer = tiny.tokenizer()
+    token_ids = tokenizer("é☃x")["input_ids"]
+    assert len(token_ids) == 6  # byte-level: 2 + 3 + 1
+    assert token_texts(token_ids, tokenizer.decode, {}) == ["é", "·", "☃", "·", "·", "x"]
+    cut = token_ids[:3]
+    assert token_texts(cut, tokenizer.decode, {}) == ["é", "·", "\ufffd"]
+
+
+def dump(page: Path, fragment: str, profile: Path) -> str:
+    """The page's elements after its script ran, or a skip where there is no browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here: the page's script was not run")
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--no-first-run", f"--user-data-dir={profile}", "--virtual-time-budget=3000",
+        "--dump-dom", f"{page.as_uri()}#{fragment}",
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_the_page_in_a_browser(tmp_path):
+    page = tmp_path / "page.html"
+    write(page, [record(), {**record(), "task_id": "sum-2", "reward": None}], decode)
+    dom = dump(page, "1", tmp_path / "profile")
+    assert "<h2>sum-2</h2>" in dom and "reward none (answer 0.5, style none)" in dom
+    tips = re.findall(r'<i class="(\w+)"[^>]*data-tip="([^"]*)"[^>]*>([^<]*)</i>', dom)
+    assert len(tips) == len(record()["token_ids"])
+    assert tips[5] == (
+        "sampled",
+        "id 11   position 5   sampled   turn 0\nlogprob -0.5   policy_version 7",
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+    )
+    assert tips[8][0] == "tool"
+    assert '<td class="error">exception</td>' in dom
+    assert dom.count('aria-current="true"') == 1
