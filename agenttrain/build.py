@@ -59,7 +59,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     chat = load_chat(tokenizer, config.chat_template, config.response_schema)
-    toolbox = build_toolbox(config.tools, config.stop_tools)
+    toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
     certificate = certify(chat, toolbox.schemas())
     certificate.raise_if_refused()
     train = TaskSource(

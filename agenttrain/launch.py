@@ -24,6 +24,7 @@ from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Trainer
 from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
 
 INTERRUPTED = 130
@@ -69,12 +70,12 @@ def launch(config: RunConfig, plain: dict[str, Any], run_folder: Path, verb: str
 async def _train(job: Job, prepared: Prepared) -> None:
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        trainer = _trainer(job, prepared, stack)
+        trainer = await make_trainer(job, prepared, stack)
         summary = read_summary(job.folder)
         before = summary.get("eval", {}).get("before")
         if before is None:
             before = to_json(await trainer.evaluate("before"))
-        update_summary(job.folder, status="running", eval={"before": before})
+        update_summary(job.folder, status="running", error=None, eval={"before": before})
         training = time.perf_counter()
         await trainer.train()
         training = time.perf_counter() - training
@@ -95,7 +96,8 @@ async def _train(job: Job, prepared: Prepared) -> None:
 async def _evaluate(job: Job, prepared: Prepared) -> None:
     started = time.perf_counter()
     async with AsyncExitStack() as stack:
-        evaluations = await _trainer(job, prepared, stack).evaluate("eval")
+        trainer = await make_trainer(job, prepared, stack)
+        evaluations = await trainer.evaluate("eval")
     rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
     write_step(job.folder, 0, rollouts)
     found = to_json(evaluations)
@@ -109,7 +111,7 @@ async def _evaluate(job: Job, prepared: Prepared) -> None:
     _report(job, prepared, {}, evaluations)
 
 
-def _trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
+async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
     random.seed(config.seed)
@@ -119,9 +121,10 @@ def _trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     checkpoints = Checkpoints(
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
-    done = None
+    done = 0
     if config.resume is not None and checkpoints.folder.exists():
         done = checkpoints.load_latest(loaded.policy)["step"]
+        await sync(loaded.policy, loaded.engine, version=done)
     write_config(job.folder, job.plain, prepared.certificate.hash)
     tracker = Tracker(
         job.folder,
@@ -129,7 +132,7 @@ def _trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
         project=job.project,
         name=job.folder.resolve().name,
         total_steps=config.steps,
-        resume_step=done,
+        resume_step=None if config.resume is None else done,
         run_config=job.plain,
     )
     stack.enter_context(tracker)
@@ -141,7 +144,7 @@ def _trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
-        done=done or 0,
+        done=done,
     )
 
 
@@ -161,7 +164,12 @@ def _report(
 
 
 def _telling(evaluations: Sequence[Evaluation]) -> list[Rollout]:
-    """The sampled rollouts with the most tool calls, each of another task: they show the most."""
-    rollouts = [rollout for evaluation in evaluations[:1] for rollout in evaluation.rollouts]
-    ranked = sorted(rollouts, key=lambda rollout: -len(rollout.tool_results))
-    return list({rollout.task.task_id: rollout for rollout in reversed(ranked)}.values())[-SHOWN:]
+    """Sampled rollouts that show the most: the longest solved ones, and last an unsolved one."""
+    rollouts = [
+        rollout
+        for evaluation in evaluations[:1]
+        for rollout in evaluation.rollouts
+        if rollout.reward is not None
+    ]
+    ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
+    return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]

@@ -48,7 +48,6 @@ class _Job:
     future: asyncio.Future[Outcome]
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     finished: bool = False
-    abandoned: bool = False
 
     def deliver(self, outcome: Outcome) -> None:
         # RuntimeError: the loop is closed, nobody waits any more.
@@ -65,7 +64,7 @@ class DaemonThreads:
     """As many daemon threads as calls at once; the caller bounds how many that are.
 
     A thread whose caller gave up is left alone and replaced; when its function returns after all,
-    the result is discarded and the thread ends.
+    the result is discarded and the thread is free again.
 
     Example: ``(await DaemonThreads().run(lambda: 2 + 2)).value == 4``
     """
@@ -112,11 +111,10 @@ class DaemonThreads:
     def _abandon(self, job: _Job) -> None:
         with self._lock:
             if not job.finished:
-                job.abandoned = True
                 self._stuck.append(job)
 
     def _work(self, inbox: Inbox) -> None:
-        """A thread's life: jobs from its inbox, until it is told to end, idle or abandoned."""
+        """A thread's life: jobs from its inbox, until it is told to end or long idle."""
         while True:
             try:
                 job = inbox.get(timeout=self._idle_s)
@@ -127,8 +125,7 @@ class DaemonThreads:
             if job is None:
                 return
             outcome = job.context.run(attempt, job.function)
-            if not self._finish(job, inbox):
-                return
+            self._finish(job, inbox)
             job.deliver(outcome)
             del job, outcome  # an idle thread must not keep a result alive
 
@@ -140,12 +137,10 @@ class DaemonThreads:
             self._idle.remove(inbox)
             return True
 
-    def _finish(self, job: _Job, inbox: Inbox) -> bool:
-        """Whether somebody still waits; then the thread is idle before the result is out."""
+    def _finish(self, job: _Job, inbox: Inbox) -> None:
+        """The thread is idle before the result is out, so that the next call finds it."""
         with self._lock:
             job.finished = True
-            if job.abandoned:
+            if job in self._stuck:
                 self._stuck.remove(job)
-                return False
             self._idle.append(inbox)
-            return True

@@ -77,9 +77,8 @@ def test_the_hash_depends_on_template_tools_and_variables() -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    reasons = refused(
-        TEMPLATE.replace("(m.content or '')", "(m.content or '') + loop.length|string")
-    )
+    old = "('(old)' if loop.revindex > 2 else m.content) + '\\n</tool_response>'"
+    reasons = refused(TEMPLATE.replace("m.content + '\\n</tool_response>'", old))
     assert set(reasons) == {"three turns", "content and reasoning", *PROBES[-4:]}
     assert "earlier messages are rendered anew" in reasons["three turns"]
 
@@ -114,8 +113,9 @@ def test_a_template_whose_glue_changes_with_the_reply_is_refused() -> None:
 
 def test_a_template_without_tools_is_refused_with_the_reason() -> None:
     bare = (
-        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+        "{{- '<|im_end|>\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
     reasons = refused(bare)
     assert reasons["tools in the prompt"] == "the template does not show the tools add, sql"

@@ -44,7 +44,7 @@ def test_auto_recognises_a_family_by_what_its_template_renders() -> None:
 
 def test_auto_names_the_group_when_it_knows_no_format() -> None:
     foreign = with_template(TEMPLATE.replace("<tool_call>", "<call>"))
-    with pytest.raises(ChatError, match="response_schema=auto: .* one of hermes, qwen"):
+    with pytest.raises(ChatError, match=r"response_schema=auto: .* one of hermes, qwen"):
         load(foreign)
     assert load(foreign, response={"name": "hermes"}).template == foreign.chat_template
 

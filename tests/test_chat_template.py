@@ -278,7 +278,8 @@ def test_the_ledger_is_the_full_rendering(
     ledger = subject.prompt_ids(messages, [ADD])
     for number, (turn, answers) in enumerate(conversation):
         end = subject.end_ids(turn, answers, generation_prompt=True)
-        sampled = [*tokenizer().encode(canonical(turn), add_special_tokens=False), *end]
+        text = canonical(turn) + subject.decode(end)
+        sampled = tokenizer().encode(text, add_special_tokens=False)
         ledger += sampled
         assert [c.arguments for c in subject.parse(sampled, [ADD], turn=number).calls] == [
             c.arguments for c in turn.calls

@@ -178,14 +178,15 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, schemas)
         _compare(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
-        cut = _suffix_ids(chat, turn, replies, (), Finish.length)
-        body = full[len(ledger) : max(len(full) - len(cut), len(ledger))]
-        _compare(chat, full[len(ledger) + len(body) :], cut, "replies are rendered differently")
         end = chat.end_ids(turn, replies, generation_prompt=True)
-        ended = _suffix_ids(chat, turn, replies, [*body, *end], Finish.stop)
-        _compare(chat, cut[len(end) :], ended, "the end of the turn is rendered differently")
-        _check_controls(chat, turn, replies, cut)
-        remarks |= dict.fromkeys(_remarks(chat, schemas, turn, [*body, *end]))
+        ours = _suffix_ids(chat, turn, replies, end, Finish.stop)
+        # A finished completion is what stands between the prompt and the suffix.
+        length = max(len(full) - len(ours) - len(ledger), 0)
+        sampled = full[len(ledger) :][:length]
+        _compare(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
+        _compare(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
+        _check_controls(chat, turn, replies, ours)
+        remarks |= dict.fromkeys(_remarks(chat, schemas, turn, sampled))
         ledger = full
     return ledger, list(remarks)
 
@@ -220,7 +221,8 @@ def _check_controls(
     """A reply's text adds no control token."""
     control = set(chat.encoder.control.values())
     empty = [{**reply, "content": ""} for reply in replies]
-    expected = _suffix_ids(chat, turn, empty, (), Finish.length)
+    end = chat.end_ids(turn, empty, generation_prompt=True)
+    expected = _suffix_ids(chat, turn, empty, end, Finish.stop)
     if sum(i in control for i in ids) != sum(i in control for i in expected):
         raise _Refused("control tokens in a reply's text become control tokens")
 

@@ -103,13 +103,17 @@ def _decode(
     A call ends where its JSON ends: a delimiter inside a string argument is part of the string, so
     a string that runs into one is tried with more text. That is bounded, so parsing stays linear.
     """
+    first_problem = None
     for count in DELIMITERS_IN_STRINGS:
         last = index + count - 1
         body = text[start : marks[last].start() if last < len(marks) else len(text)]
         value, end, problem = _json(body)
-        if last >= len(marks) or problem is None or not problem.endswith(UNTERMINATED):
+        if problem is None:
+            return value, start + end, None
+        first_problem = first_problem or problem
+        if last >= len(marks) or not problem.endswith(UNTERMINATED):
             break
-    return value, start + end, problem
+    return None, start, first_problem
 
 
 def _json(text: str) -> tuple[Any, int, str | None]:

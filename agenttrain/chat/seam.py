@@ -43,32 +43,29 @@ def placeholder(index: int) -> str:
 
 def text_after(
     render: Render, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
-) -> str:
-    """The marked text that the template writes after the assistant's own (marked) text.
+) -> tuple[str, str]:
+    """(ending, text): how an answer ends, and all that follows the assistant's own (marked) text.
 
-    The seam is the end of what the template writes for content or calls, found by search, so it
-    does not matter which token ends a turn or how many of them there are.
+    Example: ``("<|im_end|>\\n", "<|im_end|>\\n<|im_start|>user\\n…")``. Raises ChatError where the
+    seam is not to be found.
     """
     assistant = _stand_in(turn)
+    ending = _after_body(render([USER, {"role": "assistant", "content": BODY}], False))
+    # What follows the placeholder in the last call: `"}}\n</tool_call>`, and then the ending.
     closing = _after_body(render([USER, assistant], False))
-    if turn.calls:
-        answer: Message = {"role": "assistant", "content": BODY}
-        ending = _after_body(render([USER, answer], False))
-        if not closing.endswith(ending):
-            raise ChatError(
-                f"the chat template ends an answer with {unmark(ending)!r} but a tool call with "
-                f"{unmark(closing)!r}: where a turn with calls ends is not known; set chat_template"
-            )
-        closing = closing.removesuffix(ending)
-    else:
-        closing = ""
-    after = _after_body(render([USER, assistant, *replies], generation_prompt))
-    if not after.startswith(closing):
+    if not closing.endswith(ending):
         raise ChatError(
-            f"the chat template ends a call with {unmark(closing)!r}, but with "
-            f"{unmark(after[: len(closing)])!r} once replies follow; set chat_template"
+            f"the chat template ends an answer with {unmark(ending)!r} but a tool call with "
+            f"{unmark(closing)!r}: where a turn with calls ends is not known; set chat_template"
         )
-    return after[len(closing) :]
+    closing = closing.removesuffix(ending)
+    text = _after_body(render([USER, assistant, *replies], generation_prompt))
+    if not text.startswith(closing):
+        raise ChatError(
+            f"the chat template ends a turn with {unmark(closing)!r}, but with "
+            f"{unmark(text[: len(closing)])!r} once replies follow; set chat_template"
+        )
+    return ending, text[len(closing) :]
 
 
 def _stand_in(turn: AssistantTurn) -> Message:
@@ -118,8 +115,8 @@ class ReplyTexts:
             self._verbatim[role] = all(self._transformed(role, p) == p for p in REPLY_PROBES)
         return clean(content) if self._verbatim[role] else self._transformed(role, content)
 
-    def after_turn(self, role: str, text: str) -> str:
-        """The marked text that follows a turn when one reply of `role` is given."""
+    def after_turn(self, role: str, text: str) -> tuple[str, str]:
+        """`text_after` a turn that gets one reply of `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
@@ -129,10 +126,11 @@ class ReplyTexts:
     def _transformed(self, role: str, text: str) -> str:
         """What stands between the constant text before and after a reply."""
         if role not in self._frames:
-            before, _, after = self.after_turn(role, placeholder(0)).partition(placeholder(0))
+            _, frame = self.after_turn(role, placeholder(0))
+            before, _, after = frame.partition(placeholder(0))
             self._frames[role] = before, after
         before, after = self._frames[role]
-        rendered = self.after_turn(role, self._encoder.mark(text))
+        _, rendered = self.after_turn(role, self._encoder.mark(text))
         end = len(rendered) - len(after)
         if end < len(before) or not rendered.startswith(before) or not rendered.endswith(after):
             raise ChatError(

@@ -22,13 +22,13 @@ CACHED_SHAPES = 4096
 class Chat:
     """Renders with `template`, parses with `response`.
 
-    Example of one turn: the prompt's ids, the 12 that the model sampled, the suffix's::
+    Example of one turn: the prompt's ids, what the model sampled, the suffix's::
 
         ids = chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], schemas)
         turn = chat.parse(sampled, schemas, turn=0)          # one call: add(a=3, b=4)
         replies = [{"role": "tool", "content": "7", "tool_call_id": turn.calls[0].id}]
         chat.suffix(turn, replies, completion_ids=sampled, finish=Finish.stop,
-                    generation_prompt=True)   # [(template, […]), (tool, [22]), (template, […])]
+                    generation_prompt=True)   # [(template, […]), (tool, [29]), (template, […])]
     """
 
     stop_token_ids: tuple[int, ...]
@@ -199,13 +199,13 @@ class Chat:
             {**mark({**reply, "content": None}), "content": placeholder(index)}
             for index, reply in enumerate(replies)
         ]
-        text = text_after(
+        ending, text = text_after(
             self._render_marked,
             replace(turn, calls=calls),
             stand_ins,
             generation_prompt=generation_prompt,
         )
-        return build(text, self.encoder, replies=len(replies))
+        return build(ending, text, self.encoder, replies=len(replies))
 
     def _render_marked(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         return self.render(messages, generation_prompt=generation_prompt)
@@ -215,7 +215,7 @@ class Chat:
         ids = []
         for role in ("tool", "user"):
             with suppress(ChatError):  # a template without tools ends turns all the same
-                end, _ = split_end(self._reply_text.after_turn(role, "r"), self.encoder)
+                end, _ = split_end(*self._reply_text.after_turn(role, "r"), self.encoder)
                 ids += self.encoder.encode(end)[-1:]
         return ids
 

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from agenttrain.config.errors import ConfigError, explain
+from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.groups import conf_folder, list_groups
 from agenttrain.config.schema import RunConfig
 
@@ -36,22 +36,15 @@ class Composed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where YAML files are looked for: Hydra's --config-path, --config-dir and --config-name."""
+    """Where YAML files are looked for beside conf/: Hydra's --config-dir and --config-name."""
 
-    folder: str | None = None
-    """None: the packaged conf/."""
     extra: str | None = None
     """A folder of the user's whose groups are added."""
     name: str = "train"
 
-    @property
-    def path(self) -> Path:
-        """Absolute; the folder of the primary config."""
-        return Path(self.folder).resolve() if self.folder else conf_folder()
-
     def groups(self) -> dict[str, list[str]]:
         """Every group with its options."""
-        return list_groups(self.path, *([Path(self.extra)] if self.extra else []))
+        return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
 
 
 def register() -> None:
@@ -69,7 +62,7 @@ def hydra_session(source: Source) -> Iterator[None]:
         raise ConfigError(f"--config-dir {source.extra}: there is no such folder")
     version.setbase(HYDRA_VERSION)
     register()
-    search_path = create_config_search_path(str(source.path))
+    search_path = create_config_search_path(str(conf_folder()))
     if source.extra:
         path, anchor = f"file://{Path(source.extra).resolve()}", SearchPathQuery(provider="schema")
         search_path.prepend(provider="command-line", path=path, anchor=anchor)
@@ -85,19 +78,15 @@ def compose_raw(
     overrides: Sequence[str], source: Source, *, with_hydra: bool = False
 ) -> DictConfig:
     """The composed settings before conversion; raises ConfigError. Needs a `hydra_session`."""
-    try:
+    with explained(overrides, source.groups):
         return compose(source.name, list(overrides), return_hydra_config=with_hydra)
-    except Exception as error:
-        raise explain(error, overrides, source.groups()) from error
 
 
 def compose_run(overrides: Sequence[str], source: Source) -> Composed:
     """The settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
-    try:
+    with explained(overrides, source.groups):
         return convert(raw)
-    except Exception as error:
-        raise explain(error, overrides, source.groups()) from error
 
 
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
@@ -110,7 +99,8 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
     typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
     config = cast(RunConfig, OmegaConf.to_object(typed))
-    config.optimizer.betas = tuple(config.optimizer.betas)  # OmegaConf has lists only
+    # OmegaConf has lists only; validate.py counts.
+    config.optimizer.betas = cast(tuple[float, float], tuple(config.optimizer.betas))
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
     return Composed(config=config, plain=cast(dict[str, Any], complete))
 

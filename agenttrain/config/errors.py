@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -30,22 +31,34 @@ class ConfigError(AgenttrainError, ValueError):
     """A configuration that cannot run; its text says key, value and remedy."""
 
 
-def explain(
-    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
-) -> ConfigError:
-    """What a failed composition means for who typed `overrides`.
+@contextmanager
+def explained(
+    overrides: Sequence[str], groups: Callable[[], Mapping[str, Sequence[str]]]
+) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise inside into a ConfigError for who typed `overrides`.
 
     Example: ``algorithm.group_sise=4`` becomes "algorithm.group_sise=4: unknown key (did you mean
-    'algorithm.group_size'?)".
+    'algorithm.group_size'?)". `groups` gives every group's options.
     """
+    try:
+        yield
+    except AgenttrainError:
+        raise
+    except Exception as error:
+        raise ConfigError(_explain(error, overrides, groups())) from error
+
+
+def _explain(
+    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, OverrideParseException):
-        return ConfigError(_unreadable(error))
+        return _unreadable(error)
     if isinstance(error, MissingConfigException):
-        return ConfigError(_unknown_option(error, groups))
+        return _unknown_option(error, groups)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return ConfigError(_about_key(cause, str(error), overrides, groups))
-    return ConfigError(_other(error, overrides, groups))
+        return _about_key(cause, str(error), overrides, groups)
+    return _other(error, overrides, groups)
 
 
 def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -143,9 +156,7 @@ def _expected(key: str, value: object) -> str | None:
     return f"expected {EXPECTED[cls]}{tail}" if cls in EXPECTED else None
 
 
-def _unknown_option(
-    error: MissingConfigException, groups: Mapping[str, Sequence[str]]
-) -> str:
+def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
@@ -164,13 +175,12 @@ def _unreadable(error: OverrideParseException) -> str:
     )
 
 
-def _other(
-    error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
-) -> str:
+def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key in groups and value == "null":
-            return f"{override}: a group takes an option ({', '.join(groups[key])}); ~{key} leaves it out"
+            options = ", ".join(groups[key])
+            return f"{override}: a group takes an option ({options}); ~{key} leaves it out"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
         if f"Ambiguous value for argument '{override}'" in str(error):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.config.compose import Composed, Source, compose_raw, convert
-from agenttrain.config.errors import ConfigError, explain
+from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
 
@@ -23,28 +22,34 @@ EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
 """What an evaluation of a run may change: the rest is the agent itself."""
 
 
-def saved_config(
-    key: str, folder: Path, overrides: Sequence[str], *, allowed: Sequence[str], source: Source
-) -> Composed:
-    """The settings of the run in `folder`, with `overrides` of `allowed` sections on top.
+def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """The settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`."""
+    composed = _changed("resume", folder, overrides, RESUMABLE, source)
+    composed.config.resume = str(folder)
+    return composed
 
-    `key` is what the user typed for the folder (`resume` or `run`). Raises ConfigError. Needs a
+
+def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """The settings of `eval run=<folder>`, with the checkpoint as the model.
+
+    `folder` is a run's, for its newest checkpoint, or a checkpoint's. Raises ConfigError. Needs a
     `hydra_session`.
     """
-    parsed = [_parse(text, source) for text in overrides]
-    for override in parsed:
-        section = override.key_or_group.partition(".")[0]
-        if section not in allowed or override.type is OverrideType.DEL:
-            raise ConfigError(
-                f"{override.input_line}: cannot be combined with {key}={folder}"
-                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
-            )
-    node = _typed(key, folder)
-    try:
-        _apply(parsed, node, source)
-        return convert(node)
-    except Exception as error:
-        raise explain(error, overrides, source.groups()) from error
+    run = run_of(folder)
+    composed = _changed("run", run, overrides, EVALUABLE, source)
+    checkpoint = run / "checkpoints" / "latest" if run == folder else folder
+    if not checkpoint.is_dir():
+        raise ConfigError(f"run={folder}: has no checkpoint yet")
+    path = str(checkpoint.resolve())
+    composed.config.model.path = composed.plain["model"]["path"] = path
+    return composed
+
+
+def run_of(folder: Path) -> Path:
+    """The run that a run's folder, or one of its checkpoints', belongs to."""
+    inside = folder.resolve().parent
+    is_checkpoint = inside.name == "checkpoints" and not (folder / "config.yaml").exists()
+    return folder.parent.parent if is_checkpoint else folder
 
 
 def finished_steps(folder: Path) -> int | None:
@@ -56,11 +61,27 @@ def finished_steps(folder: Path) -> int | None:
     return int(summary.get("steps", 0)) if summary.get("status") == "finished" else None
 
 
+def _changed(
+    key: str, folder: Path, overrides: Sequence[str], allowed: Sequence[str], source: Source
+) -> Composed:
+    """The settings of the run in `folder` with overrides on top, of `allowed` sections only."""
+    parsed = [_parse(text, source) for text in overrides]
+    for override in parsed:
+        section = override.key_or_group.partition(".")[0]
+        if section not in allowed or override.type is OverrideType.DEL:
+            raise ConfigError(
+                f"{override.input_line}: cannot be combined with {key}={folder}"
+                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
+            )
+    node = _typed(key, folder)
+    with explained(overrides, source.groups):
+        _apply(parsed, node, source)
+        return convert(node)
+
+
 def _parse(text: str, source: Source) -> Override:
-    try:
+    with explained([text], source.groups):
         override: Override = OverridesParser.create().parse_override(text)
-    except Exception as error:
-        raise explain(error, [text], source.groups()) from error
     if override.is_sweep_override():
         raise ConfigError(f"{text}: a saved run takes one value, not several")
     return override
@@ -68,35 +89,27 @@ def _parse(text: str, source: Source) -> Override:
 
 def _typed(key: str, folder: Path) -> DictConfig:
     file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{key}={folder}: is no run folder: there is no config.yaml in it")
     try:
-        plain: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{key}={folder}: is no run folder: there is no config.yaml") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}={folder}: its config.yaml cannot be read: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{key}={folder}: its config.yaml holds no settings")
-    plain.pop("provenance", None)
-    try:
-        return OmegaConf.merge(OmegaConf.structured(RunConfig), plain)  # type: ignore[return-value]
+        plain = cast(DictConfig, OmegaConf.load(file))
+        plain.pop("provenance", None)
+        return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except Exception as error:
-        problem = explain(error, [], {})
+        problem = str(error).partition("\n")[0]
         raise ConfigError(f"{key}={folder}: its config.yaml does not fit: {problem}") from error
 
 
 def _apply(overrides: Sequence[Override], node: DictConfig, source: Source) -> None:
     """First the groups that are chosen anew, then the single values, as Hydra does."""
-    chosen = [o for o in overrides if o.key_or_group in source.groups() and _is_option(o)]
-    if chosen:
-        fresh = compose_raw([str(o.input_line) for o in chosen], source)
-        for override in chosen:
-            key = override.key_or_group
-            OmegaConf.update(node, key, OmegaConf.to_container(fresh[key]), merge=False)
+    groups = source.groups()
+    chosen = [
+        o for o in overrides if o.key_or_group in groups and isinstance(o.value(), str | list)
+    ]
+    fresh = compose_raw([str(o.input_line) for o in chosen], source)
+    for override in chosen:
+        section = OmegaConf.to_container(fresh[override.key_or_group])
+        OmegaConf.update(node, override.key_or_group, section, merge=False)
     for override in overrides:
         if override not in chosen:
-            value = override.value()
-            OmegaConf.update(node, override.key_or_group, value, merge=True, force_add=True)
-
-
-def _is_option(override: Override) -> bool:
-    return isinstance(override.value(), str | list)
+            OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)

@@ -9,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from agenttrain.config.compose import Source, compose_raw
-from agenttrain.config.errors import explain
+from agenttrain.config.errors import explained
 
 
 def expand(overrides: Sequence[str], source: Source) -> list[list[str]]:
@@ -22,7 +22,7 @@ def expand(overrides: Sequence[str], source: Source) -> list[list[str]]:
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None, "expand() outside of a hydra_session"
     parser = OverridesParser.create(config_loader=hydra.config_loader)
-    try:
+    with explained(overrides, source.groups):
         parsed = parser.parse_overrides(list(overrides))
         fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
         sweeper = compose_raw(fixed, source, with_hydra=True).hydra.sweeper
@@ -32,6 +32,4 @@ def expand(overrides: Sequence[str], source: Source) -> list[list[str]]:
         batches = BasicSweeper.split_arguments(
             [*parser.parse_overrides(params), *parsed], max_batch_size=None
         )
-    except Exception as error:
-        raise explain(error, overrides, source.groups()) from error
     return [list(run) for batch in batches for run in batch]

@@ -1,4 +1,4 @@
-"""What a `_target_` names, read from source without importing it: no import of torch to find a typo.
+"""What a `_target_` names, read from its source: finding a typo must not import torch.
 
 What cannot be known this way (compiled modules, names made at run time) is given the benefit of the
 doubt; `target.locate` imports it later.

@@ -36,8 +36,6 @@ from agenttrain.types import (
     ToolResult,
 )
 
-INVALID = (ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments)
-
 
 async def run_rollout(
     task: Task,
@@ -219,7 +217,8 @@ class _Loop:
             return StopReason.environment_done
         if any(result.error is ToolError.limit for result in results):
             return StopReason.max_tool_calls
-        invalid = sum(result.error in INVALID for result in self.rollout.tool_results)
+        errors = [result.error for result in self.rollout.tool_results if result.error]
+        invalid = sum(error.invalid_call for error in errors)
         limit = self.limits.max_invalid_calls
         return StopReason.max_invalid_calls if limit is not None and invalid > limit else None
 

@@ -53,8 +53,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def update_summary(folder: Path, **changes: Any) -> None:
-    """Merge `changes` into summary.json."""
-    summary = {**read_summary(folder), **changes}
+    """Merge `changes` into summary.json; a change to None takes the entry out."""
+    merged = {**read_summary(folder), **changes}
+    summary = {name: value for name, value in merged.items() if value is not None}
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

@@ -25,7 +25,7 @@ def assign_advantages(
     `penalties` (rollout_id -> KL over its sampled tokens) are taken off the rewards, times beta,
     before the baseline; rollouts that are not named have none.
     """
-    width = max((len(group) for group in groups), default=0)
+    width = max((len(group) for group in groups), default=1)
     rewards_PG = torch.full((len(groups), width), torch.nan, dtype=torch.float64)
     for p, group in enumerate(groups):
         for g, rollout in enumerate(group):

@@ -1,0 +1,317 @@
+"""The `agenttrain` command: verbs, overrides, and what can be refused before anything heavy.
+
+A command is composed and checked first, so that a mistake costs a second and leaves no folder;
+then Hydra takes over, makes the run folder (or those of a sweep) and calls `launch`. Nothing here
+imports torch before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from agenttrain.config.compose import (
+    HYDRA_VERSION,
+    Composed,
+    Source,
+    compose_raw,
+    compose_run,
+    convert,
+    hydra_session,
+    open_keys,
+    register,
+)
+from agenttrain.config.describe import describe
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.groups import conf_folder, list_groups
+from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.sweep import expand
+from agenttrain.config.validate import validate
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+RUN_DIR = "hydra.run.dir="
+TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
+EVAL_FOLDERS = (
+    f"{RUN_DIR}outputs/${{hydra:runtime.choices.experiment}}/${{now:{TIMESTAMP}}}_eval",
+    f"hydra.sweep.dir=outputs/${{hydra:runtime.choices.experiment}}/sweep_${{now:{TIMESTAMP}}}_eval",
+)
+"""Of `agenttrain eval`; an override of the user's comes later and wins."""
+
+VERBS = {
+    "train": "train an agent (when no verb is given)",
+    "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
+    "check": "compose, check and count; nothing is run and no folder is made",
+}
+HELP = """\
+agenttrain trains tool-calling language-model agents with reinforcement learning.
+
+usage: agenttrain [verb] [key=value …] [options]
+
+verbs
+{verbs}
+
+settings
+  group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
+  group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
+  resume=<run folder>          go on with a run; only {resumable} may change
+  hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
+
+groups and their options
+{groups}
+
+options
+  -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
+  --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
+  --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
+  --version
+
+examples
+  agenttrain                                         train the bundled agent
+  agenttrain debug=tiny                              the same in seconds: does it work here?
+  agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
+  agenttrain check algorithm.group_size=16           what would that be?
+  agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain model.path=my_model tools=[final_answer] tools.find._target_=my_tools.find
+
+Your own modules are found in the current folder. Every setting, with its meaning and default, is in
+agenttrain/config/schema.py; the groups are in {conf}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What the user asked for."""
+
+    verb: str
+    overrides: list[str]
+    """Without `saved`."""
+    saved: Path | None
+    """The folder of `resume=` (train, check) or `run=` (eval)."""
+    options: list[str]
+    """The other arguments, for Hydra."""
+    source: Source
+    sweep: bool
+    shows: str | None
+    """What Hydra is to print instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h"} & set(arguments):
+        print(help_text())
+        return 0
+    if "--version" in arguments:
+        print(f"agenttrain {version('agenttrain')}")
+        return 0
+    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
+    # that no file there hides an installed package.
+    sys.path.append(os.getcwd())
+    try:
+        return _run(parse(arguments))
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"agenttrain: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def help_text() -> str:
+    """What --help prints."""
+    conf = conf_folder()
+    return HELP.format(
+        verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
+        groups="\n".join(
+            f"  {name:<16} {', '.join(options)}" for name, options in list_groups(conf).items()
+        ),
+        resumable=", ".join(RESUMABLE),
+        conf=conf,
+    ).rstrip()
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Arguments -> Command; raises ConfigError for what cannot be one."""
+    verb, rest = _verb(arguments)
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed = parser.parse_intermixed_args(rest)
+    if parsed.config_path is not None:
+        raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+    overrides, saved = _take_saved(parsed.overrides, verb)
+    if misplaced := [word for word in overrides if word in VERBS]:
+        raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
+    sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
+    if sweep and saved:
+        raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
+    if saved is None:
+        overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
+    return Command(
+        verb=verb,
+        overrides=overrides,
+        saved=saved,
+        options=[text for text in rest if text not in parsed.overrides],
+        source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
+        sweep=sweep,
+        shows=_shows(parsed),
+    )
+
+
+def _verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    word = arguments[0] if arguments else ""
+    if word in VERBS:
+        return word, list(arguments[1:])
+    if word and "=" not in word and not word.startswith(("-", "+", "~")):
+        raise ConfigError(
+            f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
+            "and settings are written key=value"
+        )
+    return "train", list(arguments)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see agenttrain --help")
+
+
+def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
+    """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
+    mine, other = ("run", "resume") if verb == "eval" else ("resume", "run")
+    left, saved = [], None
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key == other:
+            remedy = f"agenttrain eval run={value}" if verb != "eval" else f"run={value}"
+            raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
+        if key != mine:
+            left.append(text)
+        elif value not in ("", "null"):
+            saved = Path(value)
+    return left, saved
+
+
+def _shows(parsed: argparse.Namespace) -> str | None:
+    others = (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
+    return parsed.cfg or ("other" if any(others) else None)
+
+
+def _run(command: Command) -> int:
+    if command.shows is not None:
+        return _show(command)
+    with hydra_session(command.source):
+        runs = compose_all(command)
+    if command.verb == "check":
+        print("\n\n".join(describe(run.config) for run in runs))
+        return 0
+    if command.saved is not None:
+        return _go_on(command, command.saved, runs[0])
+    return _hand_over(command, total=len(runs))
+
+
+def _show(command: Command) -> int:
+    """Let Hydra print; a configuration that does not compose is told in our words first."""
+    if command.shows != "other":
+        with hydra_session(command.source):
+            compose_raw(command.overrides, command.source)
+    return _hand_over(command, total=1)
+
+
+def compose_all(command: Command) -> list[Composed]:
+    """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
+    overrides, source = command.overrides, command.source
+    if command.saved is not None:
+        changes = [text for text in overrides if not _names_eval_folder(text, command)]
+        load = evaluated if command.verb == "eval" else resumed
+        composed = load(command.saved, open_keys(changes), source)
+        validate(composed.config)
+        return [composed]
+    if not command.sweep:
+        return [_compose_one(overrides, source)]
+    runs = []
+    for combination in expand(overrides, source):
+        try:
+            runs.append(_compose_one(combination, source))
+        except ConfigError as error:
+            raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
+    return runs
+
+
+def _compose_one(overrides: Sequence[str], source: Source) -> Composed:
+    composed = compose_run(overrides, source)
+    validate(composed.config)
+    return composed
+
+
+def _names_eval_folder(text: str, command: Command) -> bool:
+    return command.verb == "eval" and text.startswith(RUN_DIR)
+
+
+def _go_on(command: Command, saved: Path, composed: Composed) -> int:
+    """Resume or evaluate a run; Hydra would make a folder of its own and is left out."""
+    if command.verb == "train":
+        done = finished_steps(saved)
+        if done is not None and done >= composed.config.steps:
+            print(
+                f"{saved}: finished after {done} steps; for more of them: "
+                f"agenttrain resume={saved} steps={2 * done}"
+            )
+            return 0
+        return _launch(composed, saved, "train")
+    run = run_of(saved)
+    named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
+    default = run.parent / f"{datetime.now():{TIMESTAMP}}_eval"
+    return _launch(composed, Path(named[-1]) if named else default, "eval")
+
+
+def _hand_over(command: Command, *, total: int) -> int:
+    """Let Hydra make the folders and call back for each run, or print."""
+    codes = []
+
+    def job(raw: DictConfig) -> None:
+        context = HydraConfig.get()
+        folder = Path(context.runtime.output_dir)
+        if (folder / "config.yaml").exists():
+            raise ConfigError(
+                f"{RUN_DIR}{folder}: holds a run already; resume={folder} goes on with it, another "
+                "name starts a new one"
+            )
+        if command.sweep:
+            chosen = " ".join(context.overrides.task)
+            print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
+        codes.append(_launch(convert(raw), folder, command.verb))
+        if codes[-1] == INTERRUPTED:
+            raise KeyboardInterrupt
+
+    register()
+    # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
+    # shortened traceback would hide where.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    # Options last: `--info` would take an override behind it for its argument.
+    sys.argv = ["agenttrain", *command.overrides, *command.options]
+    hydra.main(
+        version_base=HYDRA_VERSION, config_path=str(conf_folder()), config_name=command.source.name
+    )(job)()
+    return max(codes, default=0)
+
+
+def _launch(composed: Composed, folder: Path, verb: str) -> int:
+    from agenttrain.launch import launch  # torch comes with it
+
+    return launch(composed.config, composed.plain, folder, verb)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

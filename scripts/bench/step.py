@@ -1,0 +1,71 @@
+"""Where the time of a training step goes, on the bundled agent.
+
+One run of `agenttrain` (side by side in one run: the phases of the same steps). The figures:
+
+    share_rollout, share_train, share_sync, share_other    of the wall time between two steps
+    share_reward                                           of the same, a part of share_rollout
+    step_s                                                 median seconds of a step
+    rollout_tokens_per_s                                   sampled tokens per second of rollout
+    tracking_share                                         rollout files and metrics, of a step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import harness
+
+from agenttrain.build import prepare
+from agenttrain.config.compose import Source, compose_run, hydra_session
+from agenttrain.launch import Job, make_trainer
+from agenttrain.trainer import Trainer
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Train some steps and take them apart; the first two warm up."""
+    steps = 6 if quick else 22
+    source = Source()
+    with hydra_session(source), tempfile.TemporaryDirectory() as folder:
+        composed = compose_run([f"steps={steps}", "tracker.console=false"], source)
+        job = Job(config=composed.config, plain=composed.plain, folder=Path(folder) / "run")
+        job.folder.mkdir()
+        return asyncio.run(run(job, steps))
+
+
+async def run(job: Job, steps: int) -> dict[str, float]:
+    """Seconds by phase over the steps after the second."""
+    async with AsyncExitStack() as stack:
+        trainer = await make_trainer(job, prepare(job.config), stack)
+        rows = [await one_step(trainer, step) for step in range(1, steps + 1)][2:]
+    whole = sum(row["step_s"] for row in rows)
+    share = {
+        f"share_{phase}": sum(row[f"time/{phase}_s"] for row in rows) / whole
+        for phase in ("rollout", "train", "sync", "reward")
+    }
+    known = sum(share[f"share_{phase}"] for phase in ("rollout", "train", "sync"))
+    return {
+        **share,
+        "share_other": 1 - known,
+        "tracking_share": sum(row["tracking_s"] for row in rows) / whole,
+        "step_s": statistics.median(row["step_s"] for row in rows),
+        "rollout_tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
+    }
+
+
+async def one_step(trainer: Trainer, step: int) -> dict[str, float]:
+    """One step and its record, timed."""
+    started = time.perf_counter()
+    metrics, collected = await trainer.step(step)
+    finished = time.perf_counter()
+    trainer.tracker.step(step, metrics, collected.rollouts)
+    recorded = time.perf_counter()
+    return {**metrics, "step_s": recorded - started, "tracking_s": recorded - finished}
+
+
+if __name__ == "__main__":
+    harness.run(__doc__ or "", measure)

@@ -1,0 +1,162 @@
+"""Whole runs through the command line: repetition, kill and resume, what stands on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
+TINY = ["debug=tiny", "steps=6", "checkpoint.every=2", "tracker=none", "eval.questions=2"]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+def run(folder: Path, *overrides: str) -> str:
+    """Run to the end; returns what was printed."""
+    command = [*AGENTTRAIN, *overrides, f"hydra.run.dir={folder}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "latest" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "shop" / "whole"
+    run(folder, *TINY)
+    return folder
+
+
+def test_one_seed_gives_one_run(uninterrupted, tmp_path):
+    run(tmp_path / "again", *TINY)
+    assert metrics(tmp_path / "again") == metrics(uninterrupted)
+    other = tmp_path / "other"
+    run(other, *TINY, "seed=1")
+    assert metrics(other) != metrics(uninterrupted)
+
+
+def kill_after(folder: Path, steps: int) -> None:
+    """Start the run and SIGKILL it as soon as `steps` steps are on disk."""
+    command = [*AGENTTRAIN, *TINY, f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    rows = folder / "metrics.jsonl"
+    while process.poll() is None and not (rows.exists() and rows.read_text().count("\n") >= steps):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp_path, steps):
+    folder = tmp_path / "killed"
+    kill_after(folder, steps)
+    assert len(metrics(folder)) < 6
+    run(folder, f"resume={folder}")
+    assert metrics(folder) == metrics(uninterrupted)
+    resumed, whole = weights(folder), weights(uninterrupted)
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted):
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    printed = run(uninterrupted, f"resume={uninterrupted}")
+    assert "finished" in printed
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_steps_continue_a_finished_run(uninterrupted, tmp_path):
+    short = tmp_path / "short"
+    run(short, *TINY, "steps=4")
+    run(short, f"resume={short}", "steps=6")
+    assert metrics(short) == metrics(uninterrupted)
+
+
+def test_the_run_folder(uninterrupted):
+    config = yaml.safe_load((uninterrupted / "config.yaml").read_text())
+    assert config["algorithm"]["name"] == "grpo"
+    assert config["provenance"]["versions"]["torch"] == torch.__version__
+    assert len(config["provenance"]["template_certificate"]) == 64
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 6)
+    assert set(summary["eval"]) == {"before", "after"}
+    assert summary["eval"]["after"]["questions"] == 2
+    assert (uninterrupted / summary["latest_checkpoint"]).is_dir()
+    assert sorted(path.name for path in (uninterrupted / "rollouts").iterdir()) == [
+        f"step-00000{step}.jsonl" for step in range(1, 7)
+    ]
+    assert len(list((uninterrupted / "checkpoints").glob("step-*"))) == 2
+
+
+def test_a_rollout_on_disk_is_aligned(uninterrupted):
+    line = (uninterrupted / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0]
+    rollout = json.loads(line)
+    ends = [span["end"] for span in rollout["spans"]]
+    assert [span["start"] for span in rollout["spans"]] == [0, *ends[:-1]]
+    assert ends[-1] == len(rollout["token_ids"]) == len(rollout["logprobs"])
+    assert {span["policy_version"] for span in rollout["spans"]} == {None, 0}
+
+
+def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):
+    path = uninterrupted / "checkpoints" / "latest"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert tokenizer.chat_template
+    assert model.num_parameters() < 2_000_000
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("experiment", ["shop", "calculator"])
+def test_every_experiment_runs_with_every_algorithm(tmp_path, experiment, algorithm):
+    folder = tmp_path / experiment / algorithm
+    printed = run(folder, "debug=tiny", f"experiment={experiment}", f"algorithm={algorithm}")
+    assert len(metrics(folder)) == 2
+    assert "trackio show" in printed
+
+
+def test_eval_of_a_checkpoint(uninterrupted, tmp_path):
+    folder = tmp_path / "eval"
+    checkpoint = uninterrupted / "checkpoints" / "latest"
+    command = [
+        *AGENTTRAIN,
+        "eval",
+        f"model.path={checkpoint}",
+        "eval.questions=3",
+        "eval.samples=2",
+        f"hydra.run.dir={folder}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = json.loads((folder / "summary.json").read_text())["eval"]["after"]
+    assert {"reward", "pass@1", "pass@2", "reward_greedy"} <= set(after)
+    assert not (folder / "checkpoints").exists()

@@ -1,0 +1,95 @@
+"""Packing: literal layouts, budgets, order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_cases import rollout, with_tool
+
+from agenttrain.training.attention import make_blocks
+from agenttrain.training.batch import make_row, pack, split
+from agenttrain.types import LedgerError, Origin
+
+CPU = torch.device("cpu")
+
+
+def of_length(length: int, sample: int = 0):
+    return make_row(
+        rollout([(Origin.prompt, [7] * (length - 1)), (Origin.sampled, [8])], sample=sample)
+    )
+
+
+def test_targets_are_the_positions_before_sampled_tokens() -> None:
+    row = make_row(with_tool())
+    # ids       7 8 9 10  20 21 2  30 31  40 41 42  30 3   22 2
+    # position  0 1 2 3   4  5  6  7  8   9  10 11  12 13  14 15
+    assert row.targets_S.tolist() == [3, 4, 5, 13, 14]
+    assert row.token_ids_T[row.targets_S + 1].tolist() == [20, 21, 2, 22, 2]
+    assert row.length == 16
+    assert row.sampled_length == 5
+
+
+def test_a_packed_microbatch() -> None:
+    short = make_row(rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5))
+    long = make_row(with_tool(logprob=-0.25))
+    (microbatch,) = pack([short, long], token_budget=100, device=CPU)
+    # 16 tokens of the longer rollout first, then 5 6 9 2
+    assert microbatch.bounds == (0, 16, 20)
+    assert microbatch.token_ids_T[16:].tolist() == [5, 6, 9, 2]
+    assert microbatch.targets_S.tolist() == [3, 4, 5, 13, 14, 17, 18]
+    assert microbatch.labels_S.tolist() == [20, 21, 2, 22, 2, 9, 2]
+    assert microbatch.row_S.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert microbatch.behaviour_S.tolist() == [-0.25] * 5 + [-0.5] * 2
+
+
+def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
+    rows = [of_length(length) for length in (5, 60, 45, 50, 120)]
+    microbatches = pack(rows, token_budget=100, device=CPU)
+    # longest first: 120 alone (over the budget), 60, then 50 + 45 + 5 = 100, which outweighs 60
+    lengths = [[row.length for row in microbatch.rows] for microbatch in microbatches]
+    assert lengths == [[120], [50, 45, 5], [60]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80)
+)
+def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> None:
+    rows = [of_length(length, sample) for sample, length in enumerate(lengths)]
+    microbatches = pack(rows, budget, CPU)
+    packed = [row for microbatch in microbatches for row in microbatch.rows]
+    assert sorted(row.rollout.sample for row in packed) == list(range(len(lengths)))
+    for microbatch in microbatches:
+        tokens = microbatch.token_ids_T.numel()
+        assert tokens == microbatch.bounds[-1] == sum(row.length for row in microbatch.rows)
+        assert tokens <= budget or len(microbatch.rows) == 1
+        assert microbatch.bounds == tuple(
+            sum(row.length for row in microbatch.rows[:index])
+            for index in range(len(microbatch.rows) + 1)
+        )
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
+    bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    packed = torch.arange(bounds[-1])
+    blocks = make_blocks(bounds, CPU)
+    back = torch.cat([packed[block.gather][block.scatter] for block in blocks])
+    assert back.tolist() == packed.tolist()
+    assert sum(block.rollouts for block in blocks) == len(lengths)
+    for block in blocks:
+        assert block.gather.numel() == block.rollouts * block.length
+
+
+def test_groups_are_split_whole() -> None:
+    assert split("abcde", 2) == ["abc", "de"]
+    assert split("ab", 3) == ["a", "b"]
+    assert split("", 2) == []
+
+
+def test_a_sampled_token_needs_one_before_it() -> None:
+    with pytest.raises(LedgerError, match="position 0"):
+        make_row(rollout([(Origin.sampled, [9, 2])]))

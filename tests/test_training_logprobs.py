@@ -1,0 +1,240 @@
+"""Log-probabilities on a real tiny model: where the gradient goes, and that packing is exact."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from training_cases import policy, random_groups, rollout, with_tool
+
+from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.config.schema import AlgorithmConfig
+from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
+from agenttrain.training.batch import make_row, pack
+from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
+from agenttrain.training.logprobs import Scorer, UnsupportedModel, head_logprobs
+from agenttrain.types import Origin, Rollout
+
+CPU = torch.device("cpu")
+SAMPLED_FROM = [3, 4, 5, 13, 14]
+"""Positions of `with_tool` whose next token was sampled."""
+
+
+def scored(model: torch.nn.Module, rollouts: list[Rollout], *, token_budget: int = 10_000):
+    """rollout_id -> (logprobs, entropies), and the gradient of the logprobs' sum."""
+    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1024)
+    model.zero_grad()
+    found = {}
+    with scorer.ready():
+        for microbatch in pack([make_row(r) for r in rollouts], token_budget, CPU):
+            logprobs_S, entropy_S = scorer(microbatch)
+            logprobs_S.sum().backward()
+            lengths = [row.sampled_length for row in microbatch.rows]
+            pieces = zip(logprobs_S.split(lengths), entropy_S.split(lengths), strict=True)
+            for row, piece in zip(microbatch.rows, pieces, strict=True):
+                found[row.rollout.rollout_id] = piece
+    return found, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_logprobs_and_entropies_are_those_of_the_full_logits() -> None:
+    model, one = tiny.model(), with_tool()
+    found, _ = scored(model, [one])
+    logprobs_S, entropy_S = found[one.rollout_id]
+    ids = torch.tensor(one.token_ids)
+    full_TV = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
+    expected = full_TV[SAMPLED_FROM, [20, 21, 2, 22, 2]]
+    assert torch.allclose(logprobs_S, expected, atol=1e-5)
+    entropies = -(full_TV.exp() * full_TV).sum(-1)[SAMPLED_FROM]
+    assert torch.allclose(entropy_S, entropies, atol=1e-5)
+    assert not entropy_S.requires_grad
+
+
+def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> None:
+    """The same loss through full logits: the same weights' gradient, and none elsewhere."""
+    model, one = tiny.model(), with_tool()
+    one.advantage = 0.5
+    config = AlgorithmConfig(name="test")
+    (microbatch,) = pack([make_row(one)], 100, CPU)
+
+    def loss(logprobs_S: torch.Tensor) -> torch.Tensor:
+        inputs = LossInputs(
+            logprobs_S=logprobs_S,
+            behaviour_S=logprobs_S.detach(),
+            ref_logprobs_S=None,
+            row_S=microbatch.row_S,
+            advantages_B=microbatch.advantages_B,
+            weights_B=torch.tensor([0.2]),
+        )
+        return policy_loss(inputs, config)[0]
+
+    logits_TV = model(torch.tensor(one.token_ids)[None]).logits[0]
+    logits_TV.retain_grad()
+    mask = torch.tensor(one.loss_mask, dtype=torch.bool)
+    logprobs_TV = logits_TV.log_softmax(-1)
+    next_logprobs = logprobs_TV[:-1].gather(1, torch.tensor(one.token_ids)[1:, None])[:, 0]
+    loss(next_logprobs[mask[1:]]).backward()
+    full = {name: p.grad.clone() for name, p in model.named_parameters()}
+    per_position = logits_TV.grad.abs().sum(1)
+    assert [i for i, g in enumerate(per_position.tolist()) if g != 0] == SAMPLED_FROM
+
+    model.zero_grad()
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1024)
+    with scorer.ready():
+        loss(scorer(microbatch)[0]).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, full[name], atol=1e-6), name
+
+
+def test_logits_exist_for_sampled_tokens_only() -> None:
+    model, seen = tiny.model(), []
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1024)
+    model.lm_head.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
+    with scorer.ready():
+        scorer(pack([make_row(with_tool())], 100, CPU)[0])
+    assert seen == [(5, model.config.vocab_size)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_is_separate_is_any_other_split(seed: int) -> None:
+    model = tiny.model()
+    rollouts = [one for group in random_groups(seed) for one in group]
+    whole, gradient = scored(model, rollouts)
+    total = {name: torch.zeros_like(g) for name, g in gradient.items()}
+    for one in rollouts:
+        alone, part = scored(model, [one])
+        assert torch.allclose(whole[one.rollout_id][0], alone[one.rollout_id][0], atol=1e-5)
+        for name, g in part.items():
+            total[name] += g
+    _, other = scored(model, rollouts, token_budget=70)
+    for name, g in gradient.items():
+        scale = g.abs().max()
+        assert torch.allclose(g, total[name], atol=1e-5 * scale), name
+        assert torch.allclose(g, other[name], atol=1e-5 * scale), name
+
+
+def test_a_packed_rollout_cannot_see_its_neighbours() -> None:
+    model = tiny.model()
+    first, second = torch.arange(10, 30), torch.arange(40, 60)
+    with packing(model), torch.no_grad():
+        bounds = (0, 20, 40)
+        hidden = packed_hidden(model, torch.cat((first, second)), bounds)
+        changed = packed_hidden(model, torch.cat((first + 100, second)), bounds)
+    assert torch.equal(hidden[20:], changed[20:])
+    assert not torch.allclose(hidden[:20], changed[:20])
+
+
+def test_the_models_own_attention_is_back_afterwards() -> None:
+    model = tiny.model().train()
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1024)
+    with scorer.ready():
+        assert not model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+
+
+def test_chunks_and_recomputation_change_nothing() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 3000, bias=False)
+    hidden, labels = torch.randn(200, 16), torch.randint(0, 3000, (200,))
+    results = []
+    for budget in (1024, 1):  # 1 MB: 87 of the 200 tokens at once
+        head.zero_grad()
+        inputs = hidden.clone().requires_grad_()
+        logprobs, entropies = head_logprobs(
+            inputs, head, labels, temperature=0.5, logits_budget_mb=budget
+        )
+        (logprobs * torch.arange(200)).sum().backward()
+        results.append((logprobs, entropies, inputs.grad, head.weight.grad.clone()))
+    for kept, recomputed in zip(*results, strict=True):
+        assert torch.allclose(kept, recomputed, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_logits_are_not_kept() -> None:
+    head = torch.nn.Linear(4, 3000, bias=False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
+        hidden = torch.randn(200, 4, requires_grad=True)
+        labels = torch.zeros(200, dtype=torch.long)
+        head_logprobs(hidden, head, labels, temperature=1.0, logits_budget_mb=1)
+    assert max(kept, default=0) < 3000 * 87
+
+
+ASKED = {
+    "sliding_window": 4,
+    "softcap": 30.0,
+    "s_aux": torch.zeros(4),
+    "dropout": 0.1,
+    "position_bias": torch.zeros(1),
+    "is_causal": False,
+    "something_new": "x",
+}
+
+
+@pytest.mark.parametrize("keyword", ASKED)
+def test_attention_refuses_what_it_does_not_honour(keyword: str) -> None:
+    states = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(UnsupportedAttention, match=keyword):
+        packed_attention(
+            torch.nn.Identity(), states, states, states, None, blocks=(), **{keyword: ASKED[keyword]}
+        )
+
+
+def test_attention_refuses_masks_and_caches() -> None:
+    states, longer = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 9, 4)
+    with pytest.raises(UnsupportedAttention, match="attention_mask"):
+        packed_attention(torch.nn.Identity(), states, states, states, states, blocks=())
+    with pytest.raises(UnsupportedAttention, match="over keys"):
+        packed_attention(torch.nn.Identity(), states, longer, longer, None, blocks=())
+
+
+def windowed() -> torch.nn.Module:
+    return tiny.model(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+
+
+def test_a_model_that_cannot_be_packed_runs_one_rollout_at_a_time() -> None:
+    model = windowed()
+    rollouts = [one for group in random_groups(0) for one in group]
+    with pytest.warns(UserWarning, match=r"one forward pass per rollout.*sliding_window"):
+        found, _ = scored(model, rollouts)
+    for one in rollouts:
+        logits = model(torch.tensor(one.token_ids)[None]).logits[0]
+        row = make_row(one)
+        labels = row.token_ids_T[row.targets_S + 1]
+        expected = (logits / 0.7).log_softmax(-1)[row.targets_S, labels]
+        assert torch.allclose(found[one.rollout_id][0], expected, atol=1e-5)
+
+
+def test_a_model_that_carries_a_state_along_the_sequence_is_not_packed() -> None:
+    model = tiny.model()
+    assert why_not_packed(model) is None
+    # what a linear-attention layer does: every position sees a sum over those before it
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.cumsum(1))
+    assert "hidden states differ" in why_not_packed(model)
+
+
+def test_a_head_that_is_not_the_last_word_is_refused() -> None:
+    model = tiny.model()
+    plain = model.forward
+
+    def capped(*args: object, **kwargs: object):
+        output = plain(*args, **kwargs)
+        output.logits = 0.1 * torch.tanh(output.logits / 0.1)
+        return output
+
+    model.forward = capped
+    with pytest.raises(UnsupportedModel, match="model.path"):
+        policy(model)
+
+
+def test_separate_forwards_use_no_other_rollout() -> None:
+    model, ids = tiny.model(), torch.arange(20, 30)
+    with torch.no_grad():
+        both = separate_hidden(model, torch.cat((ids, ids)), (0, 10, 20))
+    assert torch.equal(both[:10], both[10:])
+
+
+def test_an_empty_reply_span_costs_nothing() -> None:
+    one = rollout([(Origin.prompt, [7, 8]), (Origin.sampled, [9, 2]), (Origin.tool, [])])
+    assert make_row(one).targets_S.tolist() == [1, 2]
