@@ -46,8 +46,8 @@ INTERRUPTED = 130
 RUN_DIR = "hydra.run.dir="
 TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
 EVAL_FOLDERS = (
-    f"{RUN_DIR}outputs/${{hydra:runtime.choices.experiment}}/${{now:{TIMESTAMP}}}_eval",
-    f"hydra.sweep.dir=outputs/${{hydra:runtime.choices.experiment}}/sweep_${{now:{TIMESTAMP}}}_eval",
+    f"{RUN_DIR}outputs/${{oc.select:hydra.runtime.choices.experiment,none}}/${{now:{TIMESTAMP}}}_eval",
+    f"hydra.sweep.dir=outputs/${{oc.select:hydra.runtime.choices.experiment,none}}/sweep_${{now:{TIMESTAMP}}}_eval",
 )
 """Of `agenttrain eval`; an override of the user's comes later and wins."""
 
@@ -278,16 +278,15 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
 
 def _hand_over(command: Command, *, total: int) -> int:
     """Let Hydra make the folders and call back for each run, or print."""
-    codes = []
+    codes: list[int] = []
+    taken: list[Path] = []
 
     def job(raw: DictConfig) -> None:
         context = HydraConfig.get()
         folder = Path(context.runtime.output_dir)
         if (folder / "config.yaml").exists():
-            raise ConfigError(
-                f"{RUN_DIR}{folder}: holds a run already; resume={folder} goes on with it, another "
-                "name starts a new one"
-            )
+            taken.append(folder)  # raised after Hydra, which would announce an error of its own
+            return
         if command.sweep:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
@@ -304,6 +303,11 @@ def _hand_over(command: Command, *, total: int) -> int:
     hydra.main(
         version_base=HYDRA_VERSION, config_path=str(conf_folder()), config_name=command.source.name
     )(job)()
+    if taken:
+        raise ConfigError(
+            f"{RUN_DIR}{taken[0]}: holds a run already; resume={taken[0]} goes on with it, another "
+            "name starts a new one"
+        )
     return max(codes, default=0)
 
 

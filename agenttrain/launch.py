@@ -122,7 +122,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
     done = 0
-    if config.resume is not None and checkpoints.folder.exists():
+    if config.resume is not None and not checkpoints.empty:
         done = checkpoints.load_latest(loaded.policy)["step"]
         await sync(loaded.policy, loaded.engine, version=done)
     write_config(job.folder, job.plain, prepared.certificate.hash)

@@ -1,6 +1,9 @@
 """Rebuild the bundled model: tokenizer, chat template and warm-started weights.
 
-    python scripts/warm_start.py --task shop --out agenttrain/data/models/shop
+    python scripts/warm_start.py --out agenttrain/data/models/shop
+    python scripts/warm_start.py --task calculator --steps 300 --out …/models/calculator
+
+These two commands made the shipped folders, in 207 and 132 seconds of one core.
 
 A Qwen3 of 0.6 M parameters learns from demonstrations with bad habits (see
 `agenttrain.data.demonstrations`), one pass in order, `torch.optim.Muon` on the matrices of its
@@ -290,9 +293,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", nargs="+", choices=sorted(TOOLS), default=["shop"])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of demonstrations and weights")
-    parser.add_argument("--steps", type=int, default=450, help="optimizer steps, in all")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps, in all")
     parser.add_argument("--batch", type=int, default=32, help="conversations per step")
-    parser.add_argument("--threads", type=int, default=2, help="part of what fixes the bytes")
+    parser.add_argument("--threads", type=int, default=1, help="part of what fixes the bytes")
     return parser.parse_args()
 
 

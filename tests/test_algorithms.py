@@ -199,9 +199,7 @@ def test_loss_is_its_definition(rows: list[dict], settings_: AlgorithmConfig) ->
 
 @settings(max_examples=40, deadline=None)
 @given(rows=batches(), settings_=configs, cut=st.integers(0, 4))
-def test_parts_of_an_update_add_up(
-    rows: list[dict], settings_: AlgorithmConfig, cut: int
-) -> None:
+def test_parts_of_an_update_add_up(rows: list[dict], settings_: AlgorithmConfig, cut: int) -> None:
     inputs = tensor_inputs(rows, settings_, rows)
     whole, _ = policy_loss(inputs, settings_)
     (gradient,) = torch.autograd.grad(whole, inputs.logprobs_S)

@@ -9,6 +9,7 @@ import pytest
 from tiny import TEMPLATE, tokenizer
 
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.families import HERMES
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
@@ -55,14 +56,50 @@ def test_a_file_of_the_users(tmp_path: Path) -> None:
     assert load(template={"name": "file", "path": str(path)}).template == TEMPLATE + "{# é #}"
 
 
+FORMAT = {
+    "reasoning_open": "<think>",
+    "reasoning_close": "</think>",
+    "call_open": "<call>",
+    "call_close": "</call>",
+    "name_key": "tool",
+    "arguments_key": "input",
+}
+
+
+def test_a_response_schema_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "calls.yaml"
+    path.write_text(json.dumps(FORMAT))
+    chat = load(response={"name": "file", "path": str(path)})
+    ids = chat.encode_plain('<call>{"tool": "f", "input": {"x": 1}}</call>')
+    (call,) = chat.parse(ids, [], turn=0).calls
+    assert (call.name, call.arguments, call.malformed) == ("f", {"x": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "must hold the keys reasoning_open, reasoning_close, call_open"),
+        (json.dumps({"call_open": "<call>"}), "must hold the keys"),
+        (json.dumps({**FORMAT, "name_key": 3}), "name_key must be text"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_response_schema_that_does_not_fit(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "calls.yaml"
+    path.write_text(text)
+    with pytest.raises(ChatError, match=message):
+        load(response={"name": "file", "path": str(path)})
+
+
 @pytest.mark.parametrize(
     ("template", "response", "message"),
     [
         ({"name": "qwem"}, {}, r"chat_template.name=qwem .* auto, .*; did you mean qwen\?"),
         ({"name": "zzz"}, {}, r"is one of auto, file, hermes, none, qwen$"),
         ({}, {"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
-        ({}, {"name": "file", "path": "x"}, "response_schema.name=file is not known"),
-        ({}, {"path": "x.yaml"}, "response_schema.path=x.yaml: .* unset the path"),
+        ({}, {"name": "file"}, "response_schema.path=None: .* both together"),
+        ({}, {"path": "x.yaml"}, "response_schema.name=auto .* both together"),
+        ({}, {"name": "file", "path": "/no/such.yaml"}, "/no/such.yaml cannot be read"),
         ({"name": "file"}, {}, "chat_template.path=None: .* both together"),
         ({"name": "auto", "path": "x"}, {}, "chat_template.name=auto .* both together"),
         ({"name": "file", "path": "/no/such.jinja"}, {}, "/no/such.jinja cannot be read"),
@@ -86,7 +123,7 @@ def test_a_tokenizer_that_is_not_fast() -> None:
             return TEMPLATE
 
     with pytest.raises(ChatError, match=r"Slow is not backed by the `tokenizers`"):
-        Chat(Slow(), TEMPLATE, load()._response)
+        Chat(Slow(), TEMPLATE, HERMES)
 
 
 def test_template_variables_reach_the_template() -> None:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from agenttrain.chat.encoding import ChatError, Encoder
+from agenttrain.chat.families import HERMES
+from agenttrain.chat.template import Chat
 from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
 
 TEMPLATE, TOOL = Origin.template, Origin.tool
@@ -70,6 +72,14 @@ def test_two_replies_are_one_user_turn_and_merge_with_the_glue() -> None:
         #         </tr> </s> \n <s> assistant \n
         (TEMPLATE, [6, 2, 205, 1, 281, 205]),
     ]
+
+
+def test_a_token_of_glue_and_reply_is_the_tools() -> None:
+    spans = suffix("eos", CALL, replies("\n\n7"), CALL_IDS)
+    #                              \n <s> user  \n <tr>
+    assert spans[0] == (TEMPLATE, [205, 1, 274, 205, 5])
+    #                         \n\n  \n  7: the glue's newline and the reply's first are one token
+    assert spans[1] == (TOOL, [276, 205, 29])
 
 
 def test_control_token_text_in_a_reply_stays_text() -> None:
@@ -138,6 +148,13 @@ def test_ends_of_turn_other_than_eos(
     assert cut[1:] == ended[1:]
 
 
+def test_turns_that_end_in_mere_text_have_no_end() -> None:
+    text = TEMPLATES["none"].replace("<|im_start|>", "## ")
+    subject = Chat(tokenizer(), text, HERMES, eos_token_ids=[EOS])
+    assert subject.stop_token_ids == (EOS,)
+    assert subject.end_ids(CALL, replies("7"), generation_prompt=True) == ()
+
+
 def test_the_last_reply_has_no_generation_prompt() -> None:
     spans = suffix("eos", CALL, replies("7"), CALL_IDS, generation_prompt=False)
     #                            \n </tr> </s> \n
@@ -188,7 +205,7 @@ def test_replies_that_the_template_changes(name: str) -> None:
 
 def test_a_reply_that_changes_the_glue_is_refused() -> None:
     template = TEMPLATES["eos"].replace("'\\n</tool_response>'", "m.content + '</tool_response>'")
-    broken = type(chat())(tokenizer(), template, chat()._response, eos_token_ids=[EOS])
+    broken = Chat(tokenizer(), template, HERMES, eos_token_ids=[EOS])
     with pytest.raises(ChatError, match="does not show each of 1 replies once"):
         broken.suffix(
             CALL, replies("7"), completion_ids=[EOS], finish=Finish.stop, generation_prompt=True

@@ -1,95 +1,16 @@
-"""The transformers engine on a tiny random Qwen3, against plain forward passes."""
+"""The transformers engine on tiny random models, against plain forward passes."""
 
 import asyncio
-import contextlib
 import random
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from engine_kit import PLAIN, converse, expected_logprobs, ids_of, running, sharp_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from agenttrain.config.schema import EngineConfig
-from agenttrain.engine.base import EngineError, Lockstep
-from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.engine.base import EngineError
 from agenttrain.types import Finish, Sampling
-
-PLAIN = Sampling(max_tokens=8, seed=1)
-
-
-def sharp_model(seed=0, **overrides):
-    """Large weights: the next token depends strongly on the whole context."""
-    return tiny.model(seed, initializer_range=0.4, **overrides)
-
-
-@contextlib.asynccontextmanager
-async def running(model, **config):
-    """An engine that is closed at the end."""
-    engine = TransformersEngine(model, EngineConfig(**config))
-    try:
-        yield engine
-    finally:
-        await engine.aclose()
-
-
-def ids_of(seed, count):
-    rng = random.Random(seed)
-    return [rng.randrange(7, 300) for _ in range(count)]
-
-
-def expected_logprobs(model, prompt, completion, sampling):
-    """[T] By one forward pass over everything, filters by plain loops, in float64."""
-    ids = [*prompt, *completion.token_ids]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].double()
-    rows = (logits / (sampling.temperature or 1.0)).softmax(-1)
-    return [
-        float(torch.log(_filtered(row.tolist(), sampling)[token]))
-        for row, token in zip(rows, completion.token_ids, strict=True)
-    ]
-
-
-def _filtered(probabilities, sampling):
-    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
-    kept = order[: sampling.top_k or None] if sampling.temperature else order
-    if sampling.temperature and (sampling.top_p < 1 or sampling.min_p > 0):
-        total, mass, best = sum(probabilities[i] for i in kept), 0.0, probabilities[order[0]]
-        count = 0
-        while count < len(kept) and mass < sampling.top_p * total:
-            if probabilities[kept[count]] < sampling.min_p * best:
-                break
-            mass += probabilities[kept[count]]
-            count += 1
-        kept = kept[:count]
-    result = torch.zeros(len(probabilities), dtype=torch.float64)
-    result[kept] = torch.tensor([probabilities[i] for i in kept], dtype=torch.float64)
-    return result / result.sum()
-
-
-async def converse(engine, session, sampling, turns=3, seed=0, pause=None):
-    """A rollout of several turns with random replies: [(ids sent, sampling, completion)]."""
-    rng = random.Random(f"{session} {seed}")
-    ids, log = ids_of(session, rng.randint(3, 40)), []
-    for turn in range(turns):
-        asked = replace(sampling, max_tokens=rng.randint(2, 12), seed=sampling.seed + turn)
-        completion = await engine.generate(ids, asked, session=session)
-        log.append((list(ids), asked, completion))
-        ids += [*completion.token_ids, *ids_of(f"{session} {turn}", rng.randint(1, 20))]
-        if pause is not None:
-            await asyncio.sleep(pause.random() * 0.004)
-    await engine.release(session)
-    return log
-
 
 MIXED = [
     Sampling(seed=100),
@@ -359,87 +280,6 @@ def test_weights_are_checked_before_any_is_copied(change, message):
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("ids", "sampling", "message"),
-    [
-        ([], PLAIN, r"token_ids=\[\]"),
-        ([5, 100_000], PLAIN, "100000 is outside of the model's vocabulary"),
-        ([-1], PLAIN, "-1 is outside"),
-        (list(range(20)), PLAIN, r"20 ids.*max_context=20.*engine\.max_context"),
-        ([5], Sampling(), "max_tokens=0"),
-        ([5], replace(PLAIN, temperature=-1), r"temperature=-1"),
-        ([5], replace(PLAIN, top_p=0), r"top_p=0"),
-        ([5], replace(PLAIN, top_k=-1), r"top_k=-1"),
-        ([5], replace(PLAIN, min_p=2), r"min_p=2"),
-    ],
-)
-def test_bad_requests_say_key_value_and_remedy(ids, sampling, message):
-    async def run():
-        async with running(sharp_model(), max_context=20) as engine:
-            with pytest.raises(EngineError, match=message):
-                await engine.generate(ids, sampling, session="a")
-
-    asyncio.run(run())
-
-
-def test_a_failing_step_fails_its_requests_and_the_next_ones_go_on():
-    model = sharp_model()
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    async def run():
-        async with running(model) as engine:
-            handle = model.model.layers[1].register_forward_pre_hook(fail)
-            both = (engine.generate([5], PLAIN, session=s) for s in "ab")
-            results = await asyncio.gather(*both, return_exceptions=True)
-            handle.remove()
-            return results, await engine.generate([5], PLAIN, session="a")
-
-    results, after = asyncio.run(run())
-    assert [type(r) for r in results] == [EngineError] * 2 and "out of memory" in str(results[0])
-    assert after.logprobs == pytest.approx(expected_logprobs(model, [5], after, PLAIN), abs=1e-4)
-
-
-def test_logits_that_are_not_finite_are_an_error_and_leave_nothing_behind():
-    model = sharp_model()
-    weight = model.model.layers[0].self_attn.v_proj.weight
-    good = weight.detach().clone()
-
-    async def run():
-        async with running(model) as engine:
-            weight.data.fill_(float("nan"))
-            await engine.update((), 1)
-            with pytest.raises(EngineError, match="not finite"):
-                await engine.generate(ids_of(0, 30), PLAIN, session="a")
-            weight.data.copy_(good)
-            await engine.update((), 2)
-            # The short row shares its batch with a long one, so that it reads (masked) old values.
-            prompts = [ids_of(1, 3), ids_of(2, 30)]
-            both = (engine.generate(p, PLAIN, session=str(len(p))) for p in prompts)
-            return list(zip(prompts, await asyncio.gather(*both), strict=True))
-
-    for prompt, completion in asyncio.run(run()):
-        expected = expected_logprobs(model, prompt, completion, PLAIN)
-        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_closing_fails_the_calls_that_wait_and_those_that_follow():
-    async def run():
-        async with running(sharp_model()) as engine:
-            slow = replace(PLAIN, max_tokens=500)
-            task = asyncio.create_task(engine.generate([5], slow, session="a"))
-            await asyncio.sleep(0)
-            await engine.aclose()
-            with pytest.raises(EngineError, match="closed"):
-                await task
-            with pytest.raises(EngineError, match="closed"):
-                await engine.generate([5], PLAIN, session="a")
-            await engine.release("a")
-
-    asyncio.run(run())
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_a_model_in_training_samples_without_dropout_and_stays_in_training():
     model = sharp_model(attention_dropout=0.5)
@@ -491,34 +331,3 @@ def test_other_models_and_eager_attention_are_served_too(build):
     for prompt, sampling, completion in [turn for log in asyncio.run(run()) for turn in log]:
         expected = expected_logprobs(model, prompt, completion, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_models_whose_cache_it_cannot_keep_are_refused():
-    small = {"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 2}
-    sliding = tiny.model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    mamba = MambaForCausalLM(MambaConfig(**small, state_size=4)).eval()
-    alibi = BloomForCausalLM(BloomConfig(hidden_size=32, vocab_size=64, n_layer=2, n_head=4)).eval()
-    for model, message in (
-        (sliding, "sliding_attention"),
-        (mamba, "recurrent state"),
-        (alibi, "BloomForCausalLM cannot run on this engine's cache"),
-    ):
-        with pytest.raises(EngineError, match=message):
-            TransformersEngine(model, EngineConfig(max_context=32))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"max_context": 100_000}, r"engine\.max_context=100000.*512"),
-        ({"max_rows": 0}, r"engine\.max_rows=0"),
-        ({"rejoin_steps": 0}, r"engine\.rejoin_steps=0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(config, message):
-    with pytest.raises(EngineError, match=message):
-        TransformersEngine(tiny.model(), EngineConfig(**config))
-
-
-def test_the_engine_is_a_lockstep_engine():
-    assert isinstance(TransformersEngine(tiny.model()), Lockstep)

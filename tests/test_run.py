@@ -16,7 +16,26 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agenttrain.build import model_folder
+from agenttrain.cli import main
+
 AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
+MY_AGENT = '''
+CAPITALS = {"France": "Paris", "Peru": "Lima"}
+
+
+def lookup(country: str) -> str:
+    """Look up the capital of a country.
+
+    Args:
+        country: Its English name.
+    """
+    return CAPITALS[country]
+
+
+def found(rollout, answer, **columns) -> float:
+    return float(answer in rollout.messages[-1]["content"])
+'''
 TINY = ["debug=tiny", "steps=6", "checkpoint.every=2", "tracker=none", "eval.questions=2"]
 
 
@@ -24,14 +43,27 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
-def run(folder: Path, *overrides: str) -> str:
-    """Run to the end; returns what was printed."""
-    command = [*AGENTTRAIN, *overrides, f"hydra.run.dir={folder}"]
+def agenttrain(*arguments: str) -> str:
+    """Run a command to its end; returns what was printed."""
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(), stdin=subprocess.DEVNULL
+        [*AGENTTRAIN, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def run(folder: Path, *overrides: str) -> str:
+    """A new run in `folder`."""
+    return agenttrain(*overrides, f"hydra.run.dir={folder}")
+
+
+def here(folder: Path, *overrides: str) -> None:
+    """The same in this process, where nothing has to be imported again."""
+    assert main([*overrides, f"hydra.run.dir={folder}"]) == 0
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -81,7 +113,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
     folder = tmp_path / "killed"
     kill_after(folder, steps)
     assert len(metrics(folder)) < 6
-    run(folder, f"resume={folder}")
+    agenttrain(f"resume={folder}")
     assert metrics(folder) == metrics(uninterrupted)
     resumed, whole = weights(folder), weights(uninterrupted)
     assert resumed.keys() == whole.keys()
@@ -90,7 +122,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    printed = run(uninterrupted, f"resume={uninterrupted}")
+    printed = agenttrain(f"resume={uninterrupted}")
     assert "finished" in printed
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
@@ -98,7 +130,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted):
 def test_more_steps_continue_a_finished_run(uninterrupted, tmp_path):
     short = tmp_path / "short"
     run(short, *TINY, "steps=4")
-    run(short, f"resume={short}", "steps=6")
+    agenttrain(f"resume={short}", "steps=6")
     assert metrics(short) == metrics(uninterrupted)
 
 
@@ -137,26 +169,50 @@ def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
 @pytest.mark.parametrize("experiment", ["shop", "calculator"])
-def test_every_experiment_runs_with_every_algorithm(tmp_path, experiment, algorithm):
+def test_every_experiment_runs_with_every_algorithm(tmp_path, capsys, experiment, algorithm):
     folder = tmp_path / experiment / algorithm
-    printed = run(folder, "debug=tiny", f"experiment={experiment}", f"algorithm={algorithm}")
+    here(folder, "debug=tiny", f"experiment={experiment}", f"algorithm={algorithm}")
     assert len(metrics(folder)) == 2
-    assert "trackio show" in printed
+    assert "trackio show" in capsys.readouterr().out
 
 
 def test_eval_of_a_checkpoint(uninterrupted, tmp_path):
     folder = tmp_path / "eval"
     checkpoint = uninterrupted / "checkpoints" / "latest"
-    command = [
-        *AGENTTRAIN,
-        "eval",
-        f"model.path={checkpoint}",
-        "eval.questions=3",
-        "eval.samples=2",
-        f"hydra.run.dir={folder}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stdout + done.stderr
+    here(folder, "eval", f"model.path={checkpoint}", "eval.questions=3", "eval.samples=2")
     after = json.loads((folder / "summary.json").read_text())["eval"]["after"]
     assert {"reward", "pass@1", "pass@2", "reward_greedy"} <= set(after)
     assert not (folder / "checkpoints").exists()
+
+
+def test_evaluation_changes_nothing_of_training(tmp_path):
+    """Also when it is larger than a training batch: 2 x 2 rollouts against 20."""
+    tiny = ["debug=tiny", "steps=3", "tracker=none", "eval.questions=10", "eval.samples=2"]
+    here(tmp_path / "without", *tiny, "eval.questions=0")
+    here(tmp_path / "with", *tiny, "eval.every=1", "engine.max_rows=8")
+    assert metrics(tmp_path / "with") == metrics(tmp_path / "without")
+
+
+def test_a_users_own_tool_reward_and_rows(tmp_path, monkeypatch):
+    """The example of the README, on the bundled model."""
+    (tmp_path / "my_agent.py").write_text(MY_AGENT)
+    row = json.dumps({"prompt": "What is the capital of Peru?", "answer": "Lima"})
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    monkeypatch.chdir(tmp_path)
+    here(
+        tmp_path / "mine",
+        "debug=tiny",
+        "model=folder",
+        f"model.path={model_folder('bundled:shop')}",
+        "data=file",
+        "data.train.path=rows.jsonl",
+        "data.test.path=rows.jsonl",
+        "tools=[]",
+        "+tools.lookup._target_=my_agent.lookup",
+        "reward=[]",
+        "+reward.found._target_=my_agent.found",
+        "stop_tools=[]",
+        "tracker=none",
+    )
+    assert "rewards/found/mean" in metrics(tmp_path / "mine")[0]
+    assert "tools/lookup/calls" in metrics(tmp_path / "mine")[0]

@@ -53,9 +53,7 @@ def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80)
-)
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80))
 def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> None:
     rows = [of_length(length, sample) for sample, length in enumerate(lengths)]
     microbatches = pack(rows, budget, CPU)

@@ -177,7 +177,13 @@ def test_attention_refuses_what_it_does_not_honour(keyword: str) -> None:
     states = torch.zeros(1, 2, 5, 4)
     with pytest.raises(UnsupportedAttention, match=keyword):
         packed_attention(
-            torch.nn.Identity(), states, states, states, None, blocks=(), **{keyword: ASKED[keyword]}
+            torch.nn.Identity(),
+            states,
+            states,
+            states,
+            None,
+            blocks=(),
+            **{keyword: ASKED[keyword]},
         )
 
 
@@ -224,7 +230,7 @@ def test_a_head_that_is_not_the_last_word_is_refused() -> None:
         return output
 
     model.forward = capped
-    with pytest.raises(UnsupportedModel, match="model.path"):
+    with pytest.raises(UnsupportedModel, match=r"model\.path"):
         policy(model)
 
 

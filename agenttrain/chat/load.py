@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import FAMILIES, Family, ResponseSpec
@@ -100,12 +105,14 @@ def _edited(source: str, family: Family, name: str) -> str:
 
 
 def _response(config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    _known("response_schema.name", config.name, ["auto", *FAMILIES])
-    if config.path is not None:
+    _known("response_schema.name", config.name, ["auto", "file", *FAMILIES])
+    if (config.path is not None) != (config.name == "file"):
         raise ChatError(
-            f"response_schema.path={config.path}: response schemas are chosen by name; unset the "
-            f"path and set response_schema to one of {', '.join(FAMILIES)}"
+            f"response_schema.name={config.name} with response_schema.path={config.path}: a file "
+            "is used by `response_schema=file response_schema.path=<file.yaml>`, both together"
         )
+    if config.path is not None:
+        return _response_file(config.path)
     name = family if config.name == "auto" else config.name
     if name is None:
         raise ChatError(
@@ -114,6 +121,21 @@ def _response(config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
             "that renders calls so"
         )
     return FAMILIES[name].response
+
+
+def _response_file(path: str) -> ResponseSpec:
+    """A YAML mapping with exactly the fields of ResponseSpec."""
+    keys = [field.name for field in fields(ResponseSpec)]
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ChatError(f"response_schema.path={path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or sorted(map(str, found)) != sorted(keys):
+        raise ChatError(f"response_schema.path={path} must hold the keys {', '.join(keys)}")
+    bad = [key for key, value in found.items() if not isinstance(value, str) or not value]
+    if bad:
+        raise ChatError(f"response_schema.path={path}: {', '.join(map(str, bad))} must be text")
+    return ResponseSpec(**{key: str(found[key]) for key in keys})
 
 
 def _known(key: str, value: str, names: Iterable[str]) -> None:

@@ -81,7 +81,7 @@ def _changed(
 
 def _parse(text: str, source: Source) -> Override:
     with explained([text], source.groups):
-        override: Override = OverridesParser.create().parse_override(text)
+        override: Override = OverridesParser.create().parse_overrides([text])[0]
     if override.is_sweep_override():
         raise ConfigError(f"{text}: a saved run takes one value, not several")
     return override
@@ -93,6 +93,8 @@ def _typed(key: str, folder: Path) -> DictConfig:
         raise ConfigError(f"{key}={folder}: is no run folder: there is no config.yaml in it")
     try:
         plain = cast(DictConfig, OmegaConf.load(file))
+        if not plain:
+            raise ValueError("it is empty")
         plain.pop("provenance", None)
         return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except Exception as error:
@@ -108,8 +110,7 @@ def _apply(overrides: Sequence[Override], node: DictConfig, source: Source) -> N
     ]
     fresh = compose_raw([str(o.input_line) for o in chosen], source)
     for override in chosen:
-        section = OmegaConf.to_container(fresh[override.key_or_group])
-        OmegaConf.update(node, override.key_or_group, section, merge=False)
+        node[override.key_or_group] = fresh[override.key_or_group]
     for override in overrides:
         if override not in chosen:
             OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)

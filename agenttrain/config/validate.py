@@ -172,10 +172,10 @@ def _files(config: RunConfig) -> Iterator[str]:
     for group in ("chat_template", "response_schema"):
         section = getattr(config, group)
         if section.name == "file" and section.path is None:
-            yield f"{group}=file: which one? add {group}.path=…"
+            yield f"{group}.name=file: which one? add {group}.path=…"
         elif section.path is not None and section.name != "file":
             yield (
-                f"{group}.path={section.path}: is not used with {group}={section.name}; "
+                f"{group}.path={section.path}: is not used with {group}.name={section.name}; "
                 f"add {group}=file"
             )
         elif section.path is not None and not Path(section.path).expanduser().is_file():

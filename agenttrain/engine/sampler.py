@@ -83,7 +83,7 @@ def _inverse(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
     cumulative_BV = probabilities_BV.cumsum(-1, dtype=wide)
     total_B1 = cumulative_BV[:, -1:]
     target_B1 = torch.tensor(uniforms, dtype=wide, device=total_B1.device).unsqueeze(1) * total_B1
-    # Rounding may lift the target to the total, which lies past every token.
+    # A uniform may round to 1 in float32, and the total lies past every token.
     target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
     ids_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     return ids_B1.clamp_(max=probabilities_BV.shape[1] - 1)

@@ -49,6 +49,11 @@ class Checkpoints:
         self._tokenizer = tokenizer
         self._keep = keep
 
+    @property
+    def empty(self) -> bool:
+        """Whether no checkpoint was ever finished."""
+        return not _newest_first(self.folder)
+
     def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
 

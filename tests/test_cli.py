@@ -1,0 +1,159 @@
+"""The command as a user types it, up to where a run would begin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from agenttrain import cli
+from agenttrain.config.compose import Source, compose_run, hydra_session
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and the interpreter's state as it was afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["check"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
+        ["-m", "seed=1,2", "steps=0"],
+    ],
+    ids=" ".join,
+)
+def test_answers_come_without_torch_and_without_a_folder(
+    arguments: list[str], elsewhere: Path
+) -> None:
+    script = (
+        "import json, sys; from agenttrain.cli import main; code = main(sys.argv[1:]); "
+        "print(json.dumps([code, sorted({'torch', 'transformers'} & set(sys.modules))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    code, heavy = json.loads(done.stdout.splitlines()[-1])
+    fails = "=" in arguments[-1]
+    assert (code, heavy) == (2 if fails else 0, [])
+    assert "Traceback" not in done.stderr
+    assert bool(done.stderr) == fails
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "train      train an agent" in text
+    assert "algorithm        grpo, rloo" in text
+    assert "only steps, eval, checkpoint, tracker, engine may change" in text
+    assert max(len(line) for line in text.splitlines()) <= 100 + len(str(ROOT))
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(line.startswith("agenttrain: ") for line in err.splitlines())
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trian", "trian: no such verb (did you mean 'train'?); the verbs are train, eval, check"),
+        ("evl steps=3", "(did you mean 'eval'?)"),
+        ("seed=1 check", "the verb comes first: agenttrain check"),
+        ("seed=1 rloo", "rloo: settings are written key=value"),
+        ("--foo", "unrecognized arguments: --foo; see agenttrain --help"),
+        ("--cfg jub", "invalid choice: 'jub'"),
+        ("--cfg job algoritm=x", "unknown key (did you mean 'algorithm'?)"),
+        ("--config-path x", "use --config-dir"),
+        ("--config-dir /no/such", "--config-dir /no/such: there is no such folder"),
+        ("eval resume=x", "resume=x: not with `agenttrain eval`; did you mean run=x?"),
+        ("run=x", "did you mean agenttrain eval run=x?"),
+        ("resume=/no/such", "resume=/no/such: is no run folder"),
+        ("eval run=/no/such", "run=/no/such: is no run folder"),
+        ("-m seed=1,2 resume=x", "a sweep starts new runs"),
+    ],
+)
+def test_a_wrong_command(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in errors(capsys, *line.split())
+
+
+def test_a_sweep_is_checked_in_all_its_runs(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    text = errors(capsys, "-m", "seed=1,2", "tasks_per_step=12,10", "algorithm.minibatches=3")
+    assert "in the run seed=1 tasks_per_step=10 algorithm.minibatches=3" in text
+    assert "algorithm.minibatches=3: does not divide tasks_per_step=10" in text
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_check_counts_every_run_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["check", "steps=10", "tasks_per_step=12", "algorithm.group_size=4,8", "-m"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "48 per step, 480 in all" in text
+    assert "96 per step, 960 in all" in text
+
+
+def test_cfg_prints_the_composed_settings(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    assert cli.main(["--cfg", "job", "steps=17"]) == 0
+    config = OmegaConf.create(capsys.readouterr().out)
+    assert (config.steps, config.algorithm.name) == (17, "grpo")
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_modules_in_the_current_folder_are_found(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    Path("my_cli_tools.py").write_text("def find(word, limit=3): ...\n")
+    find = "tools.find._target_=my_cli_tools.find"
+    assert cli.main(["check", find, "tools.find.limit=5"]) == 0
+    assert "tools       sql, final_answer, find" in capsys.readouterr().out
+    assert "(did you mean 'limit'?)" in errors(capsys, "check", find, "tools.find.limt=5")
+
+
+def test_a_finished_run_says_so(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    with hydra_session(Source()):
+        plain = compose_run(["steps=9"], Source()).plain
+    run = elsewhere / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    (run / "summary.json").write_text('{"status": "finished", "steps": 9}')
+    before = sorted(run.iterdir())
+    assert cli.main([f"resume={run}"]) == 0
+    assert "finished after 9 steps" in capsys.readouterr().out
+    assert sorted(run.iterdir()) == before
+    # Checking the same with more steps is not finished, and counts what it would be.
+    assert cli.main(["check", f"resume={run}", "steps=20"]) == 0
+    assert "in 20 steps" in capsys.readouterr().out
+
+
+def test_the_verb_may_be_left_out() -> None:
+    assert cli.parse(["steps=3"]).verb == cli.parse([]).verb == "train"
+    assert cli.parse(["eval", "steps=3"]).verb == "eval"
+
+
+def test_options_and_overrides_may_be_mixed(elsewhere: Path) -> None:
+    command = cli.parse(["seed=1,2", "-m", "steps=3", "--config-dir", str(elsewhere)])
+    assert command.overrides == ["seed=1,2", "steps=3"]
+    assert command.options == ["-m", "--config-dir", str(elsewhere)]
+    assert (command.sweep, command.source.extra) == (True, str(elsewhere))

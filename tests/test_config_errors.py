@@ -1,0 +1,153 @@
+"""What a wrong setting is answered with: key, value and remedy, in the words of who typed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.config.errors import ConfigError, setting_keys, suggest_key
+from agenttrain.config.validate import validate
+
+
+def refusal(*overrides: str, source: Source | None = None) -> str:
+    """The text of the error that the overrides end in."""
+    source = source or Source()
+    with pytest.raises(ConfigError) as caught, hydra_session(source):
+        validate(compose_run(open_keys(overrides), source).config)
+    return str(caught.value)
+
+
+# Overrides, and what the one line that answers them holds.
+TABLE = {
+    # Unknown names.
+    "algorithm.group_sise=4": "unknown key (did you mean 'algorithm.group_size'?)",
+    "algoritm=rloo": "unknown key (did you mean 'algorithm'?)",
+    "experimant=shop": "unknown key (did you mean 'experiment'?)",
+    "lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
+    "algorithm.lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
+    "zzz=1": "unknown key; the keys are: model, chat_template",
+    "algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
+    "+algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
+    "algorithm=gpro": "no such option (did you mean 'grpo'?); the options are: grpo, rloo",
+    "tools=[sql,final_anser]": "tools=final_anser: no such option (did you mean 'final_answer'?)",
+    "hydra.zzz=1": "Hydra has no such key",
+    # Wrong types.
+    "algorithm.group_size=many": "expected a whole number",
+    "checkpoint.every=1.5": "expected a whole number, or null",
+    "steps=null": "expected a whole number",
+    "optimizer.lr=high": "expected a number",
+    "rollout.deterministic=perhaps": "expected true or false",
+    "stop_tools=final_answer": "expected a list",
+    "algorithm.advantage=grup": "expected one of: group, leave_one_out (did you mean 'group'?)",
+    "model.dtype=float16": "expected one of: float32, bfloat16",
+    "optimizer.betas=[a,b]": "could not be converted to Float",
+    "optimizer.betas=[0.9]": "must be two numbers",
+    # What cannot be read, or has several meanings.
+    "rloo": "settings are written key=value",
+    "model.path=[a": "cannot be read",
+    "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
+    "experiment=null": "a group takes an option (calculator, none, shop)",
+    "+experiment=shop": "write experiment=shop",
+    "algorithm.beta=${lr}": "'lr' not found",
+    # Missing values.
+    "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
+    "data=file": "data.train.path: has no value",
+    "~algorithm": "choose algorithm=grpo|rloo",
+    # Batch and length arithmetic.
+    "algorithm.group_size=1": "at least 2",
+    "algorithm.minibatches=5": "does not divide tasks_per_step=12; take one of 1, 2, 3, 4, 6, 12",
+    "rollout.max_turn_tokens=4096": "rollout.max_completion_tokens=2048",
+    "engine.max_context=40": "leaves no room for a prompt in engine.max_context=40",
+    # Ranges.
+    "steps=0": "must be at least 1",
+    "tasks_per_step=-1": "must be at least 1",
+    "rollout.max_tool_calls=0": "must be at least 1",
+    "rollout.timeout_s=0": "must be more than 0",
+    "optimizer.lr=0": "must be more than 0",
+    "algorithm.beta=-0.1": "must be 0 or more",
+    "algorithm.clip_low=1": "must be below 1",
+    "rollout.temperature=0": "must be more than 0",
+    "eval.top_p=0": "must be above 0 and at most 1",
+    "eval.top_p=1.1": "must be above 0 and at most 1",
+    "eval.min_p=2": "must be at most 1",
+    "tools.sql.timeout_s=-1": "must be a number above 0",
+    # Names that are no enums.
+    "engine.name=transformer": "expected one of: transformers (did you mean 'transformers'?)",
+    "tracker.name=wandb": "expected one of: trackio, none",
+    "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
+    "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
+    # Combinations without a meaning.
+    "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
+    "algorithm.kl_in=reward": "has no effect with algorithm.beta=0",
+    "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
+    "response_schema.path=x.yaml": "add response_schema=file",
+    "chat_template.name=file": "which one? add chat_template.path=…",
+    "reward=[]": "choose one: reward=[exact_match]",
+    # Components.
+    "model.path=/no/such/model": "there is no config.json",
+    "model.path=bundled:shp": "no such bundled model (did you mean 'shop'?)",
+    "tools.sq.timeout_s=3": "has no _target_ (did you mean 'sql'?)",
+    "tools.sql=3": "tools.sql=3: has no _target_",
+    "tools.sql.timout_s=3": "has no such argument (did you mean 'timeout_s'?)",
+    "tools.sql.max_row=3": "has no such argument (did you mean 'max_rows'?)",
+    "data.train.splt=tune": "has no such argument (did you mean 'split'?)",
+    "tools.sql._target_=no_such_pkg.tool": "there is no module 'no_such_pkg'; install",
+    "tools.sql._target_=agenttrain.tools.sql.Sqll": "has no 'Sqll' (did you mean 'Sql'?)",
+    "reward.exact_match._target_=agenttrain.rewards.exact_match": "names a module",
+    "data.test._target_=7": "expected a dotted path",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), TABLE.items())
+def test_a_wrong_setting(override: str, expected: str) -> None:
+    text = refusal(override)
+    assert expected in text
+    key = override.lstrip("+~").partition("=")[0]
+    assert ".".join(key.split(".")[:2]) in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("algorithm=rloo", "algorithm.scale=group"), "algorithm.scale=none or batch"),
+        (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
+        (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal(*overrides)
+
+
+def test_the_wrong_value_is_repeated() -> None:
+    assert refusal("algorithm.group_size=many").startswith("algorithm.group_size=many: ")
+    assert refusal("algorithm.minibatches=5").startswith("algorithm.minibatches=5: ")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    text = refusal("steps=0", "algorithm.group_size=1", "eval.top_p=2")
+    assert [line.partition("=")[0] for line in text.splitlines()] == [
+        "steps",
+        "algorithm.group_size",
+        "eval.top_p",
+    ]
+
+
+def test_a_wrong_key_in_a_file_of_the_users_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_sise: 4\n")
+    text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
+    assert text.startswith("algorithm.group_sise (in algorithm/mine.yaml): unknown key")
+    assert "did you mean 'algorithm.group_size'?" in text
+
+
+def test_a_config_dir_that_does_not_exist() -> None:
+    assert "--config-dir /no/such/dir: there is no such folder" in refusal(
+        source=Source(extra="/no/such/dir")
+    )
+
+
+def test_every_setting_suggests_itself() -> None:
+    for key in setting_keys():
+        assert suggest_key(key + "_") != "", key
