@@ -7,15 +7,13 @@ is refused is told before anything expensive starts; `load` adds the model and i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.certificate import Certificate, certify
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
+from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.config.suggest import did_you_mean
 from agenttrain.data.build import build_rows
 from agenttrain.data.source import TaskSource
 from agenttrain.engine.base import Engine
@@ -26,9 +24,6 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.policy import Policy
-
-BUNDLED = "bundled:"
-"""Prefix of `model.path` for the models that come with the package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,22 +98,3 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         limits=config.rollout,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
-
-
-def model_folder(path: str) -> Path:
-    """The folder that `model.path` names. Raises ValueError when there is none."""
-    models = Path(str(resources.files("agenttrain.data") / "models"))
-    if path.startswith(BUNDLED):
-        names = sorted(folder.name for folder in models.iterdir())
-        name = path.removeprefix(BUNDLED)
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise ValueError(f"model.path={path!r}: no such bundled model{hint}; there are {names}")
-        return models / name
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path={path!r}: there is no config.json in that folder; give a folder that "
-            "transformers' from_pretrained can load, or bundled:shop"
-        )
-    return folder

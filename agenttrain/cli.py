@@ -55,6 +55,7 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
 }
 HELP = """\
 agenttrain trains tool-calling language-model agents with reinforcement learning.
@@ -85,6 +86,7 @@ examples
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain model.path=my_model tools=[final_answer] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        return _run(parse(arguments))
+        return _view(arguments[1:]) if arguments[:1] == ["view"] else _run(parse(arguments))
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -273,7 +275,21 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     run = run_of(saved)
     named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
     default = run.parent / f"{datetime.now():{TIMESTAMP}}_eval"
-    return _launch(composed, Path(named[-1]) if named else default, "eval")
+    folder = Path(named[-1]) if named else default
+    if _holds_run(folder):
+        raise _taken(folder)
+    return _launch(composed, folder, "eval")
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists()
+
+
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"{RUN_DIR}{folder}: holds a run already; resume={folder} goes on with it, another name "
+        "starts a new one"
+    )
 
 
 def _hand_over(command: Command, *, total: int) -> int:
@@ -284,7 +300,7 @@ def _hand_over(command: Command, *, total: int) -> int:
     def job(raw: DictConfig) -> None:
         context = HydraConfig.get()
         folder = Path(context.runtime.output_dir)
-        if (folder / "config.yaml").exists():
+        if _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
         if command.sweep:
@@ -304,11 +320,30 @@ def _hand_over(command: Command, *, total: int) -> int:
         version_base=HYDRA_VERSION, config_path=str(conf_folder()), config_name=command.source.name
     )(job)()
     if taken:
-        raise ConfigError(
-            f"{RUN_DIR}{taken[0]}: holds a run already; resume={taken[0]} goes on with it, another "
-            "name starts a new one"
-        )
+        raise _taken(taken[0])
     return max(codes, default=0)
+
+
+def _view(arguments: Sequence[str]) -> int:
+    """`view <run folder> [step=N]`: write the page beside the rollouts and say where."""
+    folders = [Path(word) for word in arguments if not word.startswith("step=")]
+    steps = [word.removeprefix("step=") for word in arguments if word.startswith("step=")]
+    if len(folders) != 1 or len(steps) > 1 or not all(step.isdecimal() for step in steps):
+        raise ConfigError("view: give a run folder and perhaps a step: view <run folder> [step=N]")
+    with hydra_session(Source()):
+        composed = resumed(folders[0], [], Source())
+    written = sorted((folders[0] / "rollouts").glob("step-*.jsonl"))
+    if not written:
+        raise ConfigError(f"view {folders[0]}: the run has written no rollouts (tracker.rollouts)")
+    numbers = [int(path.stem.removeprefix("step-")) for path in written]
+    step = int(steps[0]) if steps else numbers[-1]
+    if step not in numbers:
+        known = f"there are {numbers[0]} to {numbers[-1]}"
+        raise ConfigError(f"view step={step}: no rollouts of that step; {known}")
+    from agenttrain.launch import write_page
+
+    print(write_page(composed.config, folders[0], step))
+    return 0
 
 
 def _launch(composed: Composed, folder: Path, verb: str) -> int:

@@ -156,9 +156,15 @@ def from_json(found: dict[str, Any]) -> list[Scores]:
         Scores(
             label=scores["label"],
             questions=scores["questions"],
-            reward=Estimate(**scores["reward"]),
+            reward=_estimate(scores["reward"]),
             pass_at=scores["pass_at"],
-            by_group={name: Estimate(**value) for name, value in scores["by_group"].items()},
+            by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
         )
         for scores in found.get("scores", [])
     ]
+
+
+def _estimate(found: dict[str, Any]) -> Estimate:
+    """JSON has null where an estimate of nothing has NaN."""
+    bounds = [math.nan if found[k] is None else found[k] for k in ("mean", "low", "high")]
+    return Estimate(mean=bounds[0], low=bounds[1], high=bounds[2], n=found["n"])

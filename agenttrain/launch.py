@@ -15,10 +15,13 @@ from typing import Any
 from rich.console import Console
 
 from agenttrain.build import Prepared, load, prepare
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
-from agenttrain.tracking.rollouts_file import rollout_record, write_step
+from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
 from agenttrain.tracking.run_folder import read_summary, update_summary, write_config
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
@@ -60,10 +63,15 @@ def launch(config: RunConfig, plain: dict[str, Any], run_folder: Path, verb: str
         update_summary(run_folder, status="interrupted")
         print(f"interrupted; to go on: agenttrain resume={run_folder}", file=sys.stderr)
         return INTERRUPTED
+    except ConfigError:
+        raise
     except (AgenttrainError, ValueError) as error:
         update_summary(run_folder, status="failed", error=str(error))
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        update_summary(run_folder, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
     return 0
 
 
@@ -146,6 +154,17 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         checkpoints=checkpoints,
         done=done,
     )
+
+
+def write_page(config: RunConfig, folder: Path, step: int) -> Path:
+    """The HTML page of a step's rollouts; it lies beside their file."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+    path = step_path(folder, step).with_suffix(".html")
+    title = f"{folder.resolve().name}, step {step}"
+    viewer.write(path, read_step(folder, step), tokenizer.decode, title=title)
+    return path
 
 
 def _report(

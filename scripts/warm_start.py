@@ -3,7 +3,7 @@
     python scripts/warm_start.py --out agenttrain/data/models/shop
     python scripts/warm_start.py --task calculator --steps 300 --out …/models/calculator
 
-These two commands made the shipped folders, in 207 and 132 seconds of one core.
+These two commands made the shipped folders, in 207 and 143 seconds of one core.
 
 A Qwen3 of 0.6 M parameters learns from demonstrations with bad habits (see
 `agenttrain.data.demonstrations`), one pass in order, `torch.optim.Muon` on the matrices of its

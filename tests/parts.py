@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import tiny
-from agenttrain.engine.scripted import ScriptedEngine
 
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
@@ -18,6 +17,7 @@ from agenttrain.config.schema import (
     RolloutConfig,
     ToolLimits,
 )
+from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.collect import Collected, Collector, collect
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout

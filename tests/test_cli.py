@@ -80,6 +80,9 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("evl steps=3", "(did you mean 'eval'?)"),
         ("seed=1 check", "the verb comes first: agenttrain check"),
         ("seed=1 rloo", "rloo: settings are written key=value"),
+        ("view", "view: give a run folder"),
+        ("view /no/such", "/no/such: is no run folder"),
+        ("view x step=one", "view: give a run folder and perhaps a step"),
         ("--foo", "unrecognized arguments: --foo; see agenttrain --help"),
         ("--cfg jub", "invalid choice: 'jub'"),
         ("--cfg job algoritm=x", "unknown key (did you mean 'algorithm'?)"),
@@ -114,7 +117,9 @@ def test_check_counts_every_run_of_a_sweep(capsys: pytest.CaptureFixture[str]) -
     assert "96 per step, 960 in all" in text
 
 
-def test_cfg_prints_the_composed_settings(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+def test_cfg_prints_the_composed_settings(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
     assert cli.main(["--cfg", "job", "steps=17"]) == 0
     config = OmegaConf.create(capsys.readouterr().out)
     assert (config.steps, config.algorithm.name) == (17, "grpo")
@@ -145,6 +150,18 @@ def test_a_finished_run_says_so(capsys: pytest.CaptureFixture[str], elsewhere: P
     # Checking the same with more steps is not finished, and counts what it would be.
     assert cli.main(["check", f"resume={run}", "steps=20"]) == 0
     assert "in 20 steps" in capsys.readouterr().out
+
+
+def test_an_evaluation_keeps_out_of_a_folder_that_holds_a_run(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    with hydra_session(Source()):
+        plain = compose_run([], Source()).plain
+    latest = elsewhere / "run" / "checkpoints" / "latest"
+    latest.mkdir(parents=True)
+    (latest / "config.json").write_text("{}")
+    (elsewhere / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
+    assert "holds a run already" in errors(capsys, "eval", "run=run", "hydra.run.dir=run")
 
 
 def test_the_verb_may_be_left_out() -> None:

@@ -23,7 +23,18 @@ NEEDS_A_PATH = {
     "model=folder": ["model.path=agenttrain/data/models/shop"],
     "data=file": ["data.train.path=a.jsonl", "data.test.path=b.jsonl"],
 }
-OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
+DEFAULTS = {
+    *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),
+    *("reward=exact_match", "engine=transformers", "optimizer=adamw", "tracker=trackio"),
+    *("tools=sql", "tools=final_answer"),
+}
+"""What every other composition has already."""
+OPTIONS = [
+    f"{group}={option}"
+    for group, options in GROUPS.items()
+    for option in options
+    if f"{group}={option}" not in DEFAULTS
+]
 
 
 def compose(*overrides: str, source: Source | None = None) -> Composed:
@@ -50,6 +61,7 @@ def test_the_groups_are_those_that_users_know() -> None:
 def test_no_arguments_are_the_shop_experiment() -> None:
     assert compose().plain == compose("experiment=shop").plain
     config = compose().config
+    validate(config)
     assert (config.model.path, list(config.tools)) == ("bundled:shop", ["sql", "final_answer"])
     assert config.stop_tools == ["final_answer"]
 

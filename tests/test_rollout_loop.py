@@ -9,10 +9,10 @@ import threading
 import parts
 import pytest
 import tiny
-from agenttrain.engine.scripted import ScriptedEngine
 from parts import call, ids, rollout, toolbox
 
 from agenttrain.config.schema import OnMalformedCall, ToolLimits
+from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.types import (
     Completion,
     Done,

@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agenttrain.build import model_folder
 from agenttrain.cli import main
+from agenttrain.config.model_path import model_folder
 
 AGENTTRAIN = [sys.executable, "-m", "agenttrain.cli"]
 MY_AGENT = '''
@@ -36,7 +36,14 @@ def lookup(country: str) -> str:
 def found(rollout, answer, **columns) -> float:
     return float(answer in rollout.messages[-1]["content"])
 '''
-TINY = ["debug=tiny", "steps=6", "checkpoint.every=2", "tracker=none", "eval.questions=2"]
+TINY = [
+    "debug=tiny",
+    "steps=6",
+    "checkpoint.every=2",
+    "tracker=none",
+    "eval.questions=2",
+    "optimizer.schedule=constant",  # a decay depends on the number of steps
+]
 
 
 def environment():
@@ -157,6 +164,15 @@ def test_a_rollout_on_disk_is_aligned(uninterrupted):
     assert [span["start"] for span in rollout["spans"]] == [0, *ends[:-1]]
     assert ends[-1] == len(rollout["token_ids"]) == len(rollout["logprobs"])
     assert {span["policy_version"] for span in rollout["spans"]} == {None, 0}
+
+
+def test_view_writes_a_page_of_a_steps_rollouts(uninterrupted, capsys):
+    assert main(["view", str(uninterrupted), "step=2"]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == uninterrupted / "rollouts" / "step-000002.html"
+    assert "shop/train/0/" in page.read_text()
+    assert main(["view", str(uninterrupted), "step=99"]) == 2
+    assert "there are 1 to 6" in capsys.readouterr().err
 
 
 def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):

@@ -140,6 +140,21 @@ def test_a_curriculum_changes_the_mix_at_its_row():
     assert set(hops[30:]) == {2, 3}
 
 
+@pytest.mark.parametrize("data", [shop, calculator])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"split": "validation"}, "split='validation': must be one of train, tune, test"),
+        ({"split": "train", "curriculum": []}, "from row 0 on"),
+        ({"split": "train", "curriculum": [(5, [1, 0, 0])]}, "from row 0 on"),
+        ({"split": "train", "curriculum": [(0, [1])]}, "shares"),
+    ],
+)
+def test_a_row_says_which_setting_cannot_work(data, setting, message):
+    with pytest.raises(ValueError, match=message):
+        data.row(index=0, seed=0, **setting)
+
+
 def test_a_database_is_fresh_at_every_connect():
     row = shop.row("train", 0, seed=0)
     first = shop.connect(row)

@@ -46,7 +46,8 @@ TEMPLATE = """\
 {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- elif m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}{%- endif %}
 {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- endif %}

@@ -51,12 +51,14 @@ def explained(
 def _explain(
     error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    # What is wrong in a file has no cause, only a context.
+    chain = (error, error.__cause__, error.__context__)
+    cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+    if cause is not None:
         return _about_key(cause, str(error), overrides, groups)
     return _other(error, overrides, groups)
 

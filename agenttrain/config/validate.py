@@ -14,7 +14,7 @@ from typing import Any
 
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import Advantage, KlIn, RunConfig, Scale, ToolLimits
+from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.targets import look_up
 
@@ -102,6 +102,11 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.kl_in=reward: has no effect with algorithm.beta=0; set algorithm.beta above "
             "0, or leave algorithm.kl_in=loss"
+        )
+    if algorithm.beta > 0 and algorithm.kl_in is KlIn.loss and algorithm.kl is KlEstimator.k1:
+        yield (
+            "algorithm.kl=k1: has a gradient of zero on average in the loss; set algorithm.kl=k3, "
+            "or algorithm.kl_in=reward"
         )
     if algorithm.advantage is Advantage.leave_one_out and algorithm.scale is Scale.group:
         yield (

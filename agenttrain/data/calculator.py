@@ -63,8 +63,10 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
 
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim
     has 12 coins. Kim loses 5. Count the coins of Kim."}], "answer": "7", "family": "subtract",
-    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`.
+    "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. Raises ValueError for an unknown split
+    or a curriculum without a stage for row 0.
     """
+    _check(split, curriculum)
     draw = random.Random(f"calculator/{split}/{seed}/{index}")
     shares = [shares for first, shares in curriculum if first <= index][-1]
     hops = draw.choices((1, 2), shares)[0]
@@ -89,6 +91,15 @@ def rows(
     Example: `rows("tune", 100, seed=0, curriculum=[(0, [1, 0])])` asks one-step questions only.
     """
     return (row(split, index, seed, curriculum) for index in range(count))
+
+
+def _check(split: str, curriculum: Curriculum) -> None:
+    if split not in RESIDUES:
+        raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
+    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 2 for _, s in curriculum):
+        raise ValueError(
+            f"curriculum={curriculum!r}: must be stages [first row, [two shares]], from row 0 on"
+        )
 
 
 def _numbers(draw: random.Random, split: str, hops: int) -> tuple[int, list[tuple[str, int]], int]:

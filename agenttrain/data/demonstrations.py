@@ -40,7 +40,7 @@ class Habits:
 
 
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
-CALCULATOR = Habits(give_up=0.35, follow_chain=0.2, confuse=0.15, misname=0.0, miscopy=0.005)
+CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
 
 SKILL_FIRST = 2 / 3
 """Share of the demonstrations, the first ones, in which giving up is rare: a model of this size

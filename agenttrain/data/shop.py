@@ -236,8 +236,10 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
 
     Example: `{"task_id": "shop/train/0/7", "messages": [{"role": "user", "content": "Where is Bob
     from?"}], "answer": "Oslo", "family": "city", "hops": 1, "database_seed": 1034, "plan":
-    ["SELECT city FROM customers WHERE name='Bob'"]}`.
+    ["SELECT city FROM customers WHERE name='Bob'"]}`. Raises ValueError for an unknown split or a
+    curriculum without a stage for row 0.
     """
+    _check(split, curriculum)
     draw = random.Random(f"shop/{split}/{seed}/{index}")
     hops = draw.choices((1, 2, 3), _shares(curriculum, index))[0]
     family = draw.choice([family for family in FAMILIES if len(family.plan) == hops])
@@ -269,6 +271,15 @@ def rows(
     asks no three-query question in its first 480 rows.
     """
     return (row(split, index, seed, curriculum) for index in range(count))
+
+
+def _check(split: str, curriculum: Curriculum) -> None:
+    if split not in DATABASE_SEEDS:
+        raise ValueError(f"split={split!r}: must be one of {', '.join(DATABASE_SEEDS)}")
+    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 3 for _, s in curriculum):
+        raise ValueError(
+            f"curriculum={curriculum!r}: must be stages [first row, [three shares]], from row 0 on"
+        )
 
 
 def _shares(curriculum: Curriculum, index: int) -> Sequence[float]:

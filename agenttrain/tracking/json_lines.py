@@ -14,16 +14,17 @@ def dumps(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+        return json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with null in the place of NaN and the infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

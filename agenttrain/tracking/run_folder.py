@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from agenttrain.tracking.json_lines import finite
+
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 
 
@@ -56,7 +58,7 @@ def update_summary(folder: Path, **changes: Any) -> None:
     """Merge `changes` into summary.json; a change to None takes the entry out."""
     merged = {**read_summary(folder), **changes}
     summary = {name: value for name, value in merged.items() if value is not None}
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

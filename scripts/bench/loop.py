@@ -22,9 +22,9 @@ from dataclasses import replace
 import harness
 from transformers import AutoTokenizer
 
-from agenttrain.build import model_folder
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
+from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig, RolloutConfig
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.loop import run_rollout
@@ -65,7 +65,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 async def turn_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) -> float:
     """Microseconds per turn: rollouts of 16 turns less rollouts of one, over 15 turns."""
-    call = tuple(chat.tokenizer.encode(CALL, add_special_tokens=False))
+    call = tuple(chat.encoder.encode(CALL))
     task = Task(task_id="bench", messages=({"role": "user", "content": "go"},))
     prompt = (chat.prompt_ids(task.messages, toolbox.schemas()) * history)[:history]
     limits = RolloutConfig(max_turns=TURNS, max_completion_tokens=10**6, max_turn_tokens=512)
@@ -92,7 +92,7 @@ async def turn_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) -> f
 
 def suffix_parse_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) -> float:
     """Microseconds to parse a call, make the suffix of its reply and append it to the ledger."""
-    ids = chat.tokenizer.encode(CALL, add_special_tokens=False)
+    ids = chat.encoder.encode(CALL)
     schemas = toolbox.schemas()
     rollout = Rollout(task=Task(task_id="bench", messages=()), rollout_id="bench")
     rollout.append_context((chat.encode_plain("lamp ") * history)[:history], Origin.prompt)

@@ -1,0 +1,99 @@
+"""The command from the outside: processes that train, evaluate and sweep, and the built wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[1]
+SHORT = ("debug=tiny", "steps=1", "tracker=none")
+
+
+def agenttrain(
+    *arguments: str, cwd: Path, package: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def summary(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_has_the_folder_that_it_was_given_and_keeps_it(tmp_path: Path) -> None:
+    arguments = (*SHORT, "eval.questions=0", "hydra.run.dir=mine")
+    first = agenttrain(*arguments, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert summary(tmp_path / "mine")["status"] == "finished"
+    assert OmegaConf.load(tmp_path / "mine" / "config.yaml").steps == 1
+    before = (tmp_path / "mine" / "summary.json").read_text()
+
+    again = agenttrain(*arguments, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "mine: holds a run already; resume=" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert (tmp_path / "mine" / "summary.json").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    trained = agenttrain(*SHORT, "eval.questions=2", f"hydra.run.dir={run}", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+
+    evaluated = agenttrain(
+        "eval", f"run={run}", "data.test.split=test_phrasing", "hydra.run.dir=e", cwd=tmp_path
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    config = OmegaConf.load(tmp_path / "e" / "config.yaml")
+    assert config.model.path == str((run / "checkpoints" / "step-000001").resolve())
+    assert config.data.test.split == "test_phrasing"
+    assert summary(tmp_path / "e")["eval"]
+
+    resumed = agenttrain(f"resume={run}", "steps=2", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert summary(run)["steps"] == 2
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_sweep_has_a_folder_per_run(tmp_path: Path) -> None:
+    arguments = (*SHORT, "eval.questions=0", "algorithm=grpo,rloo", "hydra.sweep.dir=grid")
+    done = agenttrain("-m", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run 2 of 2: debug=tiny steps=1 tracker=none" in done.stdout
+    names = [
+        OmegaConf.load(tmp_path / "grid" / number / "config.yaml").algorithm.name
+        for number in ("0", "1")
+    ]
+    assert names == ["grpo", "rloo"]
+    assert all(summary(tmp_path / "grid" / number)["steps"] == 1 for number in ("0", "1"))
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    ZipFile(wheel).extractall(installed)
+    conf = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
+    packaged = installed / "agenttrain" / "conf"
+    assert {path.relative_to(packaged) for path in packaged.rglob("*.yaml")} == conf
+    text = agenttrain("--help", cwd=tmp_path, package=installed).stdout
+    assert f"the groups are in {packaged}" in text
+    checked = agenttrain("check", "experiment=calculator", cwd=tmp_path, package=installed)
+    assert checked.returncode == 0, checked.stderr
