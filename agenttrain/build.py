@@ -75,7 +75,9 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     """Model, optimizer and engine."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     torch.manual_seed(config.seed)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)

@@ -347,6 +347,7 @@ def _view(arguments: Sequence[str]) -> int:
 
 
 def _launch(composed: Composed, folder: Path, verb: str) -> int:
+    print(f"{verb} in {folder}", flush=True)
     from agenttrain.launch import launch  # torch comes with it
 
     return launch(composed.config, composed.plain, folder, verb)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,7 +95,8 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
 
 def _shortened(content: str, origin: str) -> str:
     if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
-        return "…" + content[-PROMPT_CHARACTERS:]
+        tail = content[-PROMPT_CHARACTERS:]
+        return "…\n" + (tail.partition("\n")[2] or tail)
     if origin == "tool" and len(content) > TOOL_CHARACTERS:
         return content[:TOOL_CHARACTERS] + "…"
     return content
@@ -119,5 +121,7 @@ def print_report(
     console.rule(style="dim")
     # soft_wrap: a path or a command that is broken over lines cannot be copied.
     console.print(Text.assemble("run        ", (str(run_folder), "bold")), soft_wrap=True)
+    view = f"agenttrain view {shlex.quote(str(run_folder))}"
+    console.print(Text.assemble("tokens     ", (view, "bold")), soft_wrap=True)
     if dashboard is not None:
         console.print(Text.assemble("dashboard  ", (dashboard, "bold")), soft_wrap=True)
