@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean
 from typing import Any
 
@@ -15,8 +15,8 @@ from agenttrain.types import Rollout, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The result of one evaluation, with the rollouts that it comes from."""
+class Scores:
+    """The figures of one evaluation that summary.json keeps."""
 
     label: str
     """`sampled` or `greedy`."""
@@ -27,6 +27,12 @@ class Evaluation:
     """k -> share of questions solved (reward 1) by at least one of k samples, unbiased."""
     by_group: dict[str, Estimate]
     """Mean reward by the values of the column `eval.group_by`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Scores):
+    """The result of one evaluation, with the rollouts that it comes from."""
+
     stop_reasons: dict[str, float]
     """Share of rollouts by stop reason."""
     rollouts: list[Rollout]
@@ -112,17 +118,6 @@ def _stop_reasons(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What summary.json keeps of an Evaluation: enough for the table at the end of a run."""
-
-    label: str
-    questions: int
-    reward: Estimate
-    pass_at: dict[str, float]
-    by_group: dict[str, Estimate]
-
-
 def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """An evaluation for summary.json.
 
@@ -135,17 +130,10 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         found["questions"] = evaluation.questions
         found[f"reward{suffix}"] = evaluation.reward.mean
         found |= {f"pass@{k}{suffix}": value for k, value in evaluation.pass_at.items()}
+    kept = [field.name for field in fields(Scores)]
     found["scores"] = [
-        asdict(
-            Scores(
-                label=evaluation.label,
-                questions=evaluation.questions,
-                reward=evaluation.reward,
-                pass_at={str(k): value for k, value in evaluation.pass_at.items()},
-                by_group=evaluation.by_group,
-            )
-        )
-        for evaluation in evaluations
+        {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in kept}
+        for e in evaluations
     ]
     return found
 
@@ -157,7 +145,7 @@ def from_json(found: dict[str, Any]) -> list[Scores]:
             label=scores["label"],
             questions=scores["questions"],
             reward=_estimate(scores["reward"]),
-            pass_at=scores["pass_at"],
+            pass_at={int(k): value for k, value in scores["pass_at"].items()},
             by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
         )
         for scores in found.get("scores", [])

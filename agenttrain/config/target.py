@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from agenttrain.config.suggest import did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """What a section with a `_target_` names."""
+
+    found: Any
+    bound: dict[str, Any]
+    """The other settings of the section."""
+    where: str
+    """The setting, as error messages name it: ``tools.lookup._target_='my_pkg.lookup'``."""
+
+
+def locate_section(section: object, *, key: str) -> Located:
+    """The object that the section at `key` names with `_target_`, and what stands beside it.
+
+    Raises ValueError with key, value and remedy, as `locate` does.
+    """
+    if not isinstance(section, Mapping) or "_target_" not in section:
+        kind, _, name = key.partition(".")
+        raise ValueError(
+            f"{key}={section!r}: there is no _target_; add one, e.g. "
+            f"{key}._target_=my_pkg.{kind}.{name}"
+        )
+    return Located(
+        found=locate(section["_target_"], key=f"{key}._target_"),
+        bound={str(name): value for name, value in section.items() if name != "_target_"},
+        where=f"{key}._target_={section['_target_']!r}",
+    )
 
 
 def locate(path: object, *, key: str) -> Any:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from agenttrain.config.target import locate
+from agenttrain.config.target import locate_section
 from agenttrain.data.source import GeneratedRows, Rows
 
 
@@ -17,9 +17,8 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     other arguments stand beside it. Example: ``{"_target_": "agenttrain.data.shop.row",
     "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy.
     """
-    bound = dict(section)
-    target = locate(bound.pop("_target_", None), key=f"{key}._target_")
-    where = f"{key}._target_={section.get('_target_')!r}"
+    located = locate_section(section, key=key)
+    target, bound, where = located.found, located.bound, located.where
     try:
         if inspect.isfunction(target) and "index" in inspect.signature(target).parameters:
             inspect.signature(target).bind(index=0, **bound)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from agenttrain.config.target import locate
+from agenttrain.config.target import locate_section
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rewards.scorer import Scorer
 
@@ -25,17 +25,9 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     weights: dict[str, float] = {}
     for name, section in reward.items():
         key = f"reward.{name}"
-        if not isinstance(section, Mapping) or "_target_" not in section:
-            raise ValueError(
-                f"{key}={section!r}: there is no _target_; add one, e.g. "
-                f"{key}._target_=my_pkg.rewards.{name}"
-            )
-        bound = {key: value for key, value in section.items() if key not in ("_target_", "weight")}
-        weights[name] = _weight(section.get("weight", 1.0), key)
-        where = f"{key}._target_={section['_target_']!r}"
-        scorers[name] = _build(
-            locate(section["_target_"], key=f"{key}._target_"), name, bound, where
-        )
+        located = locate_section(section, key=key)
+        weights[name] = _weight(located.bound.pop("weight", 1.0), key)
+        scorers[name] = _build(located.found, name, located.bound, located.where)
     return Rubric(scorers, weights)
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.schema import ToolLimits
-from agenttrain.config.target import locate
+from agenttrain.config.target import locate_section
 from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.toolbox import Toolbox
 
@@ -27,15 +27,9 @@ def build_toolbox(
     limits: dict[str, ToolLimits] = {}
     for name, section in tools.items():
         key = f"tools.{name}"
-        if not isinstance(section, Mapping) or "_target_" not in section:
-            raise ValueError(
-                f"{key}={section!r}: there is no _target_; add one, e.g. "
-                f"{key}._target_=my_pkg.tools.{name}"
-            )
-        bound = {key: value for key, value in section.items() if key != "_target_"}
-        limits[name] = _limits(bound, key)
-        target = locate(section["_target_"], key=f"{key}._target_")
-        built[name] = _build(target, name, bound, f"{key}._target_={section['_target_']!r}")
+        located = locate_section(section, key=key)
+        limits[name] = _limits(located.bound, key)
+        built[name] = _build(located.found, name, located.bound, located.where)
     return Toolbox(built, limits=limits, stop_tools=stop_tools, threads=threads)
 
 
