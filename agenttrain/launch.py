@@ -160,7 +160,10 @@ def write_page(config: RunConfig, folder: Path, step: int) -> Path:
     """The HTML page of a step's rollouts; it lies beside their file."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+    # The checkpoint's tokenizer is the one that the run had; model.path may have changed since.
+    saved = folder / "checkpoints" / "latest"
+    source = saved if saved.exists() else model_folder(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     path = step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"
     viewer.write(path, read_step(folder, step), tokenizer.decode, title=title)
