@@ -7,10 +7,11 @@ from chat_cases import ADD, CALL, CALL_IDS, EOS, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenttrain.chat.families import HERMES
 from agenttrain.chat.response import parse_response
+from agenttrain.chat.specs import load_spec
 from agenttrain.types import AssistantTurn, ToolCall
 
+HERMES = load_spec("hermes")
 GOOD = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -103,7 +104,7 @@ def test_arguments_may_be_missing() -> None:
         ('{"name": "f", "arguments": {"x": 1e999}}', "", "1e999 is not a JSON number"),
         ("[" * 100_000, "", "invalid JSON: nested too deeply"),
         ('{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}", "", "invalid JSON: "),
-        ('{"name": "f"}}', "f", "text after the JSON object: '}'"),
+        ('{"name": "f"}}', "f", "text after the call: '}'"),
         ('["f"]', "", "the call must be a JSON object, not an array"),
         ('"f"', "", "the call must be a JSON object, not a string"),
         ("null", "", "the call must be a JSON object, not null"),

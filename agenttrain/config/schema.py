@@ -139,9 +139,11 @@ class ResponseSchemaConfig:
     """How completions are parsed."""
 
     name: str = "auto"
-    """`auto`: what the tokenizer carries, else the family's."""
+    """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
     path: str | None = None
-    """A YAML file of the user's, for name=file."""
+    """A YAML or JSON file of the user's, for name=file."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The format, as the group's files hold it; empty: the file of that name in conf/."""
 
 
 @dataclass
