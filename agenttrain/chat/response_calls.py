@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from agenttrain.chat.response_json import Json, excerpt, kind, read_json, skip_blank
+from agenttrain.chat.response_json import Json, excerpt, kind, read_items, read_json, skip_blank
 from agenttrain.chat.response_literal import (
     GEMMA,
     LENIENT,
@@ -89,31 +88,21 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _problem("the calls must be a JSON array")
-    calls: list[Found] = []
-    at = skip_blank(body, start + 1)
-    while not body.startswith("]", at):
-        value, end, problem, cut = _value(body, at, syntax)
-        if problem is None:
-            calls.append(_object(value, syntax, text=body[at:end]))
-        else:
-            end = len(body) if cut else _next_object(body, at, syntax)
-            calls.append(Found(text=body[at:end], problem=problem))
-        at = skip_blank(body, end)
-        if cut or (problem and at == len(body)):
-            return Read(calls=calls, end=at, cut=cut)
-        if body.startswith(",", at):
-            at = skip_blank(body, at + 1)
-        elif not body.startswith("]", at):
-            calls.append(Found(text=body[at:], problem="the array of calls is not closed"))
-            return Read(calls=calls, end=len(body))
-    return Read(calls=calls or [Found(text="", problem="the array holds no call")], end=at + 1)
 
+    def read(text: str, at: int) -> Json:
+        return _value(text, at, syntax)
 
-def _next_object(body: str, at: int, syntax: Syntax) -> int:
-    """Where an item that cannot be read ends: before the next call's comma, or at the end."""
-    key = re.escape(json.dumps(syntax.name_key))
-    following = _pattern(rf",\s*+(?=\{{\s*+{key}\s*+:)").search(body, at)
-    return following.start() if following else len(body)
+    items, end = read_items(body, start + 1, syntax.name_key, read)
+    calls = [
+        _object(item.value, syntax, text=item.text)
+        if item.problem is None
+        else Found(text=item.text, problem=item.problem)
+        for item in items
+    ]
+    cut = bool(calls) and calls[-1].problem is not None and end == len(body)
+    return Read(
+        calls=calls or [Found(text="", problem="the array holds no call")], end=end, cut=cut
+    )
 
 
 @cache

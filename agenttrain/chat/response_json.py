@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 64
@@ -44,13 +45,50 @@ def read_json(text: str, start: int = 0) -> Json:
         what = error.msg.replace(" starting at", "") + _hint(text, error.pos)
         line = text.count("\n", start, error.pos) + 1
         column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
-        cut = UNTERMINATED in error.msg or skip_blank(text, error.pos) == len(text)
+        began = skip_blank(text, start) < error.pos
+        cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
         return Json(problem=f"invalid JSON at line {line} column {column}: {what}", cut=cut)
     except RecursionError:
         return Json(problem="invalid JSON: nested too deeply")
     except ValueError as error:
         return Json(problem=f"invalid JSON: {error}")
     return Json(value, end)
+
+
+class Item(NamedTuple):
+    """One item of an array that may be wrong elsewhere."""
+
+    text: str
+    value: Any = None
+    problem: str | None = None
+
+
+Read = Callable[[str, int], Json]
+
+
+def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple[list[Item], int]:
+    """(items, end) of the array of objects that is open at `start`, behind its bracket.
+
+    An item that cannot be read is one with a problem: the next begins at a comma and an object with
+    `key` first. The end is the text's where the array is not closed.
+    """
+    items: list[Item] = []
+    at = skip_blank(text, start)
+    following = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
+    while not text.startswith("]", at):
+        value, end, problem, cut = read(text, at)
+        if problem is not None:
+            resume = None if cut else following.search(text, at)
+            end = resume.start() if resume else len(text)
+        items.append(Item(text[at:end], value, problem))
+        at = skip_blank(text, end)
+        if problem is not None and at == len(text):
+            return items, at
+        if text.startswith(",", at):
+            at = skip_blank(text, at + 1)
+        elif not text.startswith("]", at):
+            return [*items, Item(text[at:], problem="the array of calls is not closed")], len(text)
+    return items, at + 1
 
 
 def _hint(text: str, position: int) -> str:

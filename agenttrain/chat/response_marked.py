@@ -12,7 +12,7 @@ from agenttrain.chat.response_calls import READERS, Read, Schemas, Syntax
 from agenttrain.chat.response_json import excerpt
 from agenttrain.chat.response_parts import CALL_ID, Found, Parts
 
-MARKS_IN_STRINGS = (1, 2, 4, 8, 16)
+MARKS_IN_STRINGS = (1, 4, 16)
 """How many marks further a call may reach, tried in turn; beyond the last it is malformed."""
 
 

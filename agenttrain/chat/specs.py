@@ -25,6 +25,8 @@ from agenttrain.chat.response_calls import READERS
 from agenttrain.chat.response_harmony import HarmonySpec
 from agenttrain.chat.response_marked import MarkedSpec
 from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.response_schema import schema_spec
+from agenttrain.chat.response_template import template_spec
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.schema import ResponseSchemaConfig
 
@@ -57,9 +59,7 @@ def load_spec(name: str) -> ResponseSpec:
     return spec_of(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
-def choose_spec(
-    config: ResponseSchemaConfig, tokenizer: Any = None, family: str | None = None
-) -> ResponseSpec:
+def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
     """The schema that the group asks for; `family`: the name of the format that the template shows.
 
     `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
@@ -124,8 +124,12 @@ def spec_of(found: Any, *, source: str) -> ResponseSpec:
     if not isinstance(found, Mapping):
         raise ChatError(f"{source} must hold a mapping, not {type(found).__name__}")
     try:
+        if "fields" in found:
+            return template_spec(found)
+        if "properties" in found or any(str(key).startswith("x-") for key in found):
+            return schema_spec(found)
         return _ours(dict(found))
-    except (ValueError, re.error) as error:
+    except (ValueError, re.error) as error:  # the latter: our own patterns
         raise ChatError(f"{source}: {error}") from error
 
 
