@@ -55,6 +55,7 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 HELP = """\
 agenttrain trains tool-calling language-model agents with reinforcement learning.
@@ -112,6 +113,8 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["templates"]:
+        return _templates(arguments[1:])
     if {"--help", "-h"} & set(arguments):
         print(help_text())
         return 0
@@ -309,6 +312,12 @@ def _hand_over(command: Command, *, total: int) -> int:
             "name starts a new one"
         )
     return max(codes, default=0)
+
+
+def _templates(arguments: Sequence[str]) -> int:
+    from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
 
 
 def _launch(composed: Composed, folder: Path, verb: str) -> int:

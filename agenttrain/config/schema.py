@@ -40,6 +40,15 @@ class OnMalformedCall(StrEnum):
     """As if it had not been written."""
 
 
+class OnParallelCalls(StrEnum):
+    """What several calls in a turn do where the chat template renders only one."""
+
+    error_reply = "error_reply"
+    """The first is run; the reply to it says so of the others."""
+    stop = "stop"
+    """The rollout ends (`max_tool_calls`)."""
+
+
 class Advantage(StrEnum):
     """Baseline of a rollout's reward."""
 
@@ -132,6 +141,8 @@ class ChatTemplateConfig:
     """A Jinja file of the user's, for name=file."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
+    family: dict[str, Any] = field(default_factory=dict)
+    """What a file of this group knows of a family: see `agenttrain/chat/families.py`."""
 
 
 @dataclass
@@ -223,6 +234,8 @@ class RolloutConfig:
     temperature: float = 1.0
     on_break: OnBreak = OnBreak.error
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
+    on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
+    """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
 
 
 @dataclass

@@ -1,0 +1,53 @@
+"""Stock templates of known families to look at, and small tokenizers to try them with.
+
+The templates are those that the test dependency `trl` carries as data; it is read, not imported.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agenttrain.chat.families import Family
+
+TRL = "trl"
+TEMPLATES = "chat_templates"
+
+
+def originals_folder() -> Path | None:
+    """Where the stock templates are; None when they are not installed."""
+    found = find_spec(TRL)
+    folders = list(found.submodule_search_locations or ()) if found else []
+    folder = Path(folders[0]) / TEMPLATES if folders else None
+    return folder if folder and folder.is_dir() else None
+
+
+def original(name: str) -> str | None:
+    """The source of a stock template, e.g. of `qwen3`."""
+    folder = originals_folder()
+    file = folder / f"{name}.jinja" if folder else None
+    return file.read_text(encoding="utf-8") if file and file.is_file() else None
+
+
+@cache
+def small_tokenizer(family: Family) -> Any:
+    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in family.control])
+    core.add_tokens([AddedToken(text, normalized=False) for text in family.added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=family.control[0],
+        bos_token=family.bos,
+        clean_up_tokenization_spaces=False,
+    )
