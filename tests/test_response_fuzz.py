@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from response_cases import FORECAST, REASONING, WRITERS, all_specs
 
-from agenttrain.chat import response_regex
 from agenttrain.chat.response import parse_response
 from agenttrain.types import AssistantTurn, ToolCall
 
@@ -214,6 +214,34 @@ UNITS = [
     *('{"name": "f", "parameters": ', '{"name": "f",', "to=functions.f", "<ACT>[", "<CALL f>a:b\n"),
     *(" ", "\n", "a", "<|ACT|>[", "<|im_end|>", "<｜tool▁call▁begin｜>f```"),
 ]
+
+
+def seconds(name: str, text: str) -> float:
+    """CPU time, of the fastest of three."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        parse_response(text, SPECS[name], turn=0)
+        times.append(time.process_time() - start)
+    return max(min(times), 0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        *(("hermes", '<tool_call>{"a'), ("qwen_xml", "<tool_call><function=f><parameter=x>")),
+        *(("llama3", '{"name": "f", "parameters": '), ("gpt_oss", "to=functions.f<|message|>")),
+        *(("glm4_moe", "<arg_key>x</arg_key><arg_value>"), ("gemma4", '<|tool_call>call:f{"')),
+        *(("lfm2", "<|tool_call_start|>[f("), ("deepseek", "<｜tool▁call▁begin｜>f```")),
+        *(("mistral", '[TOOL_CALLS]f[ARGS]{"'), ("template/tags", '<tool_call>{"a')),
+        *(("template/parameters", "<tool_call><function=f>"), ("template/list", "<ACT>[")),
+        *(("schema/tags", "</tool_call>"), ("schema/list", "<|ACT|>[")),
+    ],
+)
+def test_work_grows_with_the_text(name: str, unit: str) -> None:
+    # Four times the text: 4 times the work if linear, 16 times if quadratic.
+    short = seconds(name, unit * (30_000 // len(unit)))
+    assert seconds(name, unit * (120_000 // len(unit))) < 10 * short
 
 
 @pytest.mark.slow

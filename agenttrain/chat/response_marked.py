@@ -87,7 +87,7 @@ class MarkedSpec(Syntax):
 
     def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[Found]]:
         """(content outside calls, calls)."""
-        marks = [*self._marks.finditer(text)]
+        marks = self._found(text)
         content: list[str] = []
         calls: list[Found] = []
         position = index = 0
@@ -106,6 +106,14 @@ class MarkedSpec(Syntax):
             calls += _spans(read, text[mark.start() : position], problem)
         content.append(text[position:])
         return "".join(content), calls
+
+    def _found(self, text: str) -> list[re.Match[str]]:
+        marks: list[re.Match[str]] = []
+        for mark in self._marks.finditer(text):
+            # A mark without width, found right behind another, is the same opening again.
+            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
+                marks.append(mark)
+        return marks
 
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas

@@ -24,7 +24,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.response_calls import READERS
 from agenttrain.chat.response_harmony import HarmonySpec
 from agenttrain.chat.response_marked import MarkedSpec
-from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.response_parts import CALL_ID, ResponseSpec
 from agenttrain.chat.response_schema import schema_spec
 from agenttrain.chat.response_template import template_spec
 from agenttrain.config.groups import conf_folder
@@ -135,6 +135,7 @@ def spec_of(found: Any, *, source: str) -> ResponseSpec:
 
 def _ours(found: dict[str, Any]) -> ResponseSpec:
     kind = found.pop("format", "marked")
+    _check_id(found.get("call_id", CALL_ID))
     if kind == "harmony":
         _known(found, ["call_id"])
         return HarmonySpec(**found)
@@ -172,4 +173,12 @@ def _check(spec: MarkedSpec) -> None:
         raise ValueError("header: the pattern must have the group (?P<name>…)")
     re.compile(spec.header or "")
     re.compile(spec.call_open_pattern or "")
-    spec.call_id.format(turn=0, index=0)
+
+
+def _check_id(call_id: Any) -> None:
+    try:
+        if call_id.format(turn=0, index=0) != call_id.format(turn=0, index=1):
+            return
+    except (AttributeError, LookupError, ValueError):
+        pass
+    raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
