@@ -233,6 +233,7 @@ GEMMA = "<|tool_call>call:{}<tool_call|>"
         ),
         (GEMMA.format("f{a:1,}"), ("", None, ["expected a value, found '}'"])),
         (GEMMA.format("f{a:1,a:2}"), ("", None, ["the key 'a' is given twice"])),
+        (GEMMA.format("f{a:None}"), ("", None, [("f", {"a": None})])),
         (GEMMA.format("f{a:True}"), ("", None, ["expected a value, found 'True}'"])),
         (GEMMA.format("f{a:007}"), ("", None, ["expected a value"])),
         (GEMMA.format("f{a:" + "[" * 99 + "}"), ("", None, ["nested more than 64 levels"])),

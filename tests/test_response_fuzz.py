@@ -240,8 +240,8 @@ def seconds(name: str, text: str) -> float:
 )
 def test_work_grows_with_the_text(name: str, unit: str) -> None:
     # Four times the text: 4 times the work if linear, 16 times if quadratic.
-    short = seconds(name, unit * (30_000 // len(unit)))
-    assert seconds(name, unit * (120_000 // len(unit))) < 10 * short
+    short = seconds(name, unit * (15_000 // len(unit)))
+    assert seconds(name, unit * (60_000 // len(unit))) < 10 * short
 
 
 @pytest.mark.slow

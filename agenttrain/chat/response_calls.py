@@ -132,7 +132,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         arguments=value,
         id=groups.get("id"),
         name_label="the text before the arguments",
-        arguments_label="the arguments",
+        arguments_label="the value of the arguments",
     )
     return Read(calls=[call], end=end)
 
@@ -150,7 +150,7 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         return _problem(problem, name=header["name"], cut=cut)
     label = "the text after call:"
     call = Found(text="", name=header["name"], arguments=value, name_label=label)
-    return Read(calls=[replace(call, arguments_label="the arguments")], end=end)
+    return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")

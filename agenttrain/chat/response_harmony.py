@@ -118,5 +118,5 @@ def _call(message: _Message, recipient: str) -> Found:
         arguments=arguments,
         problem=problem,
         name_label="the text after to=functions.",
-        arguments_label="the arguments",
+        arguments_label="the value of the arguments",
     )

@@ -42,8 +42,10 @@ class Dialect:
     words: Mapping[str, Any]
 
 
-GEMMA = Dialect(raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words=_JSON_WORDS)
-"""``{city:<|"|>Oslo<|"|>,days:2}``"""
+GEMMA = Dialect(
+    raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words={**_JSON_WORDS, "None": None}
+)
+"""``{city:<|"|>Oslo<|"|>,days:2}``; early templates write None for null"""
 PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
 """``{'city': "Oslo", "exact": True}``, mixed with JSON, as templates write it"""
 LENIENT = Dialect(single_quotes=True, bare_keys=True, trailing_commas=True, words=_PYTHON_WORDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,13 @@ class Pattern:
         except TimeoutError:
             return None
 
-    def matches(self, text: str) -> Iterator[Any]:
-        """All matches; they end early when one takes too long."""
-        try:
-            yield from self._compiled.finditer(text, timeout=SECONDS)
-        except TimeoutError:
-            return
+    def matches(self, text: str) -> list[Any]:
+        """All matches; they end early when the search takes too long."""
+        found: list[Any] = []
+        with suppress(TimeoutError):
+            # Collected at once: the limit would count what the caller does between matches.
+            found.extend(self._compiled.finditer(text, timeout=SECONDS))
+        return found
 
     def substitute(self, replacement: str, text: str) -> str:
         """`text` with every match replaced; unchanged when that takes too long."""
