@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from response_cases import SCHEMAS, TEMPLATES
 from tiny import tokenizer
 
@@ -16,6 +17,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
 from agenttrain.chat.specs import load_spec, resolve_spec, spec_names
+from agenttrain.config.compose import Source, compose_run, convert, hydra_session
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.schema import ResponseSchemaConfig
 
@@ -89,6 +91,17 @@ def test_every_file_of_the_group_is_named_as_it_says_and_loads() -> None:
         assert sorted(content) == ["name", "spec"]
         assert content["name"] == name
         assert load_spec(name).parse("", in_reasoning=False, schemas=()).content == ""
+
+
+@pytest.mark.parametrize("name", spec_names())
+def test_the_group_gives_the_same_format(name: str) -> None:
+    source = Source()
+    with hydra_session(source):
+        composed = compose_run([f"response_schema={name}"], source)
+    # Composed again from the run's own config.yaml, as `resume=` does.
+    saved = convert(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(composed.plain))))
+    for config in (composed.config, saved.config):
+        assert resolve_spec(BARE, config.response_schema, None) == load_spec(name)
 
 
 @pytest.mark.parametrize(
