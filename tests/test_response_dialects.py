@@ -196,6 +196,12 @@ def test_response_schema(name: str, text: str, expected: Expected) -> None:
     assert all(call.text in text for call in turn.calls)
 
 
+def test_a_stray_mark_after_a_call_makes_no_reasoning_of_it() -> None:
+    text = f"{GOOD}</think>{GOOD[:-1]}"
+    turn = parse_response(text, spec_of(SCHEMAS["tags"], source="tags"), turn=0)
+    check(turn, ("</think>", None, [("f", {"x": 1}), "the call is not closed"]))
+
+
 def test_response_schema_inside_the_reasoning() -> None:
     spec = spec_of(SCHEMAS["tags"], source="tags")
     assert spec.opens_reasoning("<|im_start|>assistant\n<think>\n")

@@ -111,10 +111,8 @@ def test_a_whole_completion(family: str) -> None:
 def cut_everywhere(name: str, text: str) -> None:
     """No prefix of the text loses a good call that it holds whole."""
     whole = [call for call in check(name, text).calls if call.malformed is None]
-    ends, at = [], 0
-    for call in whole:
-        at = text.index(call.text, at) + len(call.text)
-        ends.append(at)
+    # The latest position at which each can end: its text may occur several times.
+    ends = [text.rfind(call.text) + len(call.text) for call in whole]
     for cut in range(len(text)):
         kept = [call for call in check(name, text[:cut]).calls if call.malformed is None]
         complete = sum(end <= cut for end in ends)
@@ -151,6 +149,19 @@ def test_cutting_keeps_the_calls_before_in_both_dialects(name: str, family: str)
     text = completion(family)
     assert [call.malformed for call in check(name, text).calls] == [None, None]
     cut_everywhere(name, text)
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_cutting_broken_completions_keeps_the_calls_before(family: str) -> None:
+    draw = random.Random(4)
+    for _ in range(12):
+        calls = []
+        for _ in range(draw.randint(1, 3)):
+            call = WRITERS[family]("f", {"x": draw.choice([1, "a"])})
+            at = draw.randrange(len(call))
+            broken = call[:at] + draw.choice(PIECES) + call[at + draw.randrange(3) :]
+            calls.append(draw.choice([call, broken]))
+        cut_everywhere(family, draw.choice(["", "Hi. "]) + "".join(calls))
 
 
 # Text of any kind, without what the family's own template cannot write inside a string.

@@ -105,13 +105,23 @@ class SchemaSpec:
 
     def _piecewise(self, text: str, schemas: Schemas) -> Parts:
         """The parts of a text that the root's expression does not match as a whole."""
-        behind = max(text.find(self._reasoning[1]), 0) if self._reasoning[1] else 0
-        start = text.find(self._opener, behind) if self._opener else -1
-        start = len(text) if start < 0 else start
+        start = self._first_call(text)
         found = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
         calls, rest = self._each(text[start:], schemas)
         content = (self._text(found, CONTENT_FIELD) or "") + rest
         return Parts(content=content.strip(), reasoning=self._thoughts(found), calls=calls)
+
+    def _first_call(self, text: str) -> int:
+        """Where the first call outside the reasoning opens, or the text's end."""
+        if not self._opener:
+            return len(text)
+        opening, closing = self._reasoning
+        before, found, _ = text.partition(self._opener)
+        if found and opening in before and closing:
+            start = text.find(self._opener, max(text.find(closing), 0))
+        else:  # a stray closing mark after a call does not turn that call into reasoning
+            start = text.find(self._opener)
+        return len(text) if start < 0 else start
 
     def _calls(self, value: Any, whole: str, schemas: Schemas) -> list[Found]:
         node = self.root.properties.get(CALLS)
