@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import NoReturn
 
 import hydra
@@ -140,7 +141,14 @@ def help_text() -> str:
     return HELP.format(
         verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
         groups="\n".join(
-            f"  {name:<16} {', '.join(options)}" for name, options in list_groups(conf).items()
+            fill(
+                f"{name:<16} {', '.join(options)}",
+                width=100,
+                initial_indent="  ",
+                subsequent_indent=" " * 19,
+                break_on_hyphens=False,
+            )
+            for name, options in list_groups(conf).items()
         ),
         resumable=", ".join(RESUMABLE),
         conf=conf,
@@ -217,11 +225,30 @@ def _run(command: Command) -> int:
     with hydra_session(command.source):
         runs = compose_all(command)
     if command.verb == "check":
-        print("\n\n".join(describe(run.config) for run in runs))
-        return 0
+        return _check(runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     return _hand_over(command, total=len(runs))
+
+
+def _check(runs: Sequence[Composed]) -> int:
+    """Print the runs, each template's certificate once. Exit code 1 for a refused one."""
+    print("\n\n".join(describe(run.config) for run in runs), flush=True)
+    from agenttrain.check import certificate_of  # tokenizers come with it
+    from agenttrain.types import AgenttrainError
+
+    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools")
+    shown: dict[str, bool] = {}
+    for run in runs:
+        try:
+            key = repr([getattr(run.config, part) for part in parts])
+            if key not in shown:
+                certificate = certificate_of(run.config)
+                shown[key] = certificate.passed
+                print("\n" + "\n".join(certificate.lines()))
+        except (AgenttrainError, OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+    return 0 if all(shown.values()) else 1
 
 
 def _show(command: Command) -> int:

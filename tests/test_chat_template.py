@@ -330,3 +330,25 @@ def test_control_tokens_never_come_from_a_reply(text: str) -> None:
     for origin, ids in suffix("eos", CALL, replies(text), CALL_IDS):
         assert origin is TEMPLATE or not control & set(ids)
     assert not control & set(chat().encode_plain(text))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "missing"),
+    [
+        #  A   \n </s>: ended
+        ([41, 205, 2], []),
+        #  .\n </s>: ended, the line break is part of the text's last token
+        ([99, 2], []),
+        #  A   \n, stopped by a string: the line break is there
+        ([41, 205], [2]),
+        #  A, stopped by a string
+        ([41], [205, 2]),
+    ],
+)
+def test_what_is_missing_of_an_end_of_several_tokens(
+    sampled: list[int], missing: list[int]
+) -> None:
+    turn = AssistantTurn(content="A", reasoning=None, calls=())
+    spans = suffix("blank", turn, [{"role": "user", "content": "u"}], sampled)
+    #                      <s>
+    assert spans[0][1][: len(missing) + 1] == [*missing, 1]

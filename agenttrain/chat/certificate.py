@@ -17,6 +17,7 @@ USER_TEXT = "What is 3 + 4?"
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
 FEATURES = ("end of turn", "tools in the prompt")
 """Probes that are no conversations."""
+THOUGHT = "Well."
 SERVE = (
     "serve checkpoints with the chat_template.jinja that is saved in them (vllm and transformers "
     "take it by themselves; elsewhere: --chat-template <checkpoint>/chat_template.jinja)"
@@ -113,7 +114,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     """
     probes = _probes(chat, schemas)
     preserving = all(_held(probe) for probe in probes)
-    if chat.fix.changes and chat.fix.stock:
+    if chat.fix.changes:
         stock = _probes(chat.stock(), schemas)
         preserving = all(_held(probe) for probe in stock)
         probes = [_judged(now, before) for now, before in zip(probes, stock, strict=True)]
@@ -229,7 +230,7 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
     remarks: dict[str, None] = {}
     for said, answered in steps:
         after = messages[-1]["role"]
-        turn, replies = chat.shown(_as_parsed(chat, said, after), answered)
+        turn, replies = chat.shown(as_parsed(chat, said, after), answered)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, schemas)
         _compare(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
@@ -249,13 +250,16 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
     return context, list(remarks)
 
 
-def _as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
+def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
     """The turn as a completion could give it: with reasoning where the prompt has opened it, and
-    without where the prompt has ended it."""
+    without where the prompt has ended it.
+
+    An empty thought would merge its line break with the prompt's in the full rendering alone.
+    """
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
-    opened = chat.opens_reasoning(after) and turn.reasoning is None
-    return replace(turn, reasoning="") if opened else turn
+    opened = chat.opens_reasoning(after) and not turn.reasoning
+    return replace(turn, reasoning=THOUGHT) if opened else turn
 
 
 def _compare(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) -> None:

@@ -57,8 +57,6 @@ class Family:
     """What it does not hold."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
     """Ways of fixing its revisions; the first whose every edit applies is taken."""
-    template: str | None = None
-    """A template of ours, for models that come with none."""
     originals: tuple[str, ...] = ()
     """Names of its templates in `originals.py`."""
     control: tuple[str, ...] = ()
@@ -92,7 +90,8 @@ def parse_family(name: str, found: Mapping[str, Any]) -> Family:
     known = {field.name for field in fields(Family)}
     if unknown := sorted(set(map(str, found)) - known):
         raise ChatError(
-            f"chat_template={name}: family.{unknown[0]} is no key; they are {', '.join(sorted(known))}"
+            f"chat_template={name}: family.{unknown[0]} is no key; they are "
+            f"{', '.join(sorted(known))}"
         )
     lists = {
         key: tuple(found.get(key) or ())

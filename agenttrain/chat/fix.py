@@ -22,7 +22,7 @@ class Fix:
     family: str | None
     """None: not one of ours."""
     stock: str
-    """The template as the model or the user's file has it; empty where there is none."""
+    """The template as the model or the user's file has it."""
     template: str
     changes: tuple[str, ...] = ()
     """What was changed, and why."""
@@ -49,7 +49,8 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
         return Fix(family=name, stock=stock, template=stock)
     problem = ""
     for fix in family.fixes:
-        template, changes = stock, {}
+        template = stock
+        changes: dict[str, None] = {}
         for edit in fix:
             edited = _apply(edit, template)
             if edited is None:

@@ -73,8 +73,6 @@ def make_fix(
     if name is None or config.name in ("none", "file"):
         return Fix(family=name, stock=source, template=source)
     family = known[name]
-    if not source:
-        return Fix(family=name, stock="", template=family.template or "")
     if not family.marks and reads(family, source):
         # A family of no model in particular has nothing to add to a template that behaves so.
         return Fix(family=name, stock=source, template=source)
@@ -102,13 +100,9 @@ def _source(tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Fami
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
-        if config.name in known and known[config.name].template:
-            return ""
-        ours = ", ".join(name for name, family in known.items() if family.template)
         raise ChatError(
             "model.path: the tokenizer carries no chat template, or several without a default; "
-            f"set chat_template to one that we have a template for ({ours}), or "
-            "`chat_template=file chat_template.path=<file.jinja>`"
+            "set `chat_template=file chat_template.path=<file.jinja>`"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Stock templates of known families to look at, and small tokenizers to try them with.
 
-The templates are those that the test dependency `trl` carries as data; it is read, not imported.
+The templates are those that the test dependency `trl` carries as data (it is read, not imported),
+and for Mistral those that `mistral_common` makes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from agenttrain.chat.families import Family
 
 TRL = "trl"
 TEMPLATES = "chat_templates"
+MISTRAL = "mistral_common:"
 
 
 def originals_folder() -> Path | None:
@@ -25,10 +27,34 @@ def originals_folder() -> Path | None:
 
 
 def original(name: str) -> str | None:
-    """The source of a stock template, e.g. of `qwen3`."""
+    """The source of a stock template, e.g. of `qwen3` or `mistral_common:v7`; None where it is not
+    installed."""
+    if name.startswith(MISTRAL):
+        return _mistral(name.removeprefix(MISTRAL))
     folder = originals_folder()
     file = folder / f"{name}.jinja" if folder else None
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
+
+
+def _mistral(version: str) -> str | None:
+    if originals_folder() is None or find_spec("mistral_common") is None:
+        return None
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    return generate_chat_template(
+        spm=False,
+        tokenizer_version=TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=False,
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=True,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
+        reasoning_effort_default=None,
+    )
 
 
 @cache

@@ -95,12 +95,10 @@ def _note(certificates: Sequence[Certificate]) -> str:
 def _chats(name: str, family: Family) -> Iterator[Chat]:
     """The family's templates, each with a small tokenizer; those that are not installed are left
     out. One without marks is for any template: it is tried on those that have no tools."""
-    if family.template:
-        yield _chat(family, None, name)
     for source in family.originals:
         if (text := original(source)) is not None:
             yield _chat(family, text, "auto")
-    if family.marks or family.template:
+    if family.marks:
         return
     for other in families().values():
         for source in () if other.tools else other.originals:
@@ -108,7 +106,7 @@ def _chats(name: str, family: Family) -> Iterator[Chat]:
                 yield _chat(other, text, name)
 
 
-def _chat(family: Family, template: str | None, name: str) -> Chat:
+def _chat(family: Family, template: str, name: str) -> Chat:
     tokenizer = copy.copy(small_tokenizer(family))
     tokenizer.chat_template = template
     return load_chat(tokenizer, ChatTemplateConfig(name=name), ResponseSchemaConfig())

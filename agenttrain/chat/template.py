@@ -333,6 +333,9 @@ def _missing_end(
     """
     if finish is not Finish.stop:
         return end
+    # The blanks before its last token may have merged with the text.
+    if end and completion_ids[-1] == end[-1]:
+        return ()
     for length in range(min(len(end), len(completion_ids)), 0, -1):
         if tuple(completion_ids[-length:]) == tuple(end[:length]):
             return end[length:]
