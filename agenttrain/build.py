@@ -57,6 +57,8 @@ def prepare(config: RunConfig) -> Prepared:
     toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
     certificate = certify(chat, toolbox.schemas())
     certificate.raise_if_refused()
+    # What is saved with every checkpoint: whoever serves it shows the model what training did.
+    tokenizer.chat_template = chat.saved_template
     train = TaskSource(
         build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import NoReturn
 
 import hydra
@@ -56,6 +57,7 @@ VERBS = {
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 HELP = """\
 agenttrain trains tool-calling language-model agents with reinforcement learning.
@@ -114,6 +116,8 @@ class Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["templates"]:
+        return _templates(arguments[1:])
     if {"--help", "-h"} & set(arguments):
         print(help_text())
         return 0
@@ -139,7 +143,14 @@ def help_text() -> str:
     return HELP.format(
         verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
         groups="\n".join(
-            f"  {name:<16} {', '.join(options)}" for name, options in list_groups(conf).items()
+            fill(
+                f"{name:<16} {', '.join(options)}",
+                width=100,
+                initial_indent="  ",
+                subsequent_indent=" " * 19,
+                break_on_hyphens=False,
+            )
+            for name, options in list_groups(conf).items()
         ),
         resumable=", ".join(RESUMABLE),
         conf=conf,
@@ -216,11 +227,30 @@ def _run(command: Command) -> int:
     with hydra_session(command.source):
         runs = compose_all(command)
     if command.verb == "check":
-        print("\n\n".join(describe(run.config) for run in runs))
-        return 0
+        return _check(runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     return _hand_over(command, total=len(runs))
+
+
+def _check(runs: Sequence[Composed]) -> int:
+    """Print the runs, each template's certificate once. Exit code 1 for a refused one."""
+    print("\n\n".join(describe(run.config) for run in runs), flush=True)
+    from agenttrain.check import certificate_of  # tokenizers come with it
+    from agenttrain.types import AgenttrainError
+
+    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools")
+    shown: dict[str, bool] = {}
+    for run in runs:
+        try:
+            key = repr([getattr(run.config, part) for part in parts])
+            if key not in shown:
+                certificate = certificate_of(run.config)
+                shown[key] = certificate.passed
+                print("\n" + "\n".join(certificate.lines()))
+        except (AgenttrainError, OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+    return 0 if all(shown.values()) else 1
 
 
 def _show(command: Command) -> int:
@@ -344,6 +374,12 @@ def _view(arguments: Sequence[str]) -> int:
 
     print(write_page(composed.config, folders[0], step))
     return 0
+
+
+def _templates(arguments: Sequence[str]) -> int:
+    from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
 
 
 def _launch(composed: Composed, folder: Path, verb: str) -> int:

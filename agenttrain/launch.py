@@ -58,7 +58,9 @@ def launch(config: RunConfig, plain: dict[str, Any], run_folder: Path, verb: str
     work = {"train": _train, "eval": _evaluate}[verb]
     run_folder.mkdir(parents=True, exist_ok=True)
     try:
-        asyncio.run(work(job, prepare(config)))
+        prepared = prepare(config)
+        record_fix(job.folder, prepared)
+        asyncio.run(work(job, prepared))
     except KeyboardInterrupt:
         update_summary(run_folder, status="interrupted")
         print(f"interrupted; to go on: agenttrain resume={run_folder}", file=sys.stderr)
@@ -73,6 +75,17 @@ def launch(config: RunConfig, plain: dict[str, Any], run_folder: Path, verb: str
         update_summary(run_folder, status="failed", error=f"{type(error).__name__}: {error}")
         raise
     return 0
+
+
+def record_fix(folder: Path, prepared: Prepared) -> None:
+    """Say once what was changed in the chat template, and keep it with the run."""
+    changes = prepared.chat.fix.text()
+    if changes:
+        file = folder / "chat_template.diff"
+        file.write_text(changes, encoding="utf-8")
+        print(f"{changes.splitlines()[0]} ({file})")
+        for warning in prepared.certificate.warnings:
+            print(f"  {warning}")
 
 
 async def _train(job: Job, prepared: Prepared) -> None:

@@ -197,6 +197,8 @@ class ToolError(StrEnum):
     """The tool took longer than its limit."""
     limit = "limit"
     """A limit on calls forbids this one."""
+    parallel = "parallel"
+    """The chat template renders one call per turn, and this was not the first."""
 
     @property
     def invalid_call(self) -> bool:

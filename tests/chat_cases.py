@@ -6,7 +6,7 @@ from functools import cache
 
 from tiny import TEMPLATE, tokenizer
 
-from agenttrain.chat.families import HERMES
+from agenttrain.chat.specs import load_spec
 from agenttrain.chat.template import Chat
 from agenttrain.types import AssistantTurn, Message, ToolCall
 
@@ -55,7 +55,7 @@ CALL = AssistantTurn(
 @cache
 def chat(name: str = "eos") -> Chat:
     """A Chat over the tiny tokenizer and one of TEMPLATES."""
-    return Chat(tokenizer(), TEMPLATES[name], HERMES, eos_token_ids=[EOS])
+    return Chat(tokenizer(), TEMPLATES[name], load_spec("hermes"), eos_token_ids=[EOS])
 
 
 def replies(*texts: str) -> list[Message]:

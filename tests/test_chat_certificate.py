@@ -5,7 +5,7 @@ from chat_cases import ADD, TEMPLATES, chat
 from tiny import TEMPLATE, tokenizer
 
 from agenttrain.chat.certificate import CertificateError, certify
-from agenttrain.chat.families import HERMES
+from agenttrain.chat.specs import load_spec
 from agenttrain.chat.template import Chat
 from agenttrain.types import AgenttrainError
 
@@ -27,14 +27,17 @@ QUERY = {
 }
 SCHEMAS = [ADD, QUERY]
 PROBES = [
-    *("end of turn", "tools in the prompt", "user reply", "control tokens in a user reply"),
-    *("call of add", "call of sql", "parallel calls", "three turns", "content and reasoning"),
-    *("empty reply", "error reply", "unicode reply", "control tokens in a tool reply"),
+    *("end of turn", "tools in the prompt", "no call", "reasoning without a call"),
+    *("control tokens in a user reply", "call of add", "call of sql", "parallel calls"),
+    *("three turns", "content beside a call", "reasoning", "empty reply", "error reply"),
+    *("unicode reply", "long reply", "control tokens in a tool reply", "later user message"),
 ]
+LOOKING_ON = [*PROBES[8:11], *PROBES[11:]]
+"""Probes of more than one turn with calls."""
 
 
 def built(template: str) -> Chat:
-    return Chat(tokenizer(), template, HERMES, eos_token_ids=[2])
+    return Chat(tokenizer(), template, load_spec("hermes"), eos_token_ids=[2])
 
 
 def refused(template: str) -> dict[str, str]:
@@ -51,15 +54,14 @@ def test_templates_that_fit(name: str) -> None:
     assert [probe.name for probe in certificate.probes] == PROBES
     reasons = {probe.name: probe.reason for probe in certificate.probes if probe.reason}
     assert reasons.pop("end of turn").startswith("a completion ends with <|im_end|>")
-    assert reasons == {
-        "content and reasoning": "the template leaves out reasoning; the ledger keeps what was "
-        "sampled"
-    }
+    left_out = "the template leaves out reasoning; the ledger keeps what was sampled"
+    names = ["reasoning without a call", "reasoning", "later user message"]
+    assert reasons == dict.fromkeys(names, left_out)
 
 
 def test_no_tools_need_no_tools_in_the_template() -> None:
     names = [probe.name for probe in certify(chat(), []).probes]
-    assert names == PROBES[:4]
+    assert names == PROBES[:5]
 
 
 def test_the_hash_depends_on_template_tools_and_variables() -> None:
@@ -70,7 +72,8 @@ def test_the_hash_depends_on_template_tools_and_variables() -> None:
         certify(chat("other"), SCHEMAS).hash,
         certify(built(TEMPLATE + "{# revised #}"), SCHEMAS).hash,
         certify(
-            Chat(tokenizer(), TEMPLATE, HERMES, eos_token_ids=[2], kwargs={"a": 1}), SCHEMAS
+            Chat(tokenizer(), TEMPLATE, load_spec("hermes"), eos_token_ids=[2], kwargs={"a": 1}),
+            SCHEMAS,
         ).hash,
     }
     assert len({first, *others}) == 5
@@ -79,7 +82,7 @@ def test_the_hash_depends_on_template_tools_and_variables() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     old = "('(old)' if loop.revindex > 2 else m.content) + '\\n</tool_response>'"
     reasons = refused(TEMPLATE.replace("m.content + '\\n</tool_response>'", old))
-    assert set(reasons) == {"three turns", "content and reasoning", *PROBES[-4:]}
+    assert set(reasons) == set(LOOKING_ON)
     assert "earlier messages are rendered anew" in reasons["three turns"]
 
 
@@ -88,20 +91,25 @@ def test_a_template_that_is_prefixed_by_the_count_of_messages_is_refused() -> No
     assert set(reasons) == set(PROBES[2:])
 
 
-def test_a_template_that_answers_one_call_only_is_refused_for_parallel_calls() -> None:
+def test_a_template_that_renders_one_call_only_is_certified_so() -> None:
     one = "{%- if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call!') }}"
-    reasons = refused(
+    chat = built(
         TEMPLATE.replace("{%- if m.role == 'user'", one + "{%- endif %}{%- if m.role == 'user'")
     )
-    assert set(reasons) == {"parallel calls"}
-    assert "one call!" in reasons["parallel calls"]
+    certificate = certify(chat, SCHEMAS)
+    certificate.raise_if_refused()
+    assert chat.one_call_per_turn
+    assert certificate.one_call_per_turn
+    (probe,) = [probe for probe in certificate.probes if probe.name == "parallel calls"]
+    assert probe.reason.startswith("one call per turn")
+    assert "rollout.on_parallel_calls" in certificate.warnings[-1]
 
 
 def test_a_template_that_drops_a_reply_is_refused() -> None:
     reasons = refused(
         TEMPLATE.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
     )
-    assert set(reasons) == set(PROBES[4:])
+    assert set(reasons) == set(PROBES[5:])
     assert "does not show each of 1 replies" in reasons["call of add"]
 
 

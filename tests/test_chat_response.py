@@ -7,10 +7,11 @@ from chat_cases import ADD, CALL, CALL_IDS, EOS, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenttrain.chat.families import HERMES
 from agenttrain.chat.response import parse_response
+from agenttrain.chat.specs import load_spec
 from agenttrain.types import AssistantTurn, ToolCall
 
+HERMES = load_spec("hermes")
 GOOD = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
 
@@ -103,7 +104,7 @@ def test_arguments_may_be_missing() -> None:
         ('{"name": "f", "arguments": {"x": 1e999}}', "", "1e999 is not a JSON number"),
         ("[" * 100_000, "", "invalid JSON: nested too deeply"),
         ('{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}", "", "invalid JSON: "),
-        ('{"name": "f"}}', "f", "text after the JSON object: '}'"),
+        ('{"name": "f"}}', "f", "text after the call: '}'"),
         ('["f"]', "", "the call must be a JSON object, not an array"),
         ('"f"', "", "the call must be a JSON object, not a string"),
         ("null", "", "the call must be a JSON object, not null"),
@@ -197,20 +198,3 @@ def test_cutting_ids_anywhere_never_raises() -> None:
 @given(st.lists(st.integers(0, 319)))
 def test_any_ids_parse(ids: list[int]) -> None:
     chat().parse(ids, [], turn=0)
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<tool_call>",
-        '<tool_call>{"a',
-        '<tool_call>["",',
-        '</tool_call>["',
-        "[",
-        GOOD,
-    ],
-)
-def test_a_megabyte_of_anything_parses_in_bounded_work(unit: str) -> None:
-    # The test's timeout is the bound: anything quadratic takes many minutes for a megabyte.
-    text = '<tool_call>{"' + unit * (1_000_000 // len(unit))
-    assert all(call.text in text for call in parse(text).calls[:3])

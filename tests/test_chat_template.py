@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from agenttrain.chat.encoding import ChatError, Encoder
-from agenttrain.chat.families import HERMES
+from agenttrain.chat.specs import load_spec
 from agenttrain.chat.template import Chat
 from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
 
@@ -150,7 +150,7 @@ def test_ends_of_turn_other_than_eos(
 
 def test_turns_that_end_in_mere_text_have_no_end() -> None:
     text = TEMPLATES["none"].replace("<|im_start|>", "## ")
-    subject = Chat(tokenizer(), text, HERMES, eos_token_ids=[EOS])
+    subject = Chat(tokenizer(), text, load_spec("hermes"), eos_token_ids=[EOS])
     assert subject.stop_token_ids == (EOS,)
     assert subject.end_ids(CALL, replies("7"), generation_prompt=True) == ()
 
@@ -205,7 +205,7 @@ def test_replies_that_the_template_changes(name: str) -> None:
 
 def test_a_reply_that_changes_the_glue_is_refused() -> None:
     template = TEMPLATES["eos"].replace("'\\n</tool_response>'", "m.content + '</tool_response>'")
-    broken = Chat(tokenizer(), template, HERMES, eos_token_ids=[EOS])
+    broken = Chat(tokenizer(), template, load_spec("hermes"), eos_token_ids=[EOS])
     with pytest.raises(ChatError, match="does not show each of 1 replies once"):
         broken.suffix(
             CALL, replies("7"), completion_ids=[EOS], finish=Finish.stop, generation_prompt=True
@@ -330,3 +330,25 @@ def test_control_tokens_never_come_from_a_reply(text: str) -> None:
     for origin, ids in suffix("eos", CALL, replies(text), CALL_IDS):
         assert origin is TEMPLATE or not control & set(ids)
     assert not control & set(chat().encode_plain(text))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "missing"),
+    [
+        #  A   \n </s>: ended
+        ([41, 205, 2], []),
+        #  .\n </s>: ended, the line break is part of the text's last token
+        ([99, 2], []),
+        #  A   \n, stopped by a string: the line break is there
+        ([41, 205], [2]),
+        #  A, stopped by a string
+        ([41], [205, 2]),
+    ],
+)
+def test_what_is_missing_of_an_end_of_several_tokens(
+    sampled: list[int], missing: list[int]
+) -> None:
+    turn = AssistantTurn(content="A", reasoning=None, calls=())
+    spans = suffix("blank", turn, [{"role": "user", "content": "u"}], sampled)
+    #                      <s>
+    assert spans[0][1][: len(missing) + 1] == [*missing, 1]

@@ -30,7 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["--help"], ["check"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
+        *(["--help"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
         ["-m", "seed=1,2", "steps=0"],
     ],
     ids=" ".join,
@@ -54,6 +54,24 @@ def test_answers_come_without_torch_and_without_a_folder(
     assert "Traceback" not in done.stderr
     assert bool(done.stderr) == fails
     assert list(elsewhere.iterdir()) == []
+
+
+def test_check_prints_the_certificate_without_a_folder(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    assert cli.main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert "certificate passed" in out
+    assert "passed   call of sql" in out
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_check_says_what_is_wrong_with_a_tool(
+    capsys: pytest.CaptureFixture[str], elsewhere: Path
+) -> None:
+    Path("my_untyped_tools.py").write_text("def find(word): ...\n")
+    assert cli.main(["check", "tools.find._target_=my_untyped_tools.find"]) == 2
+    assert "parameter 'word' has no type" in capsys.readouterr().err
 
 
 def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +147,10 @@ def test_cfg_prints_the_composed_settings(
 def test_modules_in_the_current_folder_are_found(
     capsys: pytest.CaptureFixture[str], elsewhere: Path
 ) -> None:
-    Path("my_cli_tools.py").write_text("def find(word, limit=3): ...\n")
+    Path("my_cli_tools.py").write_text(
+        'def find(word: str, limit: int = 3) -> str:\n    """Find a word.\n\n    Args:\n'
+        '        word: What to find.\n        limit: How often.\n    """\n'
+    )
     find = "tools.find._target_=my_cli_tools.find"
     assert cli.main(["check", find, "tools.find.limit=5"]) == 0
     assert "tools       sql, final_answer, find" in capsys.readouterr().out

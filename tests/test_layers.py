@@ -16,7 +16,7 @@ LAYERS = (
     ("rollout", "training"),
     ("evaluate",),
     ("trainer",),
-    ("build",),
+    ("build", "check"),
     ("launch",),
     ("cli",),
 )

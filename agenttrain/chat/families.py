@@ -1,49 +1,115 @@
-"""Model families as data: how their templates are fixed and how they write calls."""
+"""Model families as data: how their templates are known, fixed and parsed.
+
+A family is one file in ``conf/chat_template/``, whose key `family` holds the fields of `Family`;
+a user's own file in ``<--config-dir>/chat_template/`` is read the same way.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import yaml
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.config.groups import conf_folder
+
+# Quotes, tags with or without their dash, attributes and items, blanks: what forks change.
+_TOKEN = re.compile(
+    r"(?P<tag>\{[%{]-?\s*|\s*-?[%}]\})|(?P<quote>['\"])|(?P<blank>\s+)|(?<=\w)\.(?P<key>[A-Za-z_]\w*)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseSpec:
-    """How a family writes reasoning and calls inside a completion.
+class Edit:
+    """One change of a template: `put` for `find`, or `put` before all of it where `find` is empty.
 
-    Example: ``<think>2 + 2</think>Let me see.<tool_call>{"name": "add", "arguments": {}}
-    </tool_call>``
+    Example: ``Edit(why="keeps past reasoning", find="loop.index0 > ns.last and reasoning",
+    put="reasoning")``
     """
 
-    reasoning_open: str
-    reasoning_close: str
-    call_open: str
-    call_close: str
-    name_key: str
-    """Key of the call's JSON object that holds the tool's name."""
-    arguments_key: str
-    """Key of the call's JSON object that holds the arguments."""
+    put: str
+    find: str = ""
+    """Read without regard to blanks, kinds of quotes, dashes of tags, and `.key` or `['key']`."""
+    why: str = ""
+    """What it is good for, said once per fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One entry of the table below."""
+    """What is known of one family."""
 
-    edits: tuple[tuple[str, str], ...]
-    """(find, replace) on the model's own template, each of which must apply; none: it is right."""
-    response: ResponseSpec
+    models: str = ""
+    """Which models these are, for people."""
+    response: str = "hermes"
+    """Name of the response schema."""
+    tools: bool = True
+    """Whether the template, fixed, renders tools."""
+    marks: tuple[str, ...] = ()
+    """What the source of a template of this family holds, read as `Edit.find` is; without any,
+    the family is never recognised by its source."""
+    absent: tuple[str, ...] = ()
+    """What it does not hold."""
+    fixes: tuple[tuple[Edit, ...], ...] = ()
+    """Ways of fixing its revisions; the first whose every edit applies is taken."""
+    originals: tuple[str, ...] = ()
+    """Names of its templates in `originals.py`."""
+    control: tuple[str, ...] = ()
+    """Special tokens, for `agenttrain templates`: end of sequence first."""
+    added: tuple[str, ...] = ()
+    """Added tokens that are not special, for `agenttrain templates`."""
+    bos: str | None = None
 
 
-HERMES = ResponseSpec(
-    reasoning_open="<think>",
-    reasoning_close="</think>",
-    call_open="<tool_call>",
-    call_close="</tool_call>",
-    name_key="name",
-    arguments_key="arguments",
-)
+def pattern(find: str) -> re.Pattern[str]:
+    """What finds `find` in a template, whatever its blanks, quotes and dashes."""
+    parts = []
+    for found in _TOKEN.finditer(find):
+        if tag := found["tag"]:
+            opens = tag.startswith("{")
+            mark = re.escape(tag.strip().replace("-", ""))
+            parts.append(rf"{mark}[-+]?\s*" if opens else rf"\s*[-+]?{mark}")
+        elif found["quote"]:
+            parts.append("['\"]")
+        elif found["blank"]:
+            parts.append(r"\s*")
+        elif key := found["key"]:
+            parts.append(rf"(?:\.{key}\b|\[['\"]{key}['\"]\])")
+        else:
+            parts.append(re.escape(found["other"]))
+    return re.compile("".join(parts))
 
-FAMILIES: dict[str, Family] = {
-    "hermes": Family(edits=(), response=HERMES),
-    "qwen": Family(edits=(), response=HERMES),
-}
-"""By the names that ``chat_template=`` and ``response_schema=`` take; `auto` takes the first whose
-parser reads back a call that the model's own template has rendered."""
+
+def parse_family(name: str, found: Mapping[str, Any]) -> Family:
+    """A family from the YAML of its file. Raises ChatError with the key that is wrong."""
+    known = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, found)) - known):
+        raise ChatError(
+            f"chat_template={name}: family.{unknown[0]} is no key; they are "
+            f"{', '.join(sorted(known))}"
+        )
+    lists = {
+        key: tuple(found.get(key) or ())
+        for key in ("marks", "absent", "originals", "control", "added")
+    }
+    try:
+        fixes = tuple(tuple(Edit(**edit) for edit in fix) for fix in found.get("fixes") or ())
+    except TypeError as error:
+        raise ChatError(f"chat_template={name}: family.fixes: {error}") from error
+    return Family(**{**found, **lists, "fixes": fixes})
+
+
+@cache
+def families() -> dict[str, Family]:
+    """The families of ``conf/chat_template/`` by name."""
+    found = {}
+    for file in sorted((conf_folder() / "chat_template").glob("*.yaml")):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if content and "family" in content:
+            found[content["name"]] = parse_family(content["name"], content["family"])
+    return found

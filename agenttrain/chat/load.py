@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from agenttrain.chat.behaviour import behaviour
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.families import FAMILIES, Family, ResponseSpec
+from agenttrain.chat.families import Family, families, parse_family
+from agenttrain.chat.fix import Fix, fixed, recognise
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
+from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.specs import load_spec, resolve_spec
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.types import Message
+
+PLAIN = "hermes"
+"""Response schema of templates that render no calls."""
+CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
 
 
 def load_chat(
@@ -29,24 +42,51 @@ def load_chat(
 
     Raises ChatError that names the group and the key to change.
     """
-    source = _source(tokenizer, template)
-    family = _recognise(tokenizer, source, template.kwargs)
-    if template.name == "auto" and family is not None:
-        source = _edited(source, FAMILIES[family], family)
-    elif template.name in FAMILIES:
-        source = _edited(source, FAMILIES[template.name], template.name)
+    known = dict(families())
+    if template.family:
+        known[template.name] = parse_family(template.name, template.family)
+    source = _source(tokenizer, template, known)
+    fix = make_fix(tokenizer, source, template, known)
+    calls = renders_calls(tokenizer, fix.template, template.kwargs)
+    family = known.get(fix.family or "")
     return Chat(
         tokenizer,
-        source,
-        _response(response_schema, family),
+        fix.template,
+        _response(tokenizer, response_schema, fix, family, calls),
         kwargs=template.kwargs,
         eos_token_ids=_eos_token_ids(tokenizer),
+        fix=fix,
     )
 
 
-def _source(tokenizer: Any, config: ChatTemplateConfig) -> str:
+def make_fix(
+    tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
+) -> Fix:
+    """What the group makes of the source: recognised and fixed, left alone, or a given family's."""
+
+    def reads(family: Family, template: str) -> bool:
+        return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
+
+    name: str | None = config.name
+    if name not in known:
+        name = recognise(source, known, reads)
+    if name is None or config.name in ("none", "file"):
+        return Fix(family=name, stock=source, template=source)
+    family = known[name]
+    if not family.marks and reads(family, source):
+        # A family of no model in particular has nothing to add to a template that behaves so.
+        return Fix(family=name, stock=source, template=source)
+    try:
+        return fixed(name, family, source)
+    except ChatError as error:
+        if config.name != "auto":
+            raise
+        return Fix(family=name, stock=source, template=source, problem=str(error))
+
+
+def _source(tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family]) -> str:
     """The template before fixes: the user's file, or what the tokenizer carries."""
-    _known("chat_template.name", config.name, ["auto", "none", "file", *FAMILIES])
+    _known("chat_template.name", config.name, ["auto", "none", "file", *known])
     if (config.path is not None) != (config.name == "file"):
         raise ChatError(
             f"chat_template.name={config.name} with chat_template.path={config.path}: a file is "
@@ -66,76 +106,61 @@ def _source(tokenizer: Any, config: ChatTemplateConfig) -> str:
         ) from error
 
 
-def _recognise(tokenizer: Any, source: str, kwargs: dict[str, Any]) -> str | None:
-    """The first family whose parser reads back a call that the template has rendered."""
-    arguments = {"city": "Oslo", "days": 2}
+def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a template shows the assistant's tool calls."""
+
+    def draw(messages: Sequence[Message], generation_prompt: bool) -> str:
+        return render(
+            tokenizer, template, messages, generation_prompt=generation_prompt, kwargs=kwargs
+        )
+
+    return behaviour(draw).renders_calls
+
+
+def reads_back(
+    tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the parser reads back a call that the template has rendered."""
     call: Message = {
         "role": "assistant",
         "content": "",
         "tool_calls": [
             {
-                "id": "call_0_0",
+                "id": "abcdefgh1",
                 "type": "function",
-                "function": {"name": "forecast", "arguments": arguments},
+                "function": {"name": "forecast", "arguments": CALL_ARGUMENTS},
             }
         ],
     }
-    for name, family in FAMILIES.items():
-        try:
-            rendering = render(
-                tokenizer, _edited(source, family, name), [USER, call], kwargs=kwargs
-            )
-        except ChatError:
-            continue
-        calls = parse_response(rendering, family.response, turn=0).calls
-        if [(c.name, c.arguments, c.malformed) for c in calls] == [("forecast", arguments, None)]:
-            return name
-    return None
-
-
-def _edited(source: str, family: Family, name: str) -> str:
-    for find, put in family.edits:
-        if find not in source:
-            raise ChatError(
-                f"chat_template={name}: the model's template does not hold {find!r}, which the "
-                "fix replaces; set chat_template=none or chat_template=file"
-            )
-        source = source.replace(find, put)
-    return source
-
-
-def _response(config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    _known("response_schema.name", config.name, ["auto", "file", *FAMILIES])
-    if (config.path is not None) != (config.name == "file"):
-        raise ChatError(
-            f"response_schema.name={config.name} with response_schema.path={config.path}: a file "
-            "is used by `response_schema=file response_schema.path=<file.yaml>`, both together"
-        )
-    if config.path is not None:
-        return _response_file(config.path)
-    name = family if config.name == "auto" else config.name
-    if name is None:
-        raise ChatError(
-            "response_schema=auto: the chat template renders tool calls in no known format; set "
-            f"response_schema to one of {', '.join(FAMILIES)}, or chat_template to a template "
-            "that renders calls so"
-        )
-    return FAMILIES[name].response
-
-
-def _response_file(path: str) -> ResponseSpec:
-    """A YAML mapping with exactly the fields of ResponseSpec."""
-    keys = [field.name for field in fields(ResponseSpec)]
     try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise ChatError(f"response_schema.path={path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or sorted(map(str, found)) != sorted(keys):
-        raise ChatError(f"response_schema.path={path} must hold the keys {', '.join(keys)}")
-    bad = [key for key, value in found.items() if not isinstance(value, str) or not value]
-    if bad:
-        raise ChatError(f"response_schema.path={path}: {', '.join(map(str, bad))} must be text")
-    return ResponseSpec(**{key: str(found[key]) for key in keys})
+        rendering = render(tokenizer, template, [USER, call], kwargs=kwargs)
+        prompts = [
+            render(tokenizer, template, [USER], generation_prompt=opened, kwargs=kwargs)
+            for opened in (True, False)
+        ]
+    except ChatError:
+        return False
+    # Behind the generation prompt, or from the header on where that has opened the reasoning.
+    completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
+    return any(_is_forecast(completion, response) for completion in completions or [rendering])
+
+
+def _is_forecast(completion: str, response: ResponseSpec) -> bool:
+    calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
+    found = [(call.name, call.arguments, call.malformed) for call in calls]
+    return found == [("forecast", CALL_ARGUMENTS, None)]
+
+
+def _response(
+    tokenizer: Any, config: ResponseSchemaConfig, fix: Fix, family: Family | None, calls: bool
+) -> ResponseSpec:
+    """The parser; a template that renders no calls has the one of the tools that can be added."""
+    name = family.response if family else None
+    if not calls and name is None:
+        name = PLAIN
+    # What the tokenizer carries is for its own template, not for one that was put in its place.
+    replaced = family is not None and not family.marks and bool(fix.changes)
+    return resolve_spec(None if replaced else tokenizer, config, name)
 
 
 def _known(key: str, value: str, names: Iterable[str]) -> None:

@@ -8,14 +8,12 @@ there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from agenttrain.chat.behaviour import Render
 from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
 from agenttrain.chat.render import USER
 from agenttrain.types import AssistantTurn, Message, ToolCall
-
-Render = Callable[[Sequence[Message], bool], str]
-"""Marked messages, and whether to add the generation prompt -> marked text."""
 
 BODY = "\ufdd2"
 """Stands for what the assistant wrote last; like the reply placeholders, `clean` forbids it."""
@@ -41,40 +39,89 @@ def placeholder(index: int) -> str:
     return f"\ufdd3{index}\ufdd4"
 
 
-def text_after(
-    render: Render, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
-) -> tuple[str, str]:
-    """(ending, text): how an answer ends, and all that follows the assistant's own (marked) text.
+class Seam:
+    """Splits what follows an assistant's own text into the end of its turn and the rest.
 
-    Example: ``("<|im_end|>\\n", "<|im_end|>\\n<|im_start|>user\\n…")``. Raises ChatError where the
-    seam is not to be found.
+    An answer's end is known from an answer that nothing follows. A turn with calls ends the same
+    way, or by the last control token of what closes its calls (``<|call|>`` of harmony,
+    ``<|tool_response>`` of Gemma 4); where answers have no end of their own (GLM), by the control
+    token of whatever follows.
     """
-    assistant = _stand_in(turn)
-    ending = _after_body(render([USER, {"role": "assistant", "content": BODY}], False))
-    # What follows the placeholder in the last call: `"}}\n</tool_call>`, and then the ending.
-    closing = _after_body(render([USER, assistant], False))
-    if not closing.endswith(ending):
+
+    def __init__(self, render: Render, encoder: Encoder) -> None:
+        self._render = render
+        self._encoder = encoder
+
+    def split(
+        self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
+    ) -> tuple[str, str]:
+        """(end of turn, the rest) in marked text, e.g. ``("<|im_end|>", "\\n<|im_start|>user…")``.
+
+        The end is empty where the template writes no control token there. Raises ChatError where
+        the seam is not to be found.
+        """
+        assistant = _stand_in(turn)
+        closing, end = self._closing(assistant)
+        text = _after_body(self._render([USER, assistant, *replies], generation_prompt))
+        if not text.startswith(closing):
+            raise ChatError(
+                f"the chat template ends a turn with {unmark(closing)!r}, but with "
+                f"{unmark(text[: len(closing)])!r} once replies follow; set chat_template"
+            )
+        text = text[len(closing) :]
+        if end and text.startswith(end):
+            return end, text[len(end) :]
+        if (other := self._first_control(text)) or not end:
+            return other, text[len(other) :]
         raise ChatError(
-            f"the chat template ends an answer with {unmark(ending)!r} but a tool call with "
-            f"{unmark(closing)!r}: where a turn with calls ends is not known; set chat_template"
+            f"the chat template ends an answer with {unmark(end)!r}, but with "
+            f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
         )
-    closing = closing.removesuffix(ending)
-    text = _after_body(render([USER, assistant, *replies], generation_prompt))
-    if not text.startswith(closing):
-        raise ChatError(
-            f"the chat template ends a turn with {unmark(closing)!r}, but with "
-            f"{unmark(text[: len(closing)])!r} once replies follow; set chat_template"
-        )
-    return ending, text[len(closing) :]
+
+    def _closing(self, assistant: Message) -> tuple[str, str]:
+        """(what closes the turn's calls, the end of turn) where nothing follows."""
+        answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
+        end = self._to_last_control(answer)
+        if not assistant.get("tool_calls"):
+            return "", end
+        text = _after_body(self._render([USER, assistant], False))
+        if not end:
+            return text.rstrip(), ""
+        closed = self._to_last_control(text)
+        if not closed.endswith(end):
+            # Calls end by a token of their own.
+            end = self._last_control(closed)
+        return closed.removesuffix(end), end
+
+    def _to_last_control(self, text: str) -> str:
+        pieces = list(self._encoder.pieces(text))
+        while pieces and not pieces[-1][0]:
+            pieces.pop()
+        return "".join(piece for _, piece in pieces)
+
+    def _last_control(self, text: str) -> str:
+        pieces = list(self._encoder.pieces(text))
+        return pieces[-1][1] if pieces else ""
+
+    def _first_control(self, text: str) -> str:
+        """Up to the control token that begins a text after nothing but blanks."""
+        begin = ""
+        for control, piece in self._encoder.pieces(text):
+            begin += piece
+            if control:
+                return begin
+            if piece.strip():
+                break
+        return ""
 
 
 def _stand_in(turn: AssistantTurn) -> Message:
-    """A short message of the turn's shape whose text ends with BODY and little after it."""
+    """A short message of the turn's shape whose text ends with BODY and little after it.
+
+    Content and reasoning beside calls stay out: a model writes them before its calls, but some
+    templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
+    """
     message: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
-    if turn.calls and turn.content:
-        message["content"] = "c"
-    if turn.reasoning:
-        message["reasoning_content"] = "r"
     if turn.calls:
         message["tool_calls"] = [
             {
@@ -92,7 +139,7 @@ def _after_body(rendering: str) -> str:
     if not found:
         raise ChatError(
             "the chat template does not render the assistant's tool calls or content; set "
-            "chat_template to a template that does"
+            "chat_template to a template that does (hermes adds tools to any)"
         )
     return after
 
@@ -100,8 +147,8 @@ def _after_body(rendering: str) -> str:
 class ReplyTexts:
     """What the template makes of a reply's text; most leave it alone, which is found out once."""
 
-    def __init__(self, render: Render, encoder: Encoder) -> None:
-        self._render = render
+    def __init__(self, seam: Seam, encoder: Encoder) -> None:
+        self._seam = seam
         self._encoder = encoder
         self._frames: dict[str, tuple[str, str]] = {}
         self._verbatim: dict[str, bool] = {}
@@ -116,12 +163,12 @@ class ReplyTexts:
         return clean(content) if self._verbatim[role] else self._transformed(role, content)
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """`text_after` a turn that gets one reply of `role`."""
+        """`Seam.split` of a turn that gets one reply of `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
             reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
-        return text_after(self._render, turn, [reply], generation_prompt=True)
+        return self._seam.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
         """What stands between the constant text before and after a reply."""

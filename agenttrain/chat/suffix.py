@@ -46,14 +46,13 @@ class Suffix:
     """Tokens of `blocks` with empty replies."""
 
 
-def build(ending: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise the constant part of `seam.text_after`, whose text holds `replies` placeholders."""
+def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
+    """Tokenise the constant part of `Seam.split`, whose text holds `replies` placeholders."""
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
             f"the chat template does not show each of {replies} replies once and in order: "
             f"{_REPLY.sub('<reply>', unmark(text))!r}; set chat_template"
         )
-    end, text = split_end(ending, text, encoder)
     blocks: list[tuple[int, ...] | Open] = []
     constant = ""
     for control, piece in encoder.pieces(text):
@@ -73,28 +72,6 @@ def build(ending: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
         blocks=tuple(blocks),
         glue_length=sum(len(ids) for _, ids in fill(blocks, [""] * replies, encoder)),
     )
-
-
-def split_end(ending: str, text: str, encoder: Encoder) -> tuple[str, str]:
-    """Split off the end of the turn, up to its control token.
-
-    It stands in `ending`; where an answer ends without a control token, the one that follows after
-    nothing but blanks is what a completion ends with (the next turn's header, in GLM's templates).
-    """
-    end = ""
-    own = any(control for control, _ in encoder.pieces(ending))
-    for control, piece in encoder.pieces(ending if own else text):
-        end += piece
-        if control:
-            break
-        if not own and piece.strip():
-            return "", text
-    if not text.startswith(end):
-        raise ChatError(
-            f"the chat template ends an answer with {unmark(end)!r}, but with "
-            f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
-        )
-    return end, text[len(end) :]
 
 
 def fill(blocks: Sequence[tuple[int, ...] | Open], texts: Sequence[str], encoder: Encoder) -> Spans:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from agenttrain.chat.behaviour import REASONING_KEYS, adapted, behaviour
 from agenttrain.chat.clip import clip
 from agenttrain.chat.encoding import ChatError, Encoder
-from agenttrain.chat.families import ResponseSpec
+from agenttrain.chat.fix import Fix
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
-from agenttrain.chat.seam import ReplyTexts, placeholder, text_after
-from agenttrain.chat.suffix import Suffix, build, fill, split_end
+from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.seam import BODY, CALL, ReplyTexts, Seam, placeholder
+from agenttrain.chat.suffix import Suffix, build, fill
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 CACHED_SHAPES = 4096
@@ -35,6 +38,13 @@ class Chat:
     """What a completion may end with: end-of-sequence ids, then what the template ends turns by."""
     template: str
     """The template's source, after fixes: what must be saved with the model."""
+    fix: Fix
+    """What became of the model's own template."""
+    thinking_is_off: bool
+    """The generation prompt holds a finished thought, so that the model writes none."""
+    one_call_per_turn: bool
+    """The template renders one call per turn: `suffix` then shows a turn of several as its first
+    call, whose reply holds the texts of all replies."""
 
     def __init__(
         self,
@@ -44,28 +54,60 @@ class Chat:
         *,
         kwargs: Mapping[str, Any] | None = None,
         eos_token_ids: Sequence[int] = (),
+        fix: Fix | None = None,
     ) -> None:
         self.template = template
+        self.fix = fix or Fix(family=None, stock=template, template=template)
         self.kwargs = dict(kwargs or {})
         self.encoder = Encoder(tokenizer, template)
+        self.response = response
+        self.eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = tokenizer
-        self._response = response
         self._suffixes: dict[Any, Suffix] = {}
-        self._reply_text = ReplyTexts(self._render_marked, self.encoder)
+        self._behaviour = behaviour(self._render_raw)
+        self.one_call_per_turn = self._behaviour.one_call_per_turn
+        self._seam = Seam(self._render_marked, self.encoder)
+        self._reply_text = ReplyTexts(self._seam, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
-        self._delimiters = (
-            response.call_open,
-            response.call_close,
-            response.reasoning_open,
-            response.reasoning_close,
-        )
-        self._stripped = frozenset(self.stop_token_ids) | {
-            token_id
-            for text, token_id in self.encoder.control.items()
-            if text not in self._delimiters
-        }
-        self._in_reasoning = (
-            self.render([USER], generation_prompt=True).rstrip().endswith(response.reasoning_open)
+        self._marks = response.marks(self.encoder.control)
+        self._stripped = frozenset(self.stop_token_ids) | set(self.encoder.control.values())
+        self._stripped -= {self.encoder.control[mark] for mark in self._marks}
+        self._in_reasoning = {role: self._opens_reasoning(role) for role in ("user", "tool")}
+        self.thinking_is_off = self._thinking_is_off()
+
+    @property
+    def saved_template(self) -> str:
+        """The template with `kwargs` as its defaults: what to save beside the weights, so that the
+        model is served the context that it was trained in."""
+        defaults = [
+            f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
+            for key, value in self.kwargs.items()
+            if value is not None
+        ]
+        return "".join(line for line in defaults if line not in self.template) + self.template
+
+    @property
+    def renders_calls(self) -> bool:
+        """Whether the template shows the assistant's tool calls."""
+        return self._behaviour.renders_calls
+
+    @property
+    def renders_reasoning(self) -> bool:
+        """Whether the template shows an assistant's reasoning anywhere."""
+        return self._behaviour.reasoning_key is not None
+
+    def opens_reasoning(self, after: str = "user") -> bool:
+        """Whether a completion after a message of the role `after` begins inside its reasoning."""
+        return self._in_reasoning.get(after, self._in_reasoning["user"])
+
+    def stock(self) -> Chat:
+        """The same with the model's own template, before fixes."""
+        return Chat(
+            self._tokenizer,
+            self.fix.stock,
+            self.response,
+            kwargs=self.kwargs,
+            eos_token_ids=self.eos_token_ids,
         )
 
     def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
@@ -78,7 +120,7 @@ class Chat:
         for message in messages:
             _refuse_media(message)
         marked = [
-            self.encoder.mark(m, self._delimiters if m.get("role") == "assistant" else ())
+            self.encoder.mark(m, self._marks if m.get("role") == "assistant" else ())
             for m in messages
         ]
         tools = self.encoder.mark(schemas)
@@ -95,21 +137,33 @@ class Chat:
         return render(
             self._tokenizer,
             self.template,
-            messages,
+            [adapted(message, self._behaviour) for message in messages],
             schemas,
             generation_prompt=generation_prompt,
             kwargs=self.kwargs,
         )
 
     def parse(
-        self, token_ids: Sequence[int], schemas: Sequence[dict], *, turn: int
+        self,
+        token_ids: Sequence[int],
+        schemas: Sequence[dict],
+        *,
+        turn: int,
+        after: str = "user",
     ) -> AssistantTurn:
         """A completion as content, reasoning and calls ``call_{turn}_{index}``; never raises.
 
-        `schemas` are for call formats whose arguments carry no types of their own.
+        `schemas` are for call formats whose arguments carry no types of their own; `after` is the
+        role of the message before, as some generation prompts open the reasoning after one only.
         """
         text = self.decode([token for token in token_ids if token not in self._stripped])
-        return parse_response(text, self._response, turn=turn, in_reasoning=self._in_reasoning)
+        return parse_response(
+            text,
+            self.response,
+            turn=turn,
+            in_reasoning=self.opens_reasoning(after),
+            schemas=schemas,
+        )
 
     def suffix(
         self,
@@ -125,19 +179,37 @@ class Chat:
         They hold the end of the turn if the completion lacks it, the replies as the template
         writes them, and the next generation prompt. The cost grows with the replies only.
         """
+        turn, replies = self.shown(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
         spans = fill(suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder)
-        missing = self._missing_end(suffix, completion_ids, finish)
+        missing = list(_missing_end(suffix.end_ids, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
             spans[0][1][:0] = missing
         elif missing:
-            spans.insert(0, (Origin.template, list(missing)))
+            spans.insert(0, (Origin.template, missing))
         return spans
+
+    def shown(
+        self, turn: AssistantTurn, replies: Sequence[Message]
+    ) -> tuple[AssistantTurn, Sequence[Message]]:
+        """The turn and replies that the template is given: one call where it renders only one.
+
+        Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
+        of both texts on two lines.
+        """
+        if not self.one_call_per_turn or len(turn.calls) < 2:
+            return turn, replies
+        tools = [reply for reply in replies if reply["role"] == "tool"]
+        others = [reply for reply in replies if reply["role"] != "tool"]
+        texts = [str(text) for reply in tools if (text := reply.get("content"))]
+        one = [{**tools[0], "content": "\n".join(texts)}] if tools else []
+        return replace(turn, calls=turn.calls[:1]), [*one, *others]
 
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[int, ...]:
         """What the template ends this turn by; empty where it writes no control token there."""
+        turn, replies = self.shown(turn, replies)
         return self._suffix(turn, replies, generation_prompt).end_ids
 
     def wrapper_length(
@@ -150,8 +222,8 @@ class Chat:
         generation_prompt: bool,
     ) -> int:
         """Tokens of `suffix` with empty replies."""
-        suffix = self._suffix(turn, replies, generation_prompt)
-        return suffix.glue_length + len(self._missing_end(suffix, completion_ids, finish))
+        suffix = self._suffix(*self.shown(turn, replies), generation_prompt)
+        return suffix.glue_length + len(_missing_end(suffix.end_ids, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
         """`text`, or its head and a visible marker, in at most `max_tokens` plain tokens."""
@@ -165,24 +237,23 @@ class Chat:
         """The text of ids, control tokens included."""
         return self.encoder.decode(token_ids)
 
-    def _missing_end(
-        self, suffix: Suffix, completion_ids: Sequence[int], finish: Finish
-    ) -> tuple[int, ...]:
-        """The end of the turn, unless sampling stopped at the token that the template ends by."""
-        end = suffix.end_ids
-        ended = finish is Finish.stop and bool(end) and completion_ids[-1] == end[-1]
-        return () if ended else end
-
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
         """The suffix of this turn's shape: all of it that may change what surrounds the replies."""
+        ids = {call.id: index for index, call in enumerate(turn.calls)}
+        shown = self._behaviour.shows_ids
         shape = (
             generation_prompt,
-            bool(turn.content),
-            bool(turn.reasoning),
-            tuple((call.name, call.id) for call in turn.calls),
-            tuple(tuple((k, repr(v)) for k, v in r.items() if k != "content") for r in replies),
+            tuple((call.name, call.id if shown else "") for call in turn.calls),
+            tuple(
+                tuple(
+                    (key, repr(ids.get(value, value) if key == "tool_call_id" else value))
+                    for key, value in reply.items()
+                    if key != "content"
+                )
+                for reply in replies
+            ),
         )
         if shape not in self._suffixes:
             if len(self._suffixes) >= CACHED_SHAPES:
@@ -199,25 +270,76 @@ class Chat:
             {**mark({**reply, "content": None}), "content": placeholder(index)}
             for index, reply in enumerate(replies)
         ]
-        ending, text = text_after(
-            self._render_marked,
-            replace(turn, calls=calls),
-            stand_ins,
-            generation_prompt=generation_prompt,
+        end, text = self._seam.split(
+            replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        return build(ending, text, self.encoder, replies=len(replies))
+        return build(end, text, self.encoder, replies=len(replies))
 
     def _render_marked(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         return self.render(messages, generation_prompt=generation_prompt)
 
+    def _render_raw(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """As `render`, before it is known how messages must be adapted."""
+        return render(
+            self._tokenizer,
+            self.template,
+            messages,
+            generation_prompt=generation_prompt,
+            kwargs=self.kwargs,
+        )
+
     def _turn_ends(self) -> list[int]:
-        """Ids of the control tokens that follow a turn, before replies of either role."""
+        """Ids of the control tokens that follow a turn, before replies of either role; not of one
+        that may stand inside a turn, as harmony's <|end|> does behind the reasoning."""
         ids = []
+        inside = self._inside_turn()
         for role in ("tool", "user"):
             with suppress(ChatError):  # a template without tools ends turns all the same
-                end, _ = split_end(*self._reply_text.after_turn(role, "r"), self.encoder)
+                end, _ = self._reply_text.after_turn(role, "r")
                 ids += self.encoder.encode(end)[-1:]
-        return ids
+        return [token_id for token_id in ids if token_id not in inside]
+
+    def _inside_turn(self) -> list[int]:
+        """Ids that stand between a generation prompt and an answer, with reasoning before it."""
+        answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
+        with suppress(ChatError):
+            prompt = self.render([USER], generation_prompt=True)
+            before = self.render([USER, answer]).partition(BODY)[0]
+            return self.encoder.encode(before[len(prompt) :]) if before.startswith(prompt) else []
+        return []
+
+    def _opens_reasoning(self, after: str) -> bool:
+        messages = [USER]
+        if after == "tool":
+            reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": "r"}
+            messages += [CALL.message(), reply]
+        with suppress(ChatError):
+            return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
+        return False
+
+    def _thinking_is_off(self) -> bool:
+        prompt = self.render([USER], generation_prompt=True)
+        thought = self.response.parse(prompt, in_reasoning=False, schemas=()).reasoning
+        return thought is not None and not self.opens_reasoning()
+
+
+def _missing_end(
+    end: Sequence[int], completion_ids: Sequence[int], finish: Finish
+) -> Sequence[int]:
+    """What of the end of turn is still to be written after the actual end of a completion.
+
+    Example: of ``(5, 6)`` all of it after ``[1, 2]``, ``(6,)`` after ``[1, 5]``, nothing after
+    ``[1, 5, 6]``. A text that was cut has no end, whatever its last token.
+    """
+    if finish is not Finish.stop:
+        return end
+    # The blanks before its last token may have merged with the text.
+    if end and completion_ids[-1] == end[-1]:
+        return ()
+    for length in range(min(len(end), len(completion_ids)), 0, -1):
+        if tuple(completion_ids[-length:]) == tuple(end[:length]):
+            return end[length:]
+    return end
 
 
 def _refuse_media(message: Message) -> None:

@@ -40,6 +40,15 @@ class OnMalformedCall(StrEnum):
     """As if it had not been written."""
 
 
+class OnParallelCalls(StrEnum):
+    """What several calls in a turn do where the chat template renders only one."""
+
+    error_reply = "error_reply"
+    """The first is run; the reply to it says so of the others."""
+    stop = "stop"
+    """The rollout ends (`max_tool_calls`)."""
+
+
 class Advantage(StrEnum):
     """Baseline of a rollout's reward."""
 
@@ -132,6 +141,8 @@ class ChatTemplateConfig:
     """A Jinja file of the user's, for name=file."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
+    family: dict[str, Any] = field(default_factory=dict)
+    """What a file of this group knows of a family: see `agenttrain/chat/families.py`."""
 
 
 @dataclass
@@ -139,9 +150,11 @@ class ResponseSchemaConfig:
     """How completions are parsed."""
 
     name: str = "auto"
-    """`auto`: what the tokenizer carries, else the family's."""
+    """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
     path: str | None = None
-    """A YAML file of the user's, for name=file."""
+    """A YAML or JSON file of the user's, for name=file."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The format, as the group's files hold it; empty: the file of that name in conf/."""
 
 
 @dataclass
@@ -221,6 +234,8 @@ class RolloutConfig:
     temperature: float = 1.0
     on_break: OnBreak = OnBreak.error
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
+    on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
+    """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
 
 
 @dataclass

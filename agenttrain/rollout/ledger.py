@@ -15,19 +15,20 @@ def verify(rollout: Rollout, chat: Chat, schemas: Sequence[dict]) -> None:
     What was sent to the engine is compared in `Rollout.append_sampled`, at the time of sending.
     """
     _check_lengths(rollout)
-    spoken = [m for m in rollout.messages[len(rollout.task.messages) :] if _is_assistant(m)]
+    first = len(rollout.task.messages)
+    spoken = [
+        (message, rollout.messages[place - 1]["role"])
+        for place, message in enumerate(rollout.messages)
+        if place >= first and message["role"] == "assistant"
+    ]
     turns = [list(spans) for _, spans in groupby(rollout.sampled_spans(), key=lambda s: s.turn)]
     if len(turns) != len(spoken):
         raise LedgerError(
             f"rollout {rollout.rollout_id}: {len(turns)} sampled turns, "
             f"but {len(spoken)} assistant messages"
         )
-    for spans, message in zip(turns, spoken, strict=True):
-        _check_turn(rollout, spans, message, chat, schemas)
-
-
-def _is_assistant(message: Message) -> bool:
-    return message["role"] == "assistant"
+    for spans, (message, after) in zip(turns, spoken, strict=True):
+        _check_turn(rollout, spans, message, chat, schemas, after)
 
 
 def _check_lengths(rollout: Rollout) -> None:
@@ -43,8 +44,14 @@ def _check_lengths(rollout: Rollout) -> None:
 
 
 def _check_turn(
-    rollout: Rollout, spans: list[Span], message: Message, chat: Chat, schemas: Sequence[dict]
+    rollout: Rollout,
+    spans: list[Span],
+    message: Message,
+    chat: Chat,
+    schemas: Sequence[dict],
+    after: str,
 ) -> None:
+    """`after`: the role of the message before this one."""
     where = f"rollout {rollout.rollout_id} turn {spans[0].turn}"
     token_ids = [token for span in spans for token in span.token_ids]
     finish = spans[-1].finish
@@ -56,7 +63,7 @@ def _check_turn(
             f"last token {token_ids[-1]} ({chat.decode(token_ids[-1:])!r}) is no stop token "
             f"({list(chat.stop_token_ids)})"
         )
-    parsed = chat.parse(token_ids, schemas, turn=spans[0].turn).message()
+    parsed = chat.parse(token_ids, schemas, turn=spans[0].turn, after=after).message()
     if parsed != message:
         raise LedgerError(
             f"{where} position {_position(rollout, spans[0])}: the sampled tokens decode to "

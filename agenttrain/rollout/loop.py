@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from agenttrain.chat.template import Chat
-from agenttrain.config.schema import OnMalformedCall, RolloutConfig
+from agenttrain.config.schema import OnMalformedCall, OnParallelCalls, RolloutConfig
 from agenttrain.engine.base import Engine, EngineError
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.seeds import derive_seed
@@ -105,7 +105,12 @@ class _Loop:
                 self.rollout.stop_reason = self._full()
                 return
             completion = await self._sample(budget)
-            turn = self.chat.parse(completion.token_ids, self.schemas, turn=self.rollout.turns - 1)
+            turn = self.chat.parse(
+                completion.token_ids,
+                self.schemas,
+                turn=self.rollout.turns - 1,
+                after=self.rollout.messages[-1]["role"],
+            )
             self.rollout.messages.append(turn.message())
             self.rollout.stop_reason = _end_of(completion)
             if self.rollout.stop_reason is None:
@@ -164,6 +169,8 @@ class _Loop:
             call.malformed for call in calls
         ):
             return StopReason.max_invalid_calls
+        if self._too_many(calls) and self.limits.on_parallel_calls is OnParallelCalls.stop:
+            return StopReason.max_tool_calls
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
         if self._repeats(calls):
@@ -185,8 +192,14 @@ class _Loop:
         self._streak += [json.dumps([c.name, c.arguments], sort_keys=True) for c in calls]
         return any(len(list(run)) > limit for _, run in groupby(self._streak))
 
+    def _too_many(self, calls: list[ToolCall]) -> bool:
+        """Whether the template cannot render the calls of this turn together."""
+        return self.chat.one_call_per_turn and len(calls) > 1
+
     async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
-        """One result per call, in call order; calls over the limit get an error result."""
+        """One result per call, in call order; calls over a limit get an error result."""
+        if self._too_many(calls) and not any(c.name in self.toolbox.stop_tools for c in calls):
+            return await self._execute_first(calls)
         allowed = len(calls)
         if self.limits.max_tool_calls is not None:
             allowed = max(self.limits.max_tool_calls - len(self.rollout.tool_results), 0)
@@ -202,6 +215,20 @@ class _Loop:
         ]
         self.rollout.tool_results.extend(results)
         return results
+
+    async def _execute_first(self, calls: list[ToolCall]) -> list[ToolResult]:
+        """The first call's result; the others are told that they were too many."""
+        first = await self._execute(calls[:1])
+        rest = [
+            ToolResult(
+                call=call,
+                content=f"Error: only one call per turn; {call.name or 'this one'} was not run",
+                error=ToolError.parallel,
+            )
+            for call in calls[1:]
+        ]
+        self.rollout.tool_results.extend(rest)
+        return [*first, *rest]
 
     def _context(self, call: ToolCall) -> ToolContext:
         return ToolContext(

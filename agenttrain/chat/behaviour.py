@@ -1,0 +1,127 @@
+"""How a chat template behaves, found out by rendering: what it reads, refuses and leaves out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from agenttrain.chat.encoding import CLOSE, OPEN, ChatError
+from agenttrain.chat.render import USER
+from agenttrain.types import Message
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Marked messages, and whether to add the generation prompt -> marked text."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates look for an assistant's reasoning; ours is the first."""
+PROBE = "\ufdd5"
+"""A text of ours that no template holds."""
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+"""The only form of ids that Mistral's templates take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """What was found out about a template."""
+
+    renders_calls: bool
+    """Whether the assistant's tool calls appear at all."""
+    one_call_per_turn: bool
+    """Whether a turn of two calls is refused, or loses one."""
+    reasoning_key: str | None
+    """Key of a message under which the template looks for reasoning; None: it shows none."""
+    short_ids: bool
+    """Whether ids must have nine letters and digits."""
+    shows_ids: bool
+    """Whether the ids of calls appear."""
+
+
+def behaviour(render: Render) -> Behaviour:
+    """Find out how a template behaves."""
+    calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
+    short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
+    if calls and not _answers(render, "call_0_0"):
+        short = _answers(render, "abcdefgh1")
+    ids = ("abcdefgh1", "abcdefgh2") if short else ("call_0_0", "call_0_1")
+    pair = _assistant(("one", ids[0]), ("two", ids[1]))
+    both = _shows(render, [pair], "one") and _shows(render, [pair], "two")
+    return Behaviour(
+        renders_calls=calls or short,
+        one_call_per_turn=(calls or short) and not both,
+        reasoning_key=_reasoning_key(render),
+        short_ids=short,
+        shows_ids=_answers(render, ids[0], shown=ids[0]),
+    )
+
+
+def _assistant(*calls: tuple[str, str]) -> Message:
+    """Calls of tools by (name, id)."""
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": f"{PROBE}{name}", "arguments": {"a": f"{PROBE}{name}"}},
+            }
+            for name, call_id in calls
+        ],
+    }
+
+
+def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
+    try:
+        return render([USER, *messages], False).count(f"{PROBE}{text}") >= 2
+    except ChatError:
+        return False
+
+
+def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
+    """Whether a reply to a call of this id is rendered, and the text `shown` with it."""
+    reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
+    try:
+        return shown in render([USER, _assistant(("one", call_id)), reply], True)
+    except ChatError:
+        return False
+
+
+def _reasoning_key(render: Render) -> str | None:
+    for key in REASONING_KEYS:
+        for message in ({"role": "assistant", "content": "c"}, _assistant(("one", "abcdefgh1"))):
+            if _shows_reasoning(render, {**message, key: f"{PROBE}why{PROBE}why"}):
+                return key
+    return None
+
+
+def _shows_reasoning(render: Render, message: Message) -> bool:
+    return _shows(render, [message], "why")
+
+
+def short_id(call_id: str) -> str:
+    """An id of nine letters and digits, always the same for the same id.
+
+    Example: ``short_id("call_0_0") == "…"``; an id of that form stays as it is.
+    """
+    plain = call_id.replace(OPEN, "").replace(CLOSE, "")
+    if SHORT_ID.fullmatch(plain):
+        return plain
+    return sha256(plain.encode()).hexdigest()[:9]
+
+
+def adapted(message: Message, found: Behaviour) -> Message:
+    """A message as the template reads it: reasoning under its key too, ids in its form."""
+    changes: Message = {}
+    key = found.reasoning_key
+    if key is not None and key not in message and REASONING_KEYS[0] in message:
+        changes[key] = message[REASONING_KEYS[0]]
+    if found.short_ids and message.get("tool_call_id"):
+        changes["tool_call_id"] = short_id(message["tool_call_id"])
+    if found.short_ids and message.get("tool_calls"):
+        changes["tool_calls"] = [
+            {**call, "id": short_id(call["id"])} if call.get("id") else call
+            for call in message["tool_calls"]
+        ]
+    return {**message, **changes} if changes else message

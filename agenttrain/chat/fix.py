@@ -1,0 +1,129 @@
+"""A model's own template, changed by the edits of its family; and what they changed, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import unified_diff
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.families import Edit, Family, pattern
+
+MAX_FIND = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """What became of a template.
+
+    Example: ``Fix(family="qwen3", stock="…", template="…", changes=("keeps past reasoning",))``
+    """
+
+    family: str | None
+    """None: not one of ours."""
+    stock: str
+    """The template as the model or the user's file has it."""
+    template: str
+    changes: tuple[str, ...] = ()
+    """What was changed, and why."""
+    problem: str | None = None
+    """Why a fix that the family needs was not made."""
+
+    def text(self) -> str:
+        """The changes for people: a heading, the reasons, a unified diff; empty without any."""
+        if not self.changes:
+            return ""
+        diff = unified_diff(
+            self.stock.splitlines(), self.template.splitlines(), "stock", "fixed", lineterm="", n=1
+        )
+        heading = f"chat template fixed as {self.family}: {'; '.join(self.changes)}"
+        return "\n".join([heading, *diff, ""])
+
+
+def fixed(name: str, family: Family, stock: str) -> Fix:
+    """`stock` with the first of the family's fixes whose every edit applies.
+
+    An edit that a template holds already is left out. Raises ChatError when no fix applies.
+    """
+    if not family.fixes:
+        return Fix(family=name, stock=stock, template=stock)
+    problem = ""
+    for fix in family.fixes:
+        template = stock
+        changes: dict[str, None] = {}
+        for edit in fix:
+            edited = _apply(edit, template)
+            if edited is None:
+                problem = problem or (
+                    f"the model's template does not hold {_short(edit.find)!r}, which the fix of "
+                    f"{name} replaces"
+                )
+                break
+            if edited != template:
+                changes[edit.why] = None
+            template = edited
+        else:
+            return Fix(
+                family=name, stock=stock, template=template, changes=tuple(filter(None, changes))
+            )
+    raise ChatError(
+        f"chat_template={name}: {problem}; set chat_template=none, or chat_template=file with "
+        "chat_template.path=<file.jinja>"
+    )
+
+
+def _apply(edit: Edit, template: str) -> str | None:
+    """The template with the edit; None where it does not apply."""
+    if not edit.find:
+        return template if edit.put in template else edit.put + template
+    find = pattern(edit.find)
+    held = bool(edit.put) and pattern(edit.put).search(template) is not None
+    if held and find.search(edit.put):
+        return template
+    found, count = find.subn(lambda _: edit.put, template)
+    return found if count else template if held else None
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
+
+
+def recognise(
+    source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
+) -> str | None:
+    """The family of a template: by what its source holds, proven by how it behaves.
+
+    `reads_back(family, template)` says whether the family's parser reads a call that the template
+    has rendered. Of the families whose marks are all there, the one with the most of them is
+    taken. A template that none describes has the first family without fixes whose calls it
+    renders; None where there is no such family.
+    """
+    described = [name for name, family in known.items() if _described(source, family)]
+    described.sort(key=lambda name: -sum(map(len, known[name].marks)))
+    for name in described:
+        family = known[name]
+        if not family.tools or _reads_fixed(source, name, family, reads_back):
+            return name
+    for name, family in known.items():
+        if family.tools and not family.marks and reads_back(family, source):
+            return name
+    return None
+
+
+def _described(source: str, family: Family) -> bool:
+    held = [bool(pattern(mark).search(source)) for mark in family.marks]
+    return (
+        bool(held) and all(held) and not any(pattern(text).search(source) for text in family.absent)
+    )
+
+
+def _reads_fixed(
+    source: str, name: str, family: Family, reads_back: Callable[[Family, str], bool]
+) -> bool:
+    if reads_back(family, source):
+        return True
+    try:
+        return reads_back(family, fixed(name, family, source).template)
+    except ChatError:
+        return False

@@ -1,0 +1,79 @@
+"""Stock templates of known families to look at, and small tokenizers to try them with.
+
+The templates are those that the test dependency `trl` carries as data (it is read, not imported),
+and for Mistral those that `mistral_common` makes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agenttrain.chat.families import Family
+
+TRL = "trl"
+TEMPLATES = "chat_templates"
+MISTRAL = "mistral_common:"
+
+
+def originals_folder() -> Path | None:
+    """Where the stock templates are; None when they are not installed."""
+    found = find_spec(TRL)
+    folders = list(found.submodule_search_locations or ()) if found else []
+    folder = Path(folders[0]) / TEMPLATES if folders else None
+    return folder if folder and folder.is_dir() else None
+
+
+def original(name: str) -> str | None:
+    """The source of a stock template, e.g. of `qwen3` or `mistral_common:v7`; None where it is not
+    installed."""
+    if name.startswith(MISTRAL):
+        return _mistral(name.removeprefix(MISTRAL))
+    folder = originals_folder()
+    file = folder / f"{name}.jinja" if folder else None
+    return file.read_text(encoding="utf-8") if file and file.is_file() else None
+
+
+def _mistral(version: str) -> str | None:
+    if originals_folder() is None or find_spec("mistral_common") is None:
+        return None
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    return generate_chat_template(
+        spm=False,
+        tokenizer_version=TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=False,
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=True,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
+        reasoning_effort_default=None,
+    )
+
+
+@cache
+def small_tokenizer(family: Family) -> Any:
+    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in family.control])
+    core.add_tokens([AddedToken(text, normalized=False) for text in family.added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=family.control[0],
+        bos_token=family.bos,
+        clean_up_tokenization_spaces=False,
+    )

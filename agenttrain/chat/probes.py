@@ -1,0 +1,88 @@
+"""The conversations that a certificate tries a template with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from agenttrain.chat.template import Chat
+from agenttrain.types import AssistantTurn, Message, ToolCall
+
+Step = tuple[AssistantTurn, list[Message]]
+"""A turn and the replies to it."""
+
+EXAMPLES = {"integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}, "null": None}
+"""Argument values by JSON schema type; any other type is shown a string."""
+LONG = "17 lamps, 4 chairs\n" * 400
+REPLIES = {
+    "empty reply": "",
+    "error reply": "Error: no such column: 'prize'\n  line 1\n",
+    "unicode reply": " naïve 東京 🙂 \u2028 ",
+    "long reply": LONG,
+}
+
+
+def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, list[Step]]]:
+    """Named probe conversations; those with calls use every tool of the user's."""
+    controls = "".join(chat.encoder.control)
+    answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
+    yield "no call", [(answer, _user("And 4 + 5?"))]
+    yield (
+        "reasoning without a call",
+        [
+            (_answer(reasoning="3 and 4"), _user("And 4 + 5?")),
+            (_answer(reasoning="4 and 5"), _user("Thanks.")),
+        ],
+    )
+    yield "control tokens in a user reply", [(answer, _user(controls))]
+    if schemas:
+        yield from _with_calls([schema.get("function", schema) for schema in schemas], controls)
+
+
+def _with_calls(tools: list[dict], controls: str) -> Iterator[tuple[str, list[Step]]]:
+    for tool in tools:
+        yield f"call of {tool['name']}", [_step(0, [tool], ["7"])]
+    yield "parallel calls", [_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
+    turns = [_step(turn, [tools[turn % len(tools)]], [str(turn)]) for turn in range(3)]
+    yield "three turns", turns
+    yield "content beside a call", [_step(0, tools[:1], ["7"], "Let me see."), turns[1]]
+    thought = _step(0, tools[:1], ["7"], reasoning="3 and 4")
+    yield "reasoning", [thought, _step(1, tools[:1], ["8"], reasoning="one more")]
+    for name, text in {**REPLIES, "control tokens in a tool reply": controls}.items():
+        yield name, [_step(0, tools[:1], [text]), turns[1]]
+    last = (_answer(reasoning="7 it is"), _user("And 4 + 5?"))
+    yield "later user message", [thought, last, _step(2, tools[:1], ["9"], reasoning="4 and 5")]
+
+
+def _answer(reasoning: str | None) -> AssistantTurn:
+    return AssistantTurn(content="It is 7.", reasoning=reasoning, calls=())
+
+
+def _user(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _step(
+    turn: int, tools: list[dict], texts: list[str], content: str = "", reasoning: str | None = None
+) -> Step:
+    calls = tuple(
+        ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=_arguments(tool))
+        for index, tool in enumerate(tools)
+    )
+    replies: list[Message] = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+        for call, text in zip(calls, texts, strict=True)
+    ]
+    return AssistantTurn(content=content, reasoning=reasoning, calls=calls), replies
+
+
+def _arguments(tool: dict) -> dict:
+    properties = (tool.get("parameters") or {}).get("properties", {})
+    return {
+        name: schema["enum"][0] if schema.get("enum") else EXAMPLES.get(_type(schema), "a b")
+        for name, schema in properties.items()
+    }
+
+
+def _type(schema: dict) -> str:
+    kind = schema.get("type", "string")
+    return kind if isinstance(kind, str) else kind[0]

@@ -1,0 +1,165 @@
+"""What stands inside a region of a `response_template`, and the shape that it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from agenttrain.chat.response_json import excerpt, kind, read_json
+from agenttrain.chat.response_literal import Dialect, read_literal
+from agenttrain.chat.response_regex import Pattern
+
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class ContentError(ValueError):
+    """What is wrong with a region's text; never leaves this folder."""
+
+    def __init__(self, problem: str, *, cut: bool = False) -> None:
+        super().__init__(problem)
+        self.cut = cut
+        """Whether the text ends inside a value."""
+
+
+def _text(text: str, args: Mapping[str, Any]) -> str:
+    return text.strip() if args.get("strip", True) else text
+
+
+def _number(text: str, args: Mapping[str, Any]) -> int | float:
+    value, _, problem, _ = read_json(text.strip())
+    if problem is not None or isinstance(value, bool) or not isinstance(value, int | float):
+        raise ContentError(f"not a number: {excerpt(text)}")
+    return value
+
+
+def _bool(text: str, args: Mapping[str, Any]) -> bool:
+    return text.strip().lower() in ("true", "1")
+
+
+def _json(text: str, args: Mapping[str, Any]) -> Any:
+    quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
+    if quotes or args.get("unquoted_keys"):
+        words = {"true": True, "false": False, "null": None}
+        dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
+        value, end, problem, cut = read_literal(text, 0, dialect)
+    else:
+        value, end, problem, cut = read_json(text)
+    if problem is None and text[end:].strip():
+        problem = f"text after the JSON value: {excerpt(text[end:])}"
+    if problem is None:
+        return value
+    if args.get("allow_non_json"):
+        return text.strip()
+    raise ContentError(problem, cut=cut)
+
+
+@cache
+def _tags(source: str) -> Pattern:
+    return Pattern(source, "tag_pattern")
+
+
+def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for tag in _tags(args["tag_pattern"]).matches(text):
+        value = _inner(tag["value"] or "", args.get("value_parser"))
+        _put(found, tag["key"], value, merge=bool(args.get("merge_duplicates")))
+    return found
+
+
+def _put(found: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
+    if key in found and not merge:
+        raise ContentError(f"the parameter {excerpt(key)} is given twice")
+    if key in found:
+        held = found[key] if isinstance(found[key], list) else [found[key]]
+        found[key] = [*held, value]
+    else:
+        found[key] = value
+
+
+def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for line in text.split(args.get("line_sep", "\n")):
+        key, separator, value = _text(line, args).partition(args.get("kv_sep", ":"))
+        if separator:
+            value = _inner(_text(value, args), args.get("value_parser"))
+            _put(found, _text(key, args), value, merge=False)
+    return found
+
+
+def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
+    if parser is None:
+        return text
+    return CONTENT[parser.get("name", "text")](text, parser.get("args") or {})
+
+
+CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "text": _text,
+    "int": _number,
+    "float": _number,
+    "bool": _bool,
+    "json": _json,
+    "xml-inline": _xml_inline,
+    "kv-lines": _kv_lines,
+}
+"""By the names that a field's `content` takes: (text, `content_args`) -> value, or ContentError."""
+
+
+def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
+    """Raise ValueError for what can be known to be wrong before any text is read."""
+    if name not in CONTENT:
+        raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
+    if not isinstance(args, Mapping):
+        raise ValueError(f"{scope}.content_args: must be a mapping, not {args!r}")
+    if name == "xml-inline":
+        names = Pattern(args.get("tag_pattern"), f"{scope}.content_args.tag_pattern").names
+        if not {"key", "value"} <= set(names):
+            raise ValueError(f"{scope}.content_args.tag_pattern: needs (?P<key>…) and (?P<value>…)")
+    if (parser := args.get("value_parser")) is not None:
+        inner = f"{scope}.content_args.value_parser"
+        check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
+    _check_transform(transform, scope)
+
+
+def _check_transform(transform: Any, scope: str) -> None:
+    parts = transform.values() if isinstance(transform, Mapping) else transform
+    if isinstance(transform, Mapping | list):
+        for part in parts:
+            _check_transform(part, scope)
+    elif isinstance(transform, str) and _PLACEHOLDER.sub("", transform) not in ("", transform):
+        raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
+
+
+def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
+    """The value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
+    given = {key: found for key, found in captures.items() if found is not None}
+    if transform is None:
+        return value
+    if not each:
+        return _filled(transform, {**given, "content": value})
+    if not isinstance(value, list):
+        raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
+    # An item that is no mapping is malformed on its own, beside the others.
+    return [
+        _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
+        for item in value
+    ]
+
+
+def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
+    if isinstance(transform, Mapping):
+        return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
+    if isinstance(transform, list):
+        return [_filled(part, scope, partly=partly) for part in transform]
+    found = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if found is None:
+        return transform
+    value: Any = scope
+    for key in found[1].split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            if partly:
+                return None
+            raise ContentError(f"the call has no {found[1].removeprefix('content.')}")
+        value = value[key]
+    return value

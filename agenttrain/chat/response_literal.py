@@ -1,0 +1,196 @@
+"""Values in the near-JSON that some families write: Gemma's strings, Python's literals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from agenttrain.chat.response_json import MAX_DEPTH, Json, excerpt, skip_blank, unique
+
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_PYTHON_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])", re.ASCII)
+_WORD = re.compile(r"[^\W\d][\w-]*")
+_ESCAPE = re.compile(
+    r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
+)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\/'\"`"}
+
+
+class LiteralError(ValueError):
+    """What is wrong with a value; never leaves this folder."""
+
+    def __init__(self, problem: str, *, cut: bool = False) -> None:
+        super().__init__(problem)
+        self.cut = cut
+        """Whether the text ends inside the value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How values are written where JSON's own rules do not hold."""
+
+    raw_quotes: Sequence[tuple[str, str]] = ()
+    """What opens and closes strings without escapes, beside double quotes."""
+    single_quotes: bool = False
+    bare_keys: bool = False
+    """Whether keys may stand without quotes."""
+    trailing_commas: bool = False
+    words: Mapping[str, Any]
+
+
+GEMMA = Dialect(
+    raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words={**_JSON_WORDS, "None": None}
+)
+"""``{city:<|"|>Oslo<|"|>,days:2}``; early templates write None for null"""
+PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
+"""``{'city': "Oslo", "exact": True}``, mixed with JSON, as templates write it"""
+LENIENT = Dialect(single_quotes=True, bare_keys=True, trailing_commas=True, words=_PYTHON_WORDS)
+"""JSON with what models often get wrong in it: ``{name: 'f', "arguments": {"x": True,}}``"""
+
+
+def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
+    """(value, its end) of the value at `start`, in linear time. Raises LiteralError."""
+    return _Reader(text, dialect).value(skip_blank(text, start), MAX_DEPTH)
+
+
+def read_literal(text: str, start: int, dialect: Dialect) -> Json:
+    """The same, with the problem in words."""
+    try:
+        value, end = take_literal(text, start, dialect)
+    except LiteralError as error:
+        return Json(problem=f"invalid arguments: {error}", cut=error.cut)
+    return Json(value, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    text: str
+    dialect: Dialect
+
+    def value(self, at: int, depth: int) -> tuple[Any, int]:
+        if depth == 0:
+            raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
+        first = self.text[at : at + 1]
+        if first == "{":
+            return self._mapping(at + 1, depth)
+        if first == "[":
+            return self._items(at + 1, depth)
+        return self._string(at) or self._scalar(at)
+
+    def _items(self, at: int, depth: int) -> tuple[list[Any], int]:
+        items: list[Any] = []
+        at, comma = skip_blank(self.text, at), False
+        while not self._closes(at, "]", comma):
+            value, at = self.value(at, depth - 1)
+            items.append(value)
+            at, comma = self._after_item(at, "]")
+        return items, at + 1
+
+    def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        pairs: list[tuple[str, Any]] = []
+        at, comma = skip_blank(self.text, at), False
+        while not self._closes(at, "}", comma):
+            key, at = self._key(at)
+            at = skip_blank(self.text, at)
+            if not self.text.startswith(":", at):
+                self._expected("':'", at)
+            value, at = self.value(skip_blank(self.text, at + 1), depth - 1)
+            pairs.append((key, value))
+            at, comma = self._after_item(at, "}")
+        try:
+            return unique(pairs), at + 1
+        except ValueError as error:
+            raise LiteralError(str(error)) from None
+
+    def _closes(self, at: int, bracket: str, comma: bool) -> bool:
+        """Whether the container ends at `at`, where its next item would begin."""
+        if not self.text.startswith(bracket, at):
+            return False
+        if comma and not self.dialect.trailing_commas:
+            self._expected("a value", at)
+        return True
+
+    def _after_item(self, at: int, bracket: str) -> tuple[int, bool]:
+        """(where the next item or the closing bracket stands, whether a comma came before)."""
+        at = skip_blank(self.text, at)
+        if self.text.startswith(",", at):
+            return skip_blank(self.text, at + 1), True
+        if not self.text.startswith(bracket, at):
+            self._expected(f"',' or '{bracket}'", at)
+        return at, False
+
+    def _key(self, at: int) -> tuple[str, int]:
+        if (string := self._string(at)) is not None:
+            return string
+        word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
+        if word is None:
+            self._expected("a key in quotes", at)
+        return word.group(), word.end()
+
+    def _string(self, at: int) -> tuple[str, int] | None:
+        for opening, closing in self.dialect.raw_quotes:
+            if self.text.startswith(opening, at):
+                start = at + len(opening)
+                end = self.text.find(closing, start)
+                if end < 0:
+                    raise LiteralError("a string is not closed", cut=True)
+                return self.text[start:end], end + len(closing)
+        quote = self.text[at : at + 1]
+        if quote == '"' or (quote == "'" and self.dialect.single_quotes):
+            return self._quoted(at, quote)
+        return None
+
+    def _quoted(self, at: int, quote: str) -> tuple[str, int]:
+        string = _QUOTED[quote].match(self.text, at)
+        if string is None:
+            raise LiteralError("a string is not closed", cut=True)
+        return _unescape(string.group()[1:-1]), string.end()
+
+    def _scalar(self, at: int) -> tuple[Any, int]:
+        if (number := _NUMBER.match(self.text, at)) is not None:
+            return _number(number.group()), number.end()
+        word = _WORD.match(self.text, at)
+        if word is None or word.group() not in self.dialect.words:
+            self._expected("a value", at)
+        return self.dialect.words[word.group()], word.end()
+
+    def _expected(self, what: str, at: int) -> NoReturn:
+        cut = at >= len(self.text)
+        found = "the end" if cut else excerpt(self.text[at : at + 60])
+        raise LiteralError(f"expected {what}, found {found}", cut=cut)
+
+
+_QUOTED = {
+    quote: re.compile(rf"{quote}(?:[^{quote}\\]++|\\.)*+{quote}", re.DOTALL) for quote in "\"'"
+}
+
+
+def _number(literal: str) -> Any:
+    try:
+        number = json.loads(literal)
+    except ValueError as error:  # over the limit of digits that Python converts
+        raise LiteralError(str(error)) from None
+    if number in (float("inf"), float("-inf")):
+        raise LiteralError(f"{literal} is not a finite number")
+    return number
+
+
+def _unescape(text: str) -> str:
+    if "\\" not in text:
+        return text
+    text = _ESCAPE.sub(_escaped, text)
+    try:  # two escaped halves of one character become that character
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        return text
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = match.group(1)
+    if len(code) > 1:
+        return chr(int(code[1:], 16))
+    return _ESCAPED.get(code, match.group())

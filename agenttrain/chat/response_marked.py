@@ -1,0 +1,178 @@
+"""Completions whose reasoning and calls stand between marks: all families but gpt-oss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from agenttrain.chat.response_calls import READERS, Read, Schemas, Syntax
+from agenttrain.chat.response_json import excerpt
+from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+
+MARKS_IN_STRINGS = (1, 4, 16)
+"""How many marks further a call may reach, tried in turn; beyond the last it is malformed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedSpec(Syntax):
+    """How a family writes reasoning and calls inside a completion: the keys of its YAML.
+
+    Example: ``<think>2 + 2</think>Let me see.<tool_call>{"name": "add", "arguments": {}}
+    </tool_call>``
+    """
+
+    reasoning_open: str = ""
+    """Empty, as the closing mark: the family writes no reasoning."""
+    reasoning_close: str = ""
+    call_open: str = ""
+    """The mark that a call, or a list of calls, begins with."""
+    call_open_pattern: str | None = None
+    """A regular expression instead, for calls that no mark opens."""
+    call_close: str | None = None
+    """None: a call ends where its arguments do."""
+    syntax: str = "json"
+    """What stands between the marks; one of `response_calls.READERS`."""
+    ignored: tuple[str, ...] = ()
+    """Marks around all calls of a completion, left out of the content."""
+    controls: tuple[str, ...] = ()
+    """Control tokens that stand within calls."""
+    call_id: str = CALL_ID
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        opening = self.call_open_pattern or re.escape(self.call_open)
+        closing = "" if self.call_close is None else "|" + re.escape(self.call_close)
+        return re.compile(f"(?P<_open>{opening}){closing}", re.DOTALL)
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        own = (self.reasoning_open, self.reasoning_close, self.call_open, self.call_close or "")
+        texts = (*own, *self.ignored, *self.controls, self.call_open_pattern or "")
+        read = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in read)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        opening = self.reasoning_open.rstrip()
+        return bool(opening) and prompt.rstrip().endswith(opening)
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        reasoning, text = self._split_reasoning(text, in_reasoning)
+        content, calls = self._split_calls(text, parameters(schemas))
+        for mark in self.ignored:
+            content = content.replace(mark, "")
+        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+
+    def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
+        """(reasoning, the rest); reasoning that is not closed reaches to the end."""
+        if not self.reasoning_close:
+            return None, text
+        before, opened, after = text.partition(self.reasoning_open)
+        if inside or not opened or self._opens_call(before):
+            before, opened, after = "", "", text
+        thought, closed, rest = after.partition(self.reasoning_close)
+        if not closed and not opened and not inside:
+            return None, text
+        if not opened and not inside and self._opens_call(thought):
+            # A stray closing mark after a call must not turn that call into reasoning.
+            return None, text
+        return thought.strip(), before + rest
+
+    def _opens_call(self, text: str) -> bool:
+        return any(mark["_open"] is not None for mark in self._marks.finditer(text))
+
+    def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[Found]]:
+        """(content outside calls, calls)."""
+        marks = self._found(text)
+        content: list[str] = []
+        calls: list[Found] = []
+        position = index = 0
+        while index < len(marks):
+            mark = marks[index]
+            index += 1
+            if mark["_open"] is None:
+                continue
+            content.append(text[position : mark.start()])
+            read = self._read(text, mark.end(), marks, index, schemas)
+            end = mark.end() + read.end
+            while index < len(marks) and marks[index].start() < end:
+                index += 1
+            following = marks[index] if index < len(marks) else None
+            position, problem = self._end(text, end, read, following)
+            calls += _spans(read, text[mark.start() : position], problem)
+        content.append(text[position:])
+        return "".join(content), calls
+
+    def _found(self, text: str) -> list[re.Match[str]]:
+        marks: list[re.Match[str]] = []
+        for mark in self._marks.finditer(text):
+            # A mark without width, found right behind another, is the same opening again.
+            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
+                marks.append(mark)
+        return marks
+
+    def _read(
+        self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas
+    ) -> Read:
+        """What the syntax finds at `start`; `index`: the first mark after it.
+
+        A mark inside a string argument is part of the string, so a string that runs into one is
+        read again with more text. That is bounded, so parsing stays linear.
+        """
+        first = None
+        for count in MARKS_IN_STRINGS:
+            last = index + count - 1
+            body = text[start : marks[last].start() if last < len(marks) else len(text)]
+            read = READERS[self.syntax](body, self, schemas)
+            if first is None:
+                first = read
+            elif not read.cut:
+                # More text is right only where it makes a call of what ran into the mark.
+                at = min(len(first.calls), len(read.calls)) - 1
+                return read if read.calls[at].problem is None else first
+            if not read.cut:
+                return read
+            if last >= len(marks):
+                break
+        return first or read
+
+    def _end(
+        self, text: str, end: int, read: Read, following: re.Match[str] | None
+    ) -> tuple[int, str | None]:
+        """(position after the call, what is wrong with its end)."""
+        bad = any(call.problem is not None for call in read.calls)
+        limit = following.start() if following is not None else len(text)
+        if self.call_close is None:
+            return (limit if bad else end), None
+        if following is None or following["_open"] is not None:
+            return limit, f"the call is not closed: {self.call_close} is missing"
+        rest = text[end:limit]
+        problem = f"text after the call: {excerpt(rest)}" if not bad and rest.strip() else None
+        return following.end(), problem
+
+
+def _spans(read: Read, text: str, problem: str | None) -> list[Found]:
+    """The calls of one region with the text that each came from; `problem`: of the region's end."""
+    if len(read.calls) == 1 and not read.calls[0].text:
+        (call,) = read.calls
+        return [replace(call, text=text, problem=problem or call.problem)]
+    calls = [call if call.text else replace(call, text=text) for call in read.calls]
+    if problem is not None and calls[-1].problem is None:
+        # Complete calls of a list that is cut stay good.
+        rest = text[text.rfind(calls[-1].text) + len(calls[-1].text) :]
+        calls.append(Found(text=rest, problem=problem))
+    return calls
+
+
+def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
+    """Tool name -> parameter name -> JSON schema."""
+    found = {}
+    for schema in schemas:
+        function = schema.get("function", schema)
+        properties = (function.get("parameters") or {}).get("properties")
+        found[function.get("name")] = properties or {}
+    return found

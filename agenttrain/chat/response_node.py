@@ -1,0 +1,252 @@
+"""One node of a `response_schema`: how its text is taken apart, and what type comes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jmespath
+
+from agenttrain.chat.response_content import CONTENT, ContentError
+from agenttrain.chat.response_json import excerpt, kind
+from agenttrain.chat.response_regex import Pattern
+
+_PARSERS = {
+    "json": {},
+    "gemma4-tool-call": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+}
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "any", None)
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+}
+NOTHING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node, compiled."""
+
+    type: str | None = None
+    const: Any = NOTHING
+    default: Any = NOTHING
+    substitutions: tuple[tuple[Pattern, str], ...] = ()
+    regex: Pattern | None = None
+    iterator: Pattern | None = None
+    key_value: Pattern | None = None
+    parser: str | None = None
+    allow_non_json: bool = False
+    transform: Callable[[Any], Any] | None = None
+    properties: Mapping[str, Node] = field(default_factory=dict)
+    additional: Node | None = None
+    """None: keys that are not among the properties are left out."""
+    items: Node | None = None
+    prefix_items: tuple[Node, ...] = ()
+    required: tuple[str, ...] = ()
+
+    def sources(self) -> Iterator[str]:
+        """All regular expressions of this node and those below it."""
+        patterns = [p for p, _ in self.substitutions]
+        for pattern in (*patterns, self.regex, self.iterator, self.key_value):
+            if pattern is not None:
+                yield pattern.source
+        below = [*self.properties.values(), self.additional, self.items, *self.prefix_items]
+        for node in below:
+            if node is not None:
+                yield from node.sources()
+
+    def split(self, text: str) -> dict[str, Any] | None:
+        """Property -> the text it is to read; None where the root's expression does not match."""
+        try:
+            found = self.inner(text)
+        except ContentError:
+            return None
+        if isinstance(found, str):
+            return dict.fromkeys(self.properties, found)
+        return found
+
+    def inner(self, value: Any) -> Any:
+        """The value after substitutions and ``x-regex``; None where that does not match."""
+        if self.substitutions or self.regex is not None:
+            if not isinstance(value, str):
+                raise ContentError(f"expected text, found {kind(value)}")
+            for pattern, replacement in self.substitutions:
+                value = pattern.substitute(replacement, value)
+        if self.regex is None:
+            return value
+        match = self.regex.match(value)
+        return None if match is None else groups(match)
+
+    def value(self, value: Any, *, raw: bool = False) -> Any:
+        """What the node makes of a value. Raises ContentError.
+
+        `raw`: text that is only perhaps JSON stays text.
+        """
+        if self.const is not NOTHING:
+            return self.const
+        if value is None:
+            return None
+        value = self.inner(value)
+        if value is None:
+            return None
+        return self.parsed(value, raw=raw)
+
+    def parsed(self, value: Any, *, raw: bool = False) -> Any:
+        """What the node makes of a value that ``x-regex`` has found already."""
+        value = self._parse(self._matches(value), raw=raw)
+        if value is None:
+            return None
+        if self.type == "object":
+            return self._object(value, raw=raw)
+        if self.type == "array":
+            return self._array(value, raw=raw)
+        return _scalar(self.type, value)
+
+    def _matches(self, value: Any) -> Any:
+        pattern = self.iterator or self.key_value
+        if pattern is None:
+            return value
+        if not isinstance(value, str):
+            raise ContentError(f"expected text, found {kind(value)}")
+        found = [groups(match) for match in pattern.matches(value)]
+        if self.iterator is not None:
+            return found or None
+        pairs: dict[str, Any] = {}
+        for pair in found:
+            if pair["key"] in pairs:
+                raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
+            pairs[pair["key"]] = pair.get("value", "")
+        return pairs or None
+
+    def _parse(self, value: Any, *, raw: bool) -> Any:
+        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
+            if not isinstance(value, str):
+                raise ContentError(f"expected JSON text, found {kind(value)}")
+            args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
+            value = CONTENT["json"](value, args)
+        if self.transform is None:
+            return value
+        try:
+            return self.transform(value)
+        except (jmespath.exceptions.JMESPathError, RecursionError, TypeError) as error:
+            raise ContentError(f"the call does not fit the schema: {error}") from error
+
+    def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
+        if isinstance(value, str):
+            value = dict.fromkeys(self.properties, value)
+        elif not isinstance(value, dict):
+            raise ContentError(f"expected a JSON object, found {kind(value)}")
+        found: dict[str, Any] = {}
+        for key, node in self.properties.items():
+            read = node.value(value.get(key), raw=raw)
+            if read is None and node.default is not NOTHING:
+                read = node.default
+            if read is not None:
+                found[key] = read
+        if self.additional is not None:
+            extra = {k: v for k, v in value.items() if k not in self.properties}
+            found |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}
+        missing = [key for key in self.required if key not in found]
+        if missing:
+            raise ContentError(f"the call has no {', '.join(missing)}")
+        return found
+
+    def _array(self, value: Any, *, raw: bool) -> list[Any]:
+        if not isinstance(value, list):
+            value = [value] if len(self.prefix_items) == 1 else value
+        if not isinstance(value, list):
+            raise ContentError(f"expected a JSON array, found {kind(value)}")
+        if self.items is not None:
+            return [self.items.value(item, raw=raw) for item in value]
+        if len(value) != len(self.prefix_items):
+            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
+        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
+
+
+def groups(match: Any) -> Any:
+    """What a match is worth: its named groups, its only group, or all of it."""
+    if match.re.groupindex:
+        return {key: text for key, text in match.groupdict().items() if text is not None}
+    return match.group(1) if match.re.groups else match.group()
+
+
+def _scalar(name: str | None, value: Any) -> Any:
+    if name is None or name == "any":
+        return value
+    if isinstance(value, _SCALARS[name]) and (name == "boolean") == isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            if name == "boolean" and value.lower() in ("true", "1", "false", "0"):
+                return value.lower() in ("true", "1")
+            if name in ("integer", "number"):
+                return int(value) if name == "integer" else float(value)
+        except ValueError:
+            pass
+    raise ContentError(f"expected {name}, found {excerpt(json.dumps(value, default=str))}")
+
+
+def node_of(found: Any, scope: str = "response_schema") -> Node:
+    """Compile a node and those below it. Raises ValueError with the key that is wrong."""
+    if found is True or found is None:
+        return Node()
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {found!r}")
+    if found.get("type") not in _TYPES:
+        raise ValueError(f"{scope}.type: {found['type']!r} is not one of {_TYPES[:-1]}")
+    if (parser := found.get("x-parser")) not in (None, *_PARSERS):
+        raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
+    args = found.get("x-parser-args") or {}
+    additional = found.get("additionalProperties", {})
+    return Node(
+        type=found.get("type"),
+        const=found.get("const", NOTHING),
+        default=found.get("default", NOTHING),
+        substitutions=tuple(_substitutions(found, scope)),
+        regex=_pattern(found, "x-regex", scope),
+        iterator=_pattern(found, "x-regex-iterator", scope),
+        key_value=_key_value(found, scope),
+        parser=parser,
+        allow_non_json=bool(args.get("allow_non_json")),
+        transform=_transform(args.get("transform"), scope),
+        properties={
+            str(key): node_of(value, f"{scope}.{key}")
+            for key, value in (found.get("properties") or {}).items()
+        },
+        additional=None if additional is False else node_of(additional or None, scope),
+        items=node_of(found["items"], f"{scope}.items") if "items" in found else None,
+        prefix_items=tuple(
+            node_of(value, f"{scope}.prefixItems") for value in found.get("prefixItems") or ()
+        ),
+        required=tuple(found.get("required") or ()),
+    )
+
+
+def _pattern(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
+    return Pattern(found[key], f"{scope}.{key}") if key in found else None
+
+
+def _key_value(found: Mapping[str, Any], scope: str) -> Pattern | None:
+    pattern = _pattern(found, "x-regex-key-value", scope)
+    if pattern is not None and not {"key", "value"} <= set(pattern.names):
+        raise ValueError(f"{scope}.x-regex-key-value: needs (?P<key>…) and (?P<value>…)")
+    return pattern
+
+
+def _substitutions(found: Mapping[str, Any], scope: str) -> Iterator[tuple[Pattern, str]]:
+    for pair in found.get("x-regex-substitutions") or ():
+        pattern, replacement = pair
+        yield Pattern(pattern, f"{scope}.x-regex-substitutions"), str(replacement)
+
+
+def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
+    if expression is None:
+        return None
+    try:
+        return jmespath.compile(expression).search
+    except jmespath.exceptions.JMESPathError as error:
+        raise ValueError(f"{scope}.x-parser-args.transform: {error}") from error

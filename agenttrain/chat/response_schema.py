@@ -1,0 +1,241 @@
+"""The older `response_schema` dialect, which transformers 5.0 to 5.12 read, with every call kept.
+
+A JSON schema whose nodes say how to take text apart: ``x-regex`` (one match), ``x-regex-iterator``
+(all matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
+json`` with a JMESPath ``transform``. The root's properties are the message's fields. Departures, on
+completions that transformers raises on or returns nothing for:
+
+1. a call that cannot be read is a malformed call, not an exception, and takes no other with it;
+2. where the root's expression matches nothing (a call that is cut, text behind the calls), what
+   stands before the first call is read by it, and the calls are looked for one by one;
+3. parameters are typed by the tool's schema before any guess at what their text might be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from agenttrain.chat.response_calls import Schemas, typed
+from agenttrain.chat.response_content import ContentError
+from agenttrain.chat.response_json import read_items, skip_blank
+from agenttrain.chat.response_marked import parameters
+from agenttrain.chat.response_node import Node, groups, node_of
+from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_regex import Pattern
+from agenttrain.chat.response_template import CALLS, CONTENT_FIELD, REASONING, call_of
+
+_REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaSpec:
+    """A ResponseSpec made from a `response_schema`."""
+
+    root: Node
+    call_id: str = CALL_ID
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        return tuple(control for control in controls if control in self._patterns)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        opening = self._reasoning[0].rstrip()
+        return bool(opening) and prompt.rstrip().endswith(opening)
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        whole = self._reasoning[0] + text if in_reasoning else text
+        found = self.root.split(whole)
+        if found is None:
+            return self._piecewise(whole, parameters(schemas))
+        calls = self._calls(found.get(CALLS), whole, parameters(schemas))
+        content = self._text(found, CONTENT_FIELD)
+        return Parts(content=content or "", reasoning=self._thoughts(found), calls=calls)
+
+    @cached_property
+    def _patterns(self) -> str:
+        return "\n".join(self.root.sources()).replace("\\n", "\n").replace("\\", "")
+
+    @cached_property
+    def _reasoning(self) -> tuple[str, str]:
+        """The marks of reasoning that the expressions name."""
+        return next((m for m in _REASONING_MARKS if m[1] in self._patterns), ("", ""))
+
+    @cached_property
+    def _iterator(self) -> Pattern | None:
+        calls = self.root.properties.get(CALLS)
+        return None if calls is None else calls.iterator
+
+    @cached_property
+    def _opener(self) -> str:
+        """The text that every call begins with, if there is one."""
+        literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", self._iterator_source)
+        # A last character that may be missing, or repeated, is not part of it.
+        if literal is None:
+            return ""
+        rest = self._iterator_source[literal.end() :]
+        found = literal[1][:-1] if rest[:1] in ("?", "*", "+", "{") else literal[1]
+        return found.replace("\\", "") if len(found) > 2 else ""
+
+    @property
+    def _iterator_source(self) -> str:
+        return self._iterator.source if self._iterator is not None else ""
+
+    def _thoughts(self, found: Mapping[str, Any]) -> str | None:
+        names = (name for name in REASONING if name in self.root.properties)
+        texts = (self._text(found, name) for name in names)
+        return next((text for text in texts if text is not None), None)
+
+    def _text(self, found: Mapping[str, Any], name: str) -> str | None:
+        node = self.root.properties.get(name)
+        try:
+            value = node.value(found.get(name)) if node is not None else None
+        except ContentError:
+            return None
+        return value.strip() if isinstance(value, str) else None
+
+    def _piecewise(self, text: str, schemas: Schemas) -> Parts:
+        """The parts of a text that the root's expression does not match as a whole."""
+        start = self._first_call(text)
+        found = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
+        calls, rest = self._each(text[start:], schemas)
+        content = (self._text(found, CONTENT_FIELD) or "") + rest
+        return Parts(content=content.strip(), reasoning=self._thoughts(found), calls=calls)
+
+    def _first_call(self, text: str) -> int:
+        """Where the first call outside the reasoning opens, or the text's end."""
+        if not self._opener:
+            return len(text)
+        opening, closing = self._reasoning
+        before, found, _ = text.partition(self._opener)
+        if found and opening in before and closing:
+            start = text.find(self._opener, max(text.find(closing), 0))
+        else:  # a stray closing mark after a call does not turn that call into reasoning
+            start = text.find(self._opener)
+        return len(text) if start < 0 else start
+
+    def _calls(self, value: Any, whole: str, schemas: Schemas) -> list[Found]:
+        node = self.root.properties.get(CALLS)
+        if node is None or not isinstance(value, str):
+            return []
+        if node.iterator is None:
+            return self._parsed(node, value, schemas)
+        inner = node.inner(value)
+        calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
+        # Substitutions leave no span of the completion behind.
+        return [call if call.text in whole else replace(call, text=whole) for call in calls]
+
+    def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
+        """(calls, the text that is in none of them)."""
+        calls: list[Found] = []
+        outside: list[str] = []
+        at = 0
+        for match in self._iterator.matches(text) if self._iterator is not None else ():
+            calls += self._unread(text[at : match.start()], outside)
+            calls += self._item(match, schemas)
+            at = match.end()
+        calls += self._unread(text[at:], outside)
+        return calls, "".join(outside)
+
+    def _unread(self, text: str, outside: list[str]) -> Iterator[Found]:
+        """A malformed call for each opening in text that no match covers."""
+        if not self._opener:
+            outside.append(text)
+            return
+        before, *opened = text.split(self._opener)
+        outside.append(before)
+        for rest in opened:
+            yield Found(text=self._opener + rest, problem="the call is not closed")
+
+    def _item(self, match: Any, schemas: Schemas) -> list[Found]:
+        """The call of one match; an opening inside it that is better read alone is a second."""
+        text = match.group()
+        call = self._call(match, text, schemas)
+        inside = text.rfind(self._opener, 1) if self._opener else -1
+        if call.problem is None or inside <= 0 or self._iterator is None:
+            return [call]
+        again = self._iterator.match(text[inside:])
+        if again is None:
+            return [call]
+        second = self._call(again, text[inside:], schemas)
+        if second.problem is not None:
+            return [call]
+        return [Found(text=text[:inside], problem="the call is not closed"), second]
+
+    def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
+        items = self.root.properties[CALLS].items
+        try:
+            given = groups(match)
+            value = items.value(given) if items is not None else given
+            name = call_of(value, text, {}).name
+            if items is not None and isinstance(name, str) and schemas.get(name):
+                value = _typed(value, items.value(given, raw=True), schemas[name])
+        except ContentError as error:
+            return Found(text=text, problem=str(error))
+        return call_of(value, text, {})
+
+    def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
+        """Calls that are read as one value: all of a list, or item by item where it is broken."""
+        try:
+            inner = node.inner(value)
+            read = node.value(value)
+        except ContentError as error:
+            return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+        text = inner if isinstance(inner, str) else value
+        values = read if isinstance(read, list) else [] if read is None else [read]
+        return [call_of(item, text, schemas) for item in values]
+
+    def _repaired(self, node: Node, value: str) -> list[Found]:
+        try:
+            inner = node.inner(value)
+        except ContentError:
+            return []
+        if not isinstance(inner, str) or not inner.lstrip().startswith("["):
+            return []
+        key = "tool_name" if '"tool_name"' in inner else "name"
+        calls: list[Found] = []
+        for item in read_items(inner, skip_blank(inner) + 1, key)[0]:
+            if item.problem is not None:
+                calls.append(Found(text=item.text, problem=item.problem))
+                continue
+            try:
+                read = node.parsed(f"[{item.text}]")
+                calls += [call_of(one, item.text, {}) for one in read or ()]
+            except ContentError as error:
+                calls.append(Found(text=item.text, problem=str(error)))
+        return calls
+
+
+def _typed(guessed: Any, raw: Any, schema: Mapping[str, Any]) -> Any:
+    """The call as guessed, but for the parameters whose type the tool's schema tells."""
+    if not isinstance(guessed, dict) or not isinstance(raw, dict):
+        return guessed
+    inner, texts = guessed.get("function", guessed), raw.get("function", raw)
+    if not isinstance(inner, dict) or not isinstance(texts, dict):
+        return guessed
+    arguments, written = inner.get("arguments"), texts.get("arguments")
+    if not isinstance(arguments, dict) or not isinstance(written, dict):
+        return guessed
+    told = {
+        key: typed(text, schema[key])
+        for key, text in written.items()
+        if isinstance(text, str) and key in schema
+    }
+    return {**inner, "arguments": arguments | told}
+
+
+def schema_spec(found: Mapping[str, Any]) -> SchemaSpec:
+    """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
+    spec = SchemaSpec(root=node_of(found))
+    if spec.root.type not in ("object", None) or not spec.root.properties:
+        raise ValueError("response_schema: the root must be an object with properties")
+    return spec

@@ -1,0 +1,319 @@
+"""The `response_template` dialect of transformers >= 5.13, with every call kept.
+
+https://huggingface.co/docs/transformers/chat_response_parsing describes it. A completion is a
+sequence of regions: each field's `open` (text, list, or `open_pattern`) begins one and its `close`
+ends it; what stands outside is the field without an `open`. Departures, all on completions that
+transformers raises on or loses text of:
+
+1. a region of calls that cannot be read, or is not closed, is a malformed call, not an exception;
+2. a closing mark inside a JSON string belongs to the string;
+3. regions of a field that does not repeat are joined, where transformers keeps the last;
+4. `optional: false` asks for nothing: a missing field is empty.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agenttrain.chat.response_calls import Schemas, typed
+from agenttrain.chat.response_content import CONTENT, ContentError, check_content, reshaped
+from agenttrain.chat.response_json import kind
+from agenttrain.chat.response_marked import MARKS_IN_STRINGS, parameters
+from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_regex import Hit, Pattern
+
+CALLS = "tool_calls"
+CONTENT_FIELD = "content"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
+_FIELD_KEYS = (
+    *("open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats"),
+    *("join", "optional", "transform", "transform_each"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    name: str
+    open: Pattern | None
+    close: Pattern | None
+    content: str
+    content_args: Mapping[str, Any]
+    transform: Any
+    each: bool
+    join: str
+
+
+@dataclass(slots=True)
+class _Region:
+    """A stretch of text that one field has."""
+
+    field: _Field
+    start: int
+    """Where its opening mark begins."""
+    body: int
+    captures: dict[str, str | None]
+    stop: int = 0
+    """Where its closing mark begins."""
+    end: int = 0
+    closed: bool = True
+    value: Any = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSpec:
+    """A ResponseSpec made from a `response_template`."""
+
+    fields: tuple[_Field, ...]
+    anchor: Pattern
+    call_id: str = CALL_ID
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
+        texts = [pattern.source for pattern in patterns]
+        texts += [repr(field.content_args) for field in self.fields]
+        read = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in read)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        start = None
+        for anchor in self.anchor.matches(prompt):
+            start = anchor.end()
+        if start is None:
+            return False
+        last = self._regions(prompt[start:], inside=None)[-1:]
+        return bool(last) and last[0].field.name in REASONING and not last[0].closed
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        inside = next((f for f in self.fields if f.name in REASONING), None)
+        regions = self._regions(text, inside=inside if in_reasoning else None)
+        known = parameters(schemas)
+        calls = [
+            call
+            for region in regions
+            if region.field.name == CALLS
+            for call in _calls(region, text[region.start : region.end], known)
+        ]
+        thoughts = [region for region in regions if region.field.name in REASONING]
+        return Parts(
+            content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
+            reasoning=_text(text, thoughts) if thoughts else None,
+            calls=calls,
+        )
+
+    def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
+        """All regions in order; `inside`: the field whose region the text begins in."""
+        regions: list[_Region] = []
+        outside = next((field for field in self.fields if field.open is None), None)
+        marks = _Marks(text, [f for f in self.fields if f.open is not None], outside)
+        at = 0
+        if inside is not None:
+            regions.append(_close(_Region(inside, 0, 0, {}), marks))
+            at = regions[-1].end
+        while at < len(text):
+            field, hit = marks.next(at)
+            if outside is not None and hit.start > at:
+                regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
+            if field is not None:
+                regions.append(_close(_Region(field, hit.start, hit.end, hit.groups), marks))
+            end = regions[-1].end if field is not None else hit.end
+            # A mark of no width that nothing follows must not be found again.
+            at = end if end > at else at + 1
+        return regions
+
+
+class _Marks:
+    """Where fields open and close, each searched once: again only behind what was found."""
+
+    def __init__(self, text: str, opening: Sequence[_Field], outside: _Field | None) -> None:
+        self.text = text
+        self._searches: list[tuple[_Field | None, Pattern]] = [
+            (field, field.open) for field in opening if field.open is not None
+        ]
+        if outside is not None and outside.close is not None:
+            self._searches.append((None, outside.close))
+        self._found: dict[Pattern, Hit | None] = {}
+        self._openings: list[int] | None = None
+
+    def next(self, at: int) -> tuple[_Field | None, Hit]:
+        """(the field that opens, or None for the outer field's close, its mark) from `at` on.
+
+        The earliest mark counts, of these the longest, of these an opening one.
+        """
+        end = len(self.text)
+        best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
+        for field, pattern in self._searches:
+            hit = self._hit(pattern, at)
+            if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
+                best = (field, hit)
+        return best
+
+    def close(self, field: _Field, at: int) -> Hit | None:
+        """The field's first closing mark from `at` on."""
+        return None if field.close is None else self._hit(field.close, at)
+
+    def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
+        """Where the next `count` calls open, from `at` on."""
+        if self._openings is None:
+            matches = field.open.matches(self.text) if field.open is not None else ()
+            self._openings = [match.start() for match in matches]
+        first = bisect_left(self._openings, at)
+        return self._openings[first : first + count]
+
+    def _hit(self, pattern: Pattern, at: int) -> Hit | None:
+        known = self._found.get(pattern)
+        if pattern not in self._found or (known is not None and known.start < at):
+            self._found[pattern] = known = pattern.search(self.text, at)
+        return known
+
+
+def _close(region: _Region, marks: _Marks) -> _Region:
+    """The region with its end."""
+    close = region.field.close
+    hit = None if close is None else marks.close(region.field, region.body)
+    region.closed = hit is not None or close is None
+    region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
+    region.captures = {**region.captures, **(hit.groups if hit else {})}
+    return _close_call(region, marks) if region.field.name == CALLS else region
+
+
+def _close_call(first: _Region, marks: _Marks) -> _Region:
+    """A closing mark inside a string of the call's value is part of it; a call that is not closed
+    ends where the next one opens."""
+    opening = marks.opening(first.field, first.body, count=MARKS_IN_STRINGS[-1] + 1)
+    limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
+    cut = _read(first, marks.text) if first.stop <= limit else True
+    found = first
+    for _ in range(MARKS_IN_STRINGS[-1]):
+        hit = first.field.close and first.field.close.search(marks.text, found.end)
+        if not cut or not hit or not found.closed or hit.start > limit or hit.end <= found.end:
+            break
+        found = replace(found, stop=hit.start, end=hit.end, problem=None)
+        cut = _read(found, marks.text)
+    if found.problem is None and not cut:
+        return found
+    if opening and opening[0] < first.stop:
+        problem = "the call is not closed"
+        return replace(first, stop=opening[0], end=opening[0], closed=False, problem=problem)
+    return first
+
+
+def _read(region: _Region, text: str) -> bool:
+    """Fill in the region's value or problem; whether its text ends inside a value."""
+    if region.field.name != CALLS:
+        return False
+    field = region.field
+    try:
+        value = CONTENT[field.content](text[region.body : region.stop], field.content_args)
+        region.value = reshaped(field.transform, value, region.captures, each=field.each)
+    except ContentError as error:
+        region.problem = str(error)
+        return error.cut
+    return False
+
+
+def _text(text: str, regions: Sequence[_Region]) -> str:
+    if not regions:
+        return ""
+    bodies = [text[region.body : region.stop] for region in regions]
+    return regions[0].field.join.join(bodies).strip()
+
+
+def _calls(region: _Region, text: str, schemas: Schemas) -> list[Found]:
+    if not region.closed and region.field.close is not None:
+        problem = region.problem or "the call is not closed"
+        return [Found(text=text, name=_name(region), problem=problem)]
+    if region.problem is not None:
+        return [Found(text=text, name=_name(region), problem=region.problem)]
+    values = region.value if isinstance(region.value, list) else [region.value]
+    by_text = region.field.content in ("xml-inline", "kv-lines")
+    return [call_of(value, text, schemas if by_text else {}) for value in values]
+
+
+def _name(region: _Region) -> str:
+    return region.captures.get("name") or ""
+
+
+def call_of(value: Any, text: str, schemas: Schemas) -> Found:
+    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside."""
+    inner = value.get("function", value) if isinstance(value, dict) else value
+    if not isinstance(inner, dict):
+        return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
+    name, arguments = inner.get("name"), inner.get("arguments")
+    known = schemas.get(name, {}) if isinstance(name, str) else {}
+    if isinstance(arguments, dict) and known:
+        arguments = {
+            key: typed(value, known.get(key)) if isinstance(value, str) else value
+            for key, value in arguments.items()
+        }
+    written = value.get("id") if isinstance(value, dict) else None
+    written = written if isinstance(written, str) else None
+    return Found(text=text, name=name, arguments=arguments, id=written)
+
+
+def template_spec(found: Mapping[str, Any]) -> TemplateSpec:
+    """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
+    _only(found, _TEMPLATE_KEYS, "response_template")
+    if found.get("version", 1) != 1:
+        raise ValueError(f"version: {found['version']!r} is not known: it is 1")
+    described = found["fields"]
+    if not isinstance(described, Mapping) or not described:
+        raise ValueError("fields: must hold at least one field")
+    fields = tuple(_field(str(name), value) for name, value in described.items())
+    if sum(field.open is None for field in fields) > 1:
+        raise ValueError("fields: only one of them may have neither open nor open_pattern")
+    anchor = _anchor(found, "start_anchor", "response_template")
+    if anchor is None:
+        raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
+    return TemplateSpec(fields=fields, anchor=anchor)
+
+
+def _only(found: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
+    for key in found:
+        if key not in known:
+            raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(known)}")
+
+
+def _field(name: str, found: Any) -> _Field:
+    scope = f"fields.{name}"
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {found!r}")
+    _only(found, _FIELD_KEYS, scope)
+    content, arguments = found.get("content", "text"), found.get("content_args") or {}
+    check_content(content, arguments, found.get("transform"), scope)
+    return _Field(
+        name=name,
+        open=_anchor(found, "open", scope),
+        close=_anchor(found, "close", scope),
+        content=content,
+        content_args=arguments,
+        transform=found.get("transform"),
+        each=bool(found.get("transform_each")),
+        join=str(found.get("join") or ""),
+    )
+
+
+def _anchor(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
+    """The pattern of a mark that is given as text, as a list of texts, or as a pattern."""
+    texts, source = found.get(key), found.get(f"{key}_pattern")
+    if texts is not None and source is not None:
+        raise ValueError(f"{scope}: {key} and {key}_pattern exclude each other")
+    if source is not None:
+        return Pattern(source, f"{scope}.{key}_pattern")
+    if texts is None:
+        return None
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
+        raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
+    return Pattern("|".join(map(_escape, sorted(texts, key=len, reverse=True))), f"{scope}.{key}")
+
+
+def _escape(text: str) -> str:
+    return "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)

@@ -1,0 +1,315 @@
+"""Every known family: recognised, fixed, certified; and the table of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agenttrain.chat.certificate import CertificateError, Status, certify
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.families import Edit, Family, families, parse_family, pattern
+from agenttrain.chat.fix import fixed
+from agenttrain.chat.load import load_chat
+from agenttrain.chat.originals import original, originals_folder, small_tokenizer
+from agenttrain.chat.table import EXAMPLE_TOOLS, markdown, plain, rows, to_json
+from agenttrain.chat.template import Chat
+from agenttrain.cli import main
+from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.types import AssistantTurn, Finish, Message, Origin, ToolCall
+
+README = Path(__file__).parents[1] / "README.md"
+ORIGINALS = [(name, source) for name, f in families().items() for source in f.originals]
+WITH_TOOLS = [(name, source) for name, source in ORIGINALS if families()[name].tools]
+WITHOUT = [(name, source) for name, source in ORIGINALS if not families()[name].tools]
+ONE_CALL = {"llama3.1", "llama3.2", "gpt-oss"}
+
+
+@cache
+def chat_of(family: str, source: str, name: str = "auto") -> Chat:
+    """A Chat over a stock template with the family's control tokens."""
+    text = original(source)
+    assert text is not None, "pip install 'agenttrain[test]'"
+    return load(family, text, name)
+
+
+def load(family: str, template: str | None, name: str = "auto", **kwargs: Any) -> Chat:
+    tokenizer = copy.copy(small_tokenizer(families()[family]))
+    tokenizer.chat_template = template
+    return load_chat(
+        tokenizer, ChatTemplateConfig(name=name, kwargs=kwargs), ResponseSchemaConfig()
+    )
+
+
+@pytest.mark.parametrize(("family", "source"), ORIGINALS)
+def test_a_stock_template_is_recognised_and_certified(family: str, source: str) -> None:
+    chat = chat_of(family, source)
+    assert chat.fix.family == family
+    assert chat.fix.problem is None
+    certificate = certify(chat, EXAMPLE_TOOLS if families()[family].tools else ())
+    certificate.raise_if_refused()
+    assert certificate.one_call_per_turn == (family in ONE_CALL)
+    assert (certificate.status is Status.fixed) == (not certificate.preserving)
+    assert bool(certificate.changes) == (not certificate.preserving)
+
+
+def fork(template: str) -> str:
+    """The same template as somebody else would have it: blanks, comments, kinds of quotes."""
+    template = re.sub(r"\n    ( *)\{", r"\n\n  \1{", template)
+    template = re.sub(r"\['(\w+)'\]", r'["\1"]', template)
+    return "{# a fork #}" + template + "\n"
+
+
+@pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
+def test_forks_are_recognised_and_fixed(family: str, source: str) -> None:
+    stock = original(source)
+    assert stock is not None
+    fix = load(family, fork(stock)).fix
+    assert (fix.family, fix.problem) == (family, None)
+    assert fix.changes == chat_of(family, source).fix.changes
+
+
+@pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
+def test_a_fixed_template_is_recognised_again_and_left_alone(family: str, source: str) -> None:
+    saved = chat_of(family, source).saved_template
+    again = load(family, saved)
+    assert again.template == saved
+    assert again.fix.problem is None
+    certify(again, EXAMPLE_TOOLS).raise_if_refused()
+
+
+@pytest.mark.parametrize(("family", "source"), WITHOUT)
+def test_tools_without_tools_in_the_template(family: str, source: str) -> None:
+    certify(chat_of(family, source), ()).raise_if_refused()
+    with pytest.raises(CertificateError, match="does not show the tools add, search") as raised:
+        certify(chat_of(family, source), EXAMPLE_TOOLS).raise_if_refused()
+    assert "`chat_template=hermes` adds a generic tool format" in str(raised.value)
+    certify(chat_of(family, source, "hermes"), EXAMPLE_TOOLS).raise_if_refused()
+
+
+def test_hermes_on_a_template_with_another_format() -> None:
+    chat = chat_of("llama3.1", "llama3_1", "hermes")
+    certify(chat, EXAMPLE_TOOLS).raise_if_refused()
+    assert not chat.one_call_per_turn
+    prompt = chat.decode(chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], EXAMPLE_TOOLS))
+    assert "<tools>" in prompt
+    assert "Given the following functions" not in prompt
+
+
+# What a completion may end with; the table that inference servers have in generation_config.json.
+STOPS = {
+    "qwen2.5": ["<|im_end|>"],
+    "qwen3": ["<|im_end|>"],
+    "qwen3.5": ["<|im_end|>"],
+    "llama3.1": ["<|eot_id|>"],
+    "gpt-oss": ["<|return|>", "<|call|>"],  # not <|end|>, which closes the analysis too
+    "glm-4-moe": ["<|endoftext|>", "<|observation|>", "<|user|>"],
+    "gemma4": ["<eos>", "<|tool_response>", "<turn|>"],
+    "gemma": ["<eos>", "<end_of_turn>"],
+    "phi3": ["<|endoftext|>", "<|end|>"],
+    "deepseek-v3": ["<｜end▁of▁sentence｜>"],
+}
+
+
+@pytest.mark.parametrize("family", STOPS)
+def test_what_ends_a_completion(family: str) -> None:
+    chat = chat_of(family, families()[family].originals[0])
+    assert [chat.decode([token]) for token in chat.stop_token_ids] == STOPS[family]
+
+
+CALL = AssistantTurn(
+    content="",
+    reasoning=None,
+    calls=(ToolCall(id="call_0_0", name="add", arguments={"a": 3}),),
+)
+REPLY: list[Message] = [
+    {"role": "tool", "tool_call_id": "call_0_0", "name": "add", "content": '7"'}
+]
+# (stop token, suffix) after a call that ended by it: what the template writes around a reply 7".
+SUFFIXES = {
+    "qwen3": (
+        "<|im_end|>",
+        '\n<|im_start|>user\n<tool_response>\n7"\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\n",
+    ),
+    "llama3.2": (
+        "<|eot_id|>",
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"7\\""<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "gpt-oss": (
+        "<|call|>",
+        "<|start|>functions.add to=assistant<|channel|>commentary<|message|>"
+        '"7\\""<|end|><|start|>assistant',
+    ),
+    "glm-4-moe": ("<|observation|>", '\n<tool_response>\n7"\n</tool_response><|assistant|>'),
+    "gemma4": (
+        "<|tool_response>",
+        'response:add{value:<|"|>7"<|"|>}<tool_response|>',
+    ),
+    "lfm2.5": (
+        "<|im_end|>",
+        '\n<|im_start|>tool\n7"<|im_end|>\n<|im_start|>assistant\n',
+    ),
+    "nemotron3": (
+        "<|im_end|>",
+        '\n<|im_start|>user\n<tool_response>\n7"\n</tool_response>\n<|im_end|>\n'
+        "<|im_start|>assistant\n<think>\n",
+    ),
+    "deepseek-v3": (
+        "<｜end▁of▁sentence｜>",
+        '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>7"<｜tool▁output▁end｜><｜tool▁outputs▁end｜>',
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SUFFIXES)
+def test_the_suffix_after_every_kind_of_end(family: str) -> None:
+    chat = chat_of(family, families()[family].originals[0])
+    stop, expected = SUFFIXES[family]
+    body = chat.encode_plain("…")
+    stop_id = chat.encoder.control[stop]
+
+    def suffix(sampled: list[int], finish: Finish) -> str:
+        spans = chat.suffix(
+            CALL, REPLY, completion_ids=sampled, finish=finish, generation_prompt=True
+        )
+        assert [origin for origin, _ in spans if origin is Origin.tool] == [Origin.tool]
+        return chat.decode([token for _, ids in spans for token in ids])
+
+    assert suffix([*body, stop_id], Finish.stop) == expected
+    # cut by length, aborted, or stopped by a string: the end of turn is the template's
+    for finish in Finish:
+        assert suffix(body, finish) == stop + expected
+    # another stop token does not end the turn
+    others = [token for token in chat.stop_token_ids if token != stop_id]
+    for other in others:
+        assert suffix([*body, other], Finish.stop) == stop + expected
+
+
+def test_a_user_reply_after_a_tools() -> None:
+    for family, source in WITH_TOOLS:
+        chat = chat_of(family, source)
+        both = [*REPLY, {"role": "user", "content": "hurry"}]
+        try:
+            chat.prompt_ids(
+                [{"role": "user", "content": "u"}, CALL.message(), *both], EXAMPLE_TOOLS
+            )
+        except ChatError:
+            continue
+        spans = chat.suffix(
+            CALL, both, completion_ids=[1], finish=Finish.stop, generation_prompt=True
+        )
+        text = chat.decode([token for _, ids in spans for token in ids])
+        assert text.index("7") < text.index("hurry"), family
+
+
+def test_replies_to_several_calls_where_one_is_rendered() -> None:
+    chat = chat_of("llama3.2", "llama3_2")
+    turn = AssistantTurn(content="", reasoning=None, calls=CALL.calls * 2)
+    replies = [*REPLY, {**REPLY[0], "content": "Error: only one call per turn"}]
+    spans = chat.suffix(
+        turn, replies, completion_ids=[1], finish=Finish.stop, generation_prompt=False
+    )
+    shown = [chat.decode(ids) for origin, ids in spans if origin is Origin.tool]
+    assert shown == ['7\\"\\nError: only one call per turn']
+
+
+def test_an_edit_finds_what_forks_change() -> None:
+    found = pattern("{%- if message.role == 'user' %}")
+    assert found.search('{% if  message["role"] == "user" -%}')
+    assert not found.search("{% if message.rule == 'user' %}")
+
+
+def test_a_fix_that_does_not_apply_says_what_is_missing() -> None:
+    family = Family(fixes=((Edit(find="{%- if a %}", put="{%- if b %}", why="w"),),))
+    with pytest.raises(ChatError, match=r"does not hold '\{%- if a %\}'.*chat_template=none"):
+        fixed("mine", family, "{{ messages }}")
+
+
+def test_a_fix_as_text() -> None:
+    text = chat_of("qwen3", "qwen3").fix.text()
+    assert text.startswith("chat template fixed as qwen3: past reasoning is kept\n--- stock")
+    assert "-        {%- if loop.index0 > ns.last_query_index %}" in text
+    assert chat_of("qwen2.5", "qwen2_5").fix.text() == ""
+
+
+def test_none_leaves_the_template_alone_and_says_what_would_help() -> None:
+    chat = chat_of("qwen3", "qwen3", "none")
+    assert chat.template == original("qwen3")
+    with pytest.raises(CertificateError, match="Set chat_template to auto"):
+        certify(chat, EXAMPLE_TOOLS).raise_if_refused()
+
+
+def test_a_family_of_the_users() -> None:
+    config = ChatTemplateConfig(
+        name="mine", family={"response": "hermes", "fixes": [[{"put": "{# mine #}", "why": "w"}]]}
+    )
+    tokenizer = copy.copy(small_tokenizer(families()["llama3"]))
+    tokenizer.chat_template = original("llama3")
+    chat = load_chat(tokenizer, config, ResponseSchemaConfig())
+    assert chat.template.startswith("{# mine #}")
+    with pytest.raises(ChatError, match=r"family.mark is no key; they are absent, added, bos"):
+        parse_family("mine", {"mark": []})
+
+
+def test_variables_are_saved_as_defaults() -> None:
+    stock = original("qwen3")
+    chat = load("qwen3", stock, enable_thinking=False)
+    message: list[Message] = [{"role": "user", "content": "u"}]
+    served = load("qwen3", chat.saved_template)
+    assert served.prompt_ids(message, []) == chat.prompt_ids(message, [])
+    assert chat.decode(served.prompt_ids(message, [])).endswith("<think>\n\n</think>\n\n")
+
+
+def test_serving_needs_the_saved_template() -> None:
+    (warning,) = certify(chat_of("qwen3", "qwen3"), EXAMPLE_TOOLS).warnings
+    assert "past reasoning in view, which its own template drops" in warning
+    assert "chat_template.jinja" in warning
+
+
+def test_the_readme_shows_the_table() -> None:
+    text = README.read_text(encoding="utf-8")
+    section = text.partition("<!-- families -->\n")[2].partition("<!-- /families -->")[0]
+    assert section.strip() == markdown(rows()).strip(), "agenttrain templates --markdown"
+
+
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "table.json"
+    assert main(["templates", "--json", str(path)]) == 0
+    assert plain(rows()) in capsys.readouterr().out
+    table = json.loads(path.read_text())
+    assert path.read_text() == to_json(rows())
+    keys = {"family", "tools", "prefix_preserving", "fix", "parser", "reasoning", "certificate"}
+    assert all(keys == set(row) for row in table)
+    assert [row["family"] for row in table] == list(families())
+
+
+def test_the_table_without_the_originals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("agenttrain.chat.originals.TRL", "no_such_module")
+    assert originals_folder() is None
+    assert main(["templates"]) == 0
+    out = capsys.readouterr().out
+    assert "The stock templates come with the test extra" in out
+    assert re.search(r"qwen3 +yes +\? +qwen +unknown +not run", out)
+
+
+def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tokenizer = copy.copy(small_tokenizer(families()["qwen3"]))
+    tokenizer.chat_template = original("qwen3")
+    tokenizer.save_pretrained(tmp_path)
+    assert main(["templates", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "chat template  qwen3; certificate fixed" in out
+    assert "+++ fixed" in out
+    assert main(["templates", str(tmp_path), "--chat-template", "none"]) == 1
+    assert "earlier messages are rendered anew" in capsys.readouterr().out
+    assert main(["templates", str(tmp_path / "nowhere")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err

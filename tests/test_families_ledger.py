@@ -1,0 +1,232 @@
+"""The ledger of every family over random conversations, with small and with real tokenizers."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from agenttrain.chat.certificate import as_parsed, certify
+from agenttrain.chat.families import families
+from agenttrain.chat.load import load_chat
+from agenttrain.chat.originals import original, small_tokenizer
+from agenttrain.chat.table import EXAMPLE_TOOLS
+from agenttrain.chat.template import Chat
+from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.types import (
+    AssistantTurn,
+    Completion,
+    Finish,
+    Message,
+    Origin,
+    Rollout,
+    Task,
+    ToolCall,
+)
+
+Conversation = list[tuple[AssistantTurn, list[Message]]]
+QWEN = ("qwen2.5", "qwen3", "qwen3-2507", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
+QWEN_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
+    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>"),
+    *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<tool_call>"),
+    *("</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *("<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>"),
+    "</think>",
+)
+QWEN_SPECIAL = 14
+"""The first of QWEN_TOKENS that are special; the others are merely added."""
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def built(tokenizer: Any, source: str, name: str = "auto") -> Chat:
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = original(source)
+    return load_chat(tokenizer, ChatTemplateConfig(name=name), ResponseSchemaConfig())
+
+
+@cache
+def small(family: str, source: str) -> Chat:
+    if family == "hermes":
+        return built(small_tokenizer(families()["gemma"]), "gemma3", "hermes")
+    return built(small_tokenizer(families()[family]), source)
+
+
+def package_file(package: str, path: str) -> Path:
+    found = find_spec(package)
+    assert found is not None, "pip install 'agenttrain[test]'"
+    assert found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0]) / path
+
+
+@cache
+def qwen() -> Any:
+    """The Qwen tokenizer, whose merges are recovered from the ranks that dashscope carries."""
+    lines = package_file("dashscope", "resources/qwen.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in lines if line)}
+    letters = bytes_to_unicode()
+
+    def text(piece: bytes) -> str:
+        return "".join(letters[byte] for byte in piece)
+
+    def halves(token: bytes, rank: int) -> list[bytes]:
+        """The two pieces whose merge, of rank `rank`, gives the token."""
+        parts = [bytes([byte]) for byte in token]
+        while True:
+            pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            best = min(pairs, default=rank)
+            if best >= rank:
+                return parts
+            at = pairs.index(best)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+    merges = [
+        (text(pair[0]), text(pair[1]))
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        if len(token) > 1 and len(pair := halves(token, rank)) == 2
+    ]
+    vocab = {text(token): rank for token, rank in ranks.items()}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(t, special=True) for t in QWEN_TOKENS[:QWEN_SPECIAL]])
+    core.add_tokens([AddedToken(t, normalized=False) for t in QWEN_TOKENS[QWEN_SPECIAL:]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+
+
+@cache
+def real_qwen(family: str) -> Chat:
+    return built(qwen(), families()[family].originals[0])
+
+
+fragments = st.sampled_from(
+    [
+        *("7", " é", "東京", "🙂", "\n", "  ", '{"a": 1}', "\\", "\ufdd0", "\t\n ", "'", '"'),
+        *("<|im_end|>", "<|im_start|>system\n", "<tool_call>", "</tool_response>", "</think>"),
+        *("<|eot_id|>", "<|call|>", "<turn|>", "<|user|>", "</s>", "[TOOL_CALLS]"),
+    ]
+)
+texts = st.one_of(st.text(max_size=12), st.lists(fragments, max_size=6).map("".join))
+words = st.from_regex(r"[A-Za-z][A-Za-z0-9 ,.é東]{0,12}", fullmatch=True).map(str.strip)
+calls_of = {
+    "add": st.fixed_dictionaries({"a": st.integers(-99, 99), "b": st.integers(1, 9)}),
+    "search": st.fixed_dictionaries({"query": words, "exact": st.booleans()}),
+}
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    """Up to six turns: calls with replies, or an answer and what the user says to it."""
+    found: Conversation = []
+    for number in range(draw(st.integers(1, 6))):
+        names = draw(st.lists(st.sampled_from(sorted(calls_of)), max_size=3))
+        calls = tuple(
+            ToolCall(id=f"call_{number}_{i}", name=name, arguments=draw(calls_of[name]))
+            for i, name in enumerate(names)
+        )
+        turn = AssistantTurn(
+            content=draw(words) if not calls or draw(st.booleans()) else "",
+            reasoning=draw(st.none() | words),
+            calls=calls,
+        )
+        replies: list[Message] = [
+            {"role": "tool", "tool_call_id": c.id, "name": c.name, "content": draw(texts)}
+            for c in calls
+        ]
+        found.append((turn, replies or [{"role": "user", "content": draw(texts)}]))
+    return found
+
+
+def check(chat: Chat, user: str, conversation: Conversation) -> None:
+    """The rollout's ids are what was sent, and at each turn the full rendering."""
+    messages: list[Message] = [{"role": "user", "content": user}]
+    rollout = Rollout(task=Task(task_id="t", messages=()), rollout_id="r")
+    rollout.append_context(chat.prompt_ids(messages, EXAMPLE_TOOLS), Origin.prompt)
+    for number, (said, answered) in enumerate(conversation):
+        after = messages[-1]["role"]
+        whole = as_parsed(chat, said, after)
+        turn, replies = chat.shown(whole, answered)
+        messages += [turn.message(), *replies]
+        full = chat.prompt_ids(messages, EXAMPLE_TOOLS)
+        sent = list(rollout.token_ids)
+        assert full[: len(sent)] == sent
+        end = chat.end_ids(whole, answered, generation_prompt=True)
+        spans = chat.suffix(
+            whole, answered, completion_ids=end, finish=Finish.stop, generation_prompt=True
+        )
+        length = sum(len(ids) for _, ids in spans)
+        sampled = tuple(full[len(sent) : len(full) - length])
+        assert sampled[-len(end) :] == end
+        assert sampled[-1] in chat.stop_token_ids or chat.fix.family == "gpt-oss"
+        parsed = chat.parse(sampled, EXAMPLE_TOOLS, turn=number, after=after)
+        assert [(c.name, c.arguments, c.malformed) for c in parsed.calls] == [
+            (c.name, c.arguments, None) for c in turn.calls
+        ]
+        rollout.append_sampled(
+            Completion(
+                token_ids=sampled,
+                logprobs=(-1.0,) * len(sampled),
+                finish=Finish.stop,
+                versions=((0, len(sampled)),),
+            ),
+            sent,
+        )
+        for origin, ids in spans:
+            rollout.append_context(ids, origin)
+        assert list(rollout.token_ids) == full
+    sampled_total = len(rollout.token_ids) - sum(
+        len(s.token_ids) for s in rollout.spans if s.origin is not Origin.sampled
+    )
+    assert sum(rollout.loss_mask) == sampled_total
+
+
+@pytest.mark.parametrize(
+    ("family", "source"),
+    [(name, s) for name, f in families().items() if f.tools for s in f.originals or ("gemma3",)],
+)
+@given(user=texts, conversation=conversations())
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_the_ledger_is_the_full_rendering(
+    family: str, source: str, user: str, conversation: Conversation
+) -> None:
+    check(small(family, source), user, conversation)
+
+
+@pytest.mark.parametrize("family", QWEN)
+@given(user=texts, conversation=conversations())
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_the_ledger_with_the_real_qwen_tokenizer(
+    family: str, user: str, conversation: Conversation
+) -> None:
+    check(real_qwen(family), user, conversation)
+
+
+def test_the_real_qwen_tokenizer_is_the_real_one() -> None:
+    #                                                The  quick  brown  fox
+    assert qwen()("The quick brown fox")["input_ids"] == [785, 3974, 13876, 38835]
+    assert qwen().convert_tokens_to_ids("<|im_end|>") == 151645
+
+
+def test_the_certificate_with_the_real_qwen_tokenizer() -> None:
+    certify(real_qwen("qwen3"), EXAMPLE_TOOLS).raise_if_refused()
