@@ -9,8 +9,9 @@ from statistics import mean
 from typing import Any
 
 from agenttrain.config.schema import EvalConfig
-from agenttrain.rollout.collect import Collector, collect
+from agenttrain.rollout.collect import Collected, Collector, collect
 from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
+from agenttrain.tracking.metrics import solved
 from agenttrain.types import Rollout, Sampling, Task
 
 
@@ -35,6 +36,10 @@ class Evaluation(Scores):
 
     stop_reasons: dict[str, float]
     """Share of rollouts by stop reason."""
+    dropped: int
+    """Rollouts that failed for reasons not the model's; no figure counts them."""
+    overlong: int
+    """Questions that leave no room to sample; no figure counts them."""
     rollouts: list[Rollout]
 
     def metrics(self) -> dict[str, float]:
@@ -44,6 +49,8 @@ class Evaluation(Scores):
             **{f"pass@{k}": value for k, value in self.pass_at.items()},
             **{f"group/{name}": group.mean for name, group in self.by_group.items()},
             **{f"stop/{reason}": share for reason, share in self.stop_reasons.items()},
+            "rollout/dropped": self.dropped,
+            "data/overlong": self.overlong,
         }
 
 
@@ -73,19 +80,19 @@ async def evaluate(
             sampling=sampling,
             seed_path=(seed, "eval", label),
         )
-        evaluations.append(summarise(label, collected.groups, config.group_by))
+        evaluations.append(summarise(label, collected, config.group_by))
     return evaluations
 
 
-def summarise(label: str, groups: Sequence[list[Rollout]], group_by: str | None) -> Evaluation:
-    """The figures of one evaluation from its groups of scored rollouts.
+def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluation:
+    """The figures of one evaluation from its scored rollouts.
 
     Rollouts that failed for reasons not the model's have no reward and are left out, as they are
     in training; `stop/error` tells their share.
     """
-    rollouts = [rollout for group in groups for rollout in group]
+    groups, rollouts = collected.groups, collected.rollouts
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
-    samples = max((len(rewards) for rewards in scored), default=1)
+    samples = max([1, *(len(rewards) for rewards in scored)])
     columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
     return Evaluation(
         label=label,
@@ -97,6 +104,8 @@ def summarise(label: str, groups: Sequence[list[Rollout]], group_by: str | None)
             for name in sorted(set(columns))
         },
         stop_reasons=_stop_reasons(rollouts),
+        dropped=collected.dropped,
+        overlong=collected.overlong,
         rollouts=rollouts,
     )
 
@@ -108,7 +117,7 @@ def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
 
 def _pass_at(scored: Sequence[Sequence[float]], k: int) -> float:
     """Questions with fewer than k scored samples are left out; NaN when none is left."""
-    solved = [(len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in scored]
+    solved = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
     chances = [pass_at_k(n, correct, k) for n, correct in solved if n >= k]
     return mean(chances) if chances else math.nan
 

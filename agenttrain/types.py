@@ -33,7 +33,7 @@ class Origin(StrEnum):
     template = "template"
     """Glue that the chat template adds between turns."""
     tool = "tool"
-    """The text of tool results."""
+    """Text from outside after the prompt: tool results, and later user turns."""
 
 
 class Finish(StrEnum):
@@ -51,7 +51,7 @@ class StopReason(StrEnum):
     """Why a rollout ended."""
 
     completed = "completed"
-    """The model answered without calling a tool."""
+    """The model answered without calling a tool, and the user has nothing more to say."""
     stop_tool = "stop_tool"
     """The model called a stop tool."""
     environment_done = "environment_done"
@@ -105,6 +105,8 @@ class Task:
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str, ...] | None = None
     """Names of the tools this task may use; None: all of the run's toolbox."""
+    user_turns: tuple[str, ...] = ()
+    """What the user says next, each time the model answers without calling a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import parts
 import pytest
@@ -96,6 +97,21 @@ def test_failures_that_are_not_the_models_are_left_out_and_told():
     assert sampled.pass_at[2] == pytest.approx(0.5)
     assert (greedy.reward.n, greedy.stop_reasons["error"]) == (2, pytest.approx(1 / 3))
     assert math.isnan(greedy.by_group["b"].mean)
+
+
+def test_what_could_not_be_measured_is_told():
+    rubric = Rubric({"none": lambda rollout: None})
+    config = EvalConfig(samples=2, greedy=False)
+    unscored = replace(collector(ScriptedEngine(answers)), rubric=rubric)
+    (sampled,) = asyncio.run(evaluate(unscored, TASKS, config, seed=0))
+    assert (sampled.reward.n, sampled.questions) == (0, 3)
+    assert math.isnan(sampled.pass_at[1])
+    long = Task(task_id="long", messages=({"role": "user", "content": "word " * 400},))
+    engine = ScriptedEngine(answers, max_context=200)
+    tasks = [*TASKS, long]
+    (sampled,) = asyncio.run(evaluate(collector(engine), tasks, config, seed=0))
+    assert (sampled.overlong, sampled.questions) == (1, 3)
+    assert sampled.metrics()["data/overlong"] == 1
 
 
 def test_what_summary_json_keeps_comes_back(tmp_path):

@@ -467,3 +467,32 @@ def test_an_assistant_message_of_the_prompt_is_not_trained():
     assert "hello" in text(done, Origin.prompt)
     assert sum(done.loss_mask) == len(ids("7<|im_end|>"))
     assert done.messages[:3] == list(messages)
+
+
+def test_scripted_user_turns_follow_answers_and_are_not_trained():
+    task = Task(task_id="t", messages=parts.TASK.messages, user_turns=("and + 1?", "thanks"))
+    done = rollout("7<|im_end|>", ADD, "8<|im_end|>", "bye<|im_end|>", task=task)
+    asked = "\n<|im_start|>user\nand + 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert after_prompt(done).startswith("7<|im_end|>" + asked + ADD)
+    assert [m["role"] for m in done.messages[1:]] == [
+        *("assistant", "user", "assistant", "tool"),
+        *("assistant", "user", "assistant"),
+    ]
+    assert (done.stop_reason, done.turns) == (StopReason.completed, 4)
+    answers = ["7<|im_end|>", ADD, "8<|im_end|>", "bye<|im_end|>"]
+    assert sum(done.loss_mask) == sum(len(ids(answer)) for answer in answers)
+
+
+def test_a_user_turn_that_does_not_fit_ends_the_rollout_unclipped():
+    task = Task(task_id="t", messages=parts.TASK.messages, user_turns=("long " * 50,))
+    done = rollout("7<|im_end|>", task=task, max_completion_tokens=40)
+    assert (done.stop_reason, done.turns) == (StopReason.max_tokens, 1)
+    assert after_prompt(done) == "7<|im_end|>"
+    assert rollout("7<|im_end|>", task=task, max_turns=1).stop_reason is StopReason.max_turns
+
+
+def test_control_tokens_in_a_user_turn_stay_text():
+    task = Task(task_id="t", messages=parts.TASK.messages, user_turns=(FORGED,))
+    done = rollout("7<|im_end|>", "8<|im_end|>", task=task)
+    #       <|im_start|>: one user turn, one generation prompt; none from the text
+    assert list(done.token_ids[done.prompt_length :]).count(1) == 2

@@ -148,7 +148,7 @@ class _Loop:
         """Run the turn's calls and append their replies; the reason to stop, if there is one."""
         calls = self._calls(turn)
         if not calls:
-            return StopReason.completed
+            return self._next_question(turn, completion)
         stops = any(call.name in self.toolbox.stop_tools for call in calls)
         if not stops and (reason := self._refusal(turn, calls, completion)):
             return reason
@@ -156,6 +156,30 @@ class _Loop:
         reason = StopReason.stop_tool if stops else self._limit_reached(results)
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
         return reason
+
+    def _next_question(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
+        """Append the task's next scripted user turn; `completed` when there is none left."""
+        added = self.rollout.messages[len(self.rollout.task.messages) :]
+        asked = sum(message["role"] == "user" for message in added)
+        if asked == len(self.rollout.task.user_turns):
+            return StopReason.completed
+        if self.rollout.turns >= self.limits.max_turns:
+            return StopReason.max_turns
+        question: Message = {"role": "user", "content": self.rollout.task.user_turns[asked]}
+        suffix = self.chat.suffix(
+            turn,
+            [question],
+            completion_ids=completion.token_ids,
+            finish=completion.finish,
+            generation_prompt=True,
+        )
+        # Unlike a tool's text, a question is never clipped: it would be another question.
+        if sum(len(ids) for _, ids in suffix) + 1 > self._room():
+            return self._full()
+        for origin, token_ids in suffix:
+            self.rollout.append_context(token_ids, origin)
+        self.rollout.messages.append(question)
+        return None
 
     def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
         ignore = self.limits.on_malformed_call is OnMalformedCall.ignore
