@@ -6,6 +6,7 @@ is refused is told before anything expensive starts; `load` adds the model and i
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import build_rows
-from agenttrain.data.source import TaskSource
+from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.rewards.build import build_rubric
@@ -23,6 +24,7 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.training.checkpoint import MANIFEST, verify
 from agenttrain.training.policy import Policy
 
 
@@ -49,10 +51,16 @@ class Loaded:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Tokenizer, template, tools, rewards and data; raises with the key to change."""
+    """Tokenizer, template, tools, rewards and data; raises with the key to change.
+
+    A model that is one of our checkpoints is verified: CheckpointError if it is torn.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
+    folder = model_folder(config.model.path)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = load_chat(tokenizer, config.chat_template, config.response_schema)
     toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
     certificate = certify(chat, toolbox.schemas())
@@ -62,6 +70,8 @@ def prepare(config: RunConfig) -> Prepared:
     train = TaskSource(
         build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
     )
+    test = TaskSource(build_rows(config.data.test, "data.test"))
+    check_columns(test, {"eval.group_by": config.eval.group_by})
     return Prepared(
         tokenizer=tokenizer,
         chat=chat,
@@ -69,18 +79,38 @@ def prepare(config: RunConfig) -> Prepared:
         rubric=build_rubric(config.reward),
         certificate=certificate,
         train_tasks=train,
-        test_tasks=TaskSource(build_rows(config.data.test, "data.test")),
+        test_tasks=test,
     )
 
 
+def precision_advice(config: RunConfig) -> str | None:
+    """What is wrong with training in `model.dtype`; None if nothing is."""
+    if config.model.dtype == "float32":
+        return None
+    return (
+        f"model.dtype={config.model.dtype}: the optimizer's updates are rounded to it too, and "
+        "small ones are lost. model.dtype=float32 training.mixed_precision=bf16 keeps them."
+    )
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that anyone's tool, reward or data may draw from."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def load(config: RunConfig, prepared: Prepared) -> Loaded:
-    """Model, optimizer and engine."""
+    """Model, optimizer and engine, with every generator seeded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
     )

@@ -7,22 +7,20 @@ imports torch before that.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from textwrap import fill
-from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from agenttrain.config.command import RUN_DIR, TIMESTAMP, VERBS, Command, parse, split_verb
 from agenttrain.config.compose import (
     HYDRA_VERSION,
     Composed,
@@ -37,28 +35,19 @@ from agenttrain.config.compose import (
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.groups import conf_folder, list_groups
-from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of
-from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.model_path import BUNDLED
+from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.schema import Schedule
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 """Exit code after Ctrl-C, as shells have it."""
-RUN_DIR = "hydra.run.dir="
-TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
-EVAL_FOLDERS = (
-    f"{RUN_DIR}outputs/${{oc.select:hydra.runtime.choices.experiment,none}}/${{now:{TIMESTAMP}}}_eval",
-    f"hydra.sweep.dir=outputs/${{oc.select:hydra.runtime.choices.experiment,none}}/sweep_${{now:{TIMESTAMP}}}_eval",
-)
-"""Of `agenttrain eval`; an override of the user's comes later and wins."""
+BUNDLED_EXPERIMENTS = ("shop", "calculator")
+"""Their settings suit the tiny bundled models."""
+DEFAULT_EXPERIMENT = "shop"
+"""Of train.yaml."""
 
-VERBS = {
-    "train": "train an agent (when no verb is given)",
-    "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
-    "check": "compose, check and count; nothing is run and no folder is made",
-    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
-    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
-}
 HELP = """\
 agenttrain trains tool-calling language-model agents with reinforcement learning.
 
@@ -89,35 +78,19 @@ examples
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
-  agenttrain model.path=my_model tools=[final_answer] tools.find._target_=my_tools.find
+  agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
 agenttrain/config/schema.py; the groups are in {conf}
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """What the user asked for."""
-
-    verb: str
-    overrides: list[str]
-    """Without `saved`."""
-    saved: Path | None
-    """The folder of `resume=` (train, check) or `run=` (eval)."""
-    options: list[str]
-    """The other arguments, for Hydra."""
-    source: Source
-    sweep: bool
-    shows: str | None
-    """What Hydra is to print instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["templates"]:
-        return _templates(arguments[1:])
+    verb, rest = split_verb(arguments)
+    if verb == "templates":
+        return _templates(rest)
     if {"--help", "-h"} & set(arguments):
         print(help_text())
         return 0
@@ -128,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        return _view(arguments[1:]) if arguments[:1] == ["view"] else _run(parse(arguments))
+        return _view(rest) if verb == "view" else _run(parse(arguments))
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -157,85 +130,23 @@ def help_text() -> str:
     ).rstrip()
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """Arguments -> Command; raises ConfigError for what cannot be one."""
-    verb, rest = _verb(arguments)
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    parsed = parser.parse_intermixed_args(rest)
-    if parsed.config_path is not None:
-        raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
-    overrides, saved = _take_saved(parsed.overrides, verb)
-    if misplaced := [word for word in overrides if word in VERBS]:
-        raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
-    sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
-    if sweep and saved:
-        raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
-    if saved is None:
-        overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
-    return Command(
-        verb=verb,
-        overrides=overrides,
-        saved=saved,
-        options=[text for text in rest if text not in parsed.overrides],
-        source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
-        sweep=sweep,
-        shows=_shows(parsed),
-    )
-
-
-def _verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    word = arguments[0] if arguments else ""
-    if word in VERBS:
-        return word, list(arguments[1:])
-    if word and "=" not in word and not word.startswith(("-", "+", "~")):
-        raise ConfigError(
-            f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
-            "and settings are written key=value"
-        )
-    return "train", list(arguments)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see agenttrain --help")
-
-
-def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
-    """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
-    mine, other = ("run", "resume") if verb == "eval" else ("resume", "run")
-    left, saved = [], None
-    for text in overrides:
-        key, _, value = text.partition("=")
-        if key == other:
-            remedy = f"agenttrain eval run={value}" if verb != "eval" else f"run={value}"
-            raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
-        if key != mine:
-            left.append(text)
-        elif value not in ("", "null"):
-            saved = Path(value)
-    return left, saved
-
-
-def _shows(parsed: argparse.Namespace) -> str | None:
-    others = (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
-    return parsed.cfg or ("other" if any(others) else None)
-
-
 def _run(command: Command) -> int:
     if command.shows is not None:
         return _show(command)
     with hydra_session(command.source):
         runs = compose_all(command)
     if command.verb == "check":
-        return _check(runs)
+        return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     return _hand_over(command, total=len(runs))
 
 
-def _check(runs: Sequence[Composed]) -> int:
+def _check(command: Command, runs: Sequence[Composed]) -> int:
     """Print the runs, each template's certificate once. Exit code 1 for a refused one."""
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
+    if hint := _hint(command, runs):
+        print(f"\n{hint}", flush=True)
     from agenttrain.check import certificate_of  # tokenizers come with it
     from agenttrain.types import AgenttrainError
 
@@ -251,6 +162,20 @@ def _check(runs: Sequence[Composed]) -> int:
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
     return 0 if all(shown.values()) else 1
+
+
+def _hint(command: Command, runs: Sequence[Composed]) -> str | None:
+    """What to say where the bundled agent's settings would train somebody's own model."""
+    names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
+    experiment = names[-1] if names else DEFAULT_EXPERIMENT
+    bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)
+    theirs = command.source.name != "train" or command.saved is not None
+    if bundled or theirs or experiment not in BUNDLED_EXPERIMENTS:
+        return None
+    return (
+        f"note: steps, optimizer.lr, rollout.max_turn_tokens and others are the bundled agent's "
+        f"settings\n      (experiment={experiment}); add experiment=none for a model of your own"
+    )
 
 
 def _show(command: Command) -> int:
@@ -283,6 +208,11 @@ def compose_all(command: Command) -> list[Composed]:
 
 def _compose_one(overrides: Sequence[str], source: Source) -> Composed:
     composed = compose_run(overrides, source)
+    if composed.config.resume is not None:
+        raise ConfigError(
+            f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
+            f"and type agenttrain resume={quote(composed.config.resume)}"
+        )
     validate(composed.config)
     return composed
 
@@ -296,10 +226,7 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     if command.verb == "train":
         done = finished_steps(saved)
         if done is not None and done >= composed.config.steps:
-            print(
-                f"{saved}: finished after {done} steps; for more of them: "
-                f"agenttrain resume={saved} steps={2 * done}"
-            )
+            print(_finished(saved, done, composed))
             return 0
         return _launch(composed, saved, "train")
     run = run_of(saved)
@@ -311,14 +238,28 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     return _launch(composed, folder, "eval")
 
 
+def _finished(saved: Path, done: int, composed: Composed) -> str:
+    text = (
+        f"{saved}: finished after {done} steps; for more of them: "
+        f"agenttrain resume={quote(str(saved))} steps={2 * done}"
+    )
+    schedule = composed.config.optimizer.schedule
+    if schedule is not Schedule.constant:
+        text += (
+            f"\n(optimizer.schedule={schedule} ended at a learning rate near 0; over more steps "
+            "it jumps back up)"
+        )
+    return text
+
+
 def _holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists()
 
 
 def _taken(folder: Path) -> ConfigError:
     return ConfigError(
-        f"{RUN_DIR}{folder}: holds a run already; resume={folder} goes on with it, another name "
-        "starts a new one"
+        f"{RUN_DIR}{folder}: holds a run already; resume={quote(str(folder))} goes on with it, "
+        "another name starts a new one"
     )
 
 
@@ -336,9 +277,9 @@ def _hand_over(command: Command, *, total: int) -> int:
         if command.sweep:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(convert(raw), folder, command.verb))
-        if codes[-1] == INTERRUPTED:
-            raise KeyboardInterrupt
+        codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
+        if codes[-1] in (INTERRUPTED, TERMINATED):
+            raise KeyboardInterrupt  # a sweep ends here
 
     register()
     # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
@@ -346,9 +287,13 @@ def _hand_over(command: Command, *, total: int) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     # Options last: `--info` would take an override behind it for its argument.
     sys.argv = ["agenttrain", *command.overrides, *command.options]
-    hydra.main(
+    main = hydra.main(
         version_base=HYDRA_VERSION, config_path=str(conf_folder()), config_name=command.source.name
-    )(job)()
+    )
+    try:
+        main(job)()
+    except KeyboardInterrupt:
+        return codes[-1] if codes else INTERRUPTED
     if taken:
         raise _taken(taken[0])
     return max(codes, default=0)
@@ -361,7 +306,7 @@ def _view(arguments: Sequence[str]) -> int:
     if len(folders) != 1 or len(steps) > 1 or not all(step.isdecimal() for step in steps):
         raise ConfigError("view: give a run folder and perhaps a step: view <run folder> [step=N]")
     with hydra_session(Source()):
-        composed = resumed(folders[0], [], Source())
+        composed = viewed(folders[0], Source())
     written = sorted((folders[0] / "rollouts").glob("step-*.jsonl"))
     if not written:
         raise ConfigError(f"view {folders[0]}: the run has written no rollouts (tracker.rollouts)")
@@ -382,11 +327,11 @@ def _templates(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-def _launch(composed: Composed, folder: Path, verb: str) -> int:
+def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
     from agenttrain.launch import launch  # torch comes with it
 
-    return launch(composed.config, composed.plain, folder, verb)
+    return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
 
 def _pass_at(scored: Sequence[Sequence[float]], k: int) -> float:
     """Questions with fewer than k scored samples are left out; NaN when none is left."""
-    solved = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
-    chances = [pass_at_k(n, correct, k) for n, correct in solved if n >= k]
+    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
+    chances = [pass_at_k(n, correct, k) for n, correct in counts if n >= k]
     return mean(chances) if chances else math.nan
 
 

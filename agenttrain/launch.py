@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import shlex
+import signal
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, prepare
+from agenttrain.build import Prepared, load, precision_advice, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.evaluate import Evaluation, from_json, to_json
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
-from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
-from agenttrain.tracking.run_folder import read_summary, update_summary, write_config
+from agenttrain.tracking.rollouts_file import (
+    limit,
+    read_step,
+    rollout_record,
+    step_path,
+    write_step,
+)
+from agenttrain.tracking.run_folder import (
+    FolderInUse,
+    held,
+    read_summary,
+    update_summary,
+    write_config,
+)
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
-from agenttrain.trainer import Trainer
-from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.trainer import Clock, Trainer
+from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""Exit code after SIGTERM, as shells have it."""
 SHOWN = 3
 """Rollouts printed at the end of a run."""
 
@@ -45,36 +61,135 @@ class Job:
     """The resolved settings, as config.yaml keeps them."""
     folder: Path
     """The run folder; a run that is in it already goes on."""
+    sweep: bool = False
+    """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
 
     @property
     def project(self) -> str:
-        """The experiment's name: the folder that holds the run's."""
-        return self.folder.resolve().parent.name
+        """The experiment's name: the folder that holds the run's, or the sweep's."""
+        parent = self.folder.resolve().parent
+        return parent.parent.name if self.sweep else parent.name
+
+    @property
+    def group(self) -> str | None:
+        """The sweep's name."""
+        return self.folder.resolve().parent.name if self.sweep else None
+
+    @property
+    def trackio_folder(self) -> Path:
+        """The dashboard's data: a sweep's runs share them."""
+        return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
-def launch(config: RunConfig, plain: dict[str, Any], run_folder: Path, verb: str) -> int:
-    """Run `verb`, `train` or `eval`; the exit code of the process."""
-    job = Job(config=config, plain=plain, folder=run_folder)
-    work = {"train": _train, "eval": _evaluate}[verb]
-    run_folder.mkdir(parents=True, exist_ok=True)
+def launch(
+    config: RunConfig,
+    plain: dict[str, Any],
+    run_folder: Path,
+    verb: str,
+    sweep: bool = False,
+) -> int:
+    """Run `verb`, `train` or `eval`; the exit code of the process.
+
+    `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
+    """
     try:
-        prepared = prepare(config)
-        record_fix(job.folder, prepared)
-        asyncio.run(work(job, prepared))
-    except KeyboardInterrupt:
-        update_summary(run_folder, status="interrupted")
-        print(f"interrupted; to go on: agenttrain resume={run_folder}", file=sys.stderr)
-        return INTERRUPTED
-    except ConfigError:
-        raise
-    except (AgenttrainError, ValueError) as error:
-        update_summary(run_folder, status="failed", error=str(error))
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        with held(run_folder):
+            earlier = read_summary(run_folder)
+            _refuse_other_verb(run_folder, earlier, verb)
+            sweep = sweep or earlier.get("sweep", False)
+            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
+            update_summary(run_folder, verb=verb, sweep=sweep or None)
+            return _run(job, verb)
+    except (FolderInUse, OSError) as error:
+        print(_told(error, run_folder), file=sys.stderr)
         return 1
-    except Exception as error:
-        update_summary(run_folder, status="failed", error=f"{type(error).__name__}: {error}")
-        raise
+
+
+def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None:
+    found = summary.get("verb", verb)
+    if found != verb:
+        raise ConfigError(
+            f"{folder}: holds a run of `agenttrain {found}`, and `agenttrain {verb}` cannot go on "
+            "with it. Give another folder: resume= the run that was trained, or hydra.run.dir= a "
+            "new one."
+        )
+
+
+def _run(job: Job, verb: str) -> int:
+    """`launch` in a folder that is held; errors are told and recorded."""
+    work = {"train": _train, "eval": _evaluate}[verb]
+    with terminable() as terminated:
+        try:
+            asyncio.run(work(job, _prepare(job)))
+        except KeyboardInterrupt:
+            _record(job.folder, status="interrupted")
+            again = f"agenttrain resume={shlex.quote(str(job.folder))}"
+            print(
+                "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
+                file=sys.stderr,
+            )
+            return TERMINATED if terminated.is_set() else INTERRUPTED
+        except ConfigError:
+            raise
+        except (AgenttrainError, ValueError, OSError) as error:
+            told = _told(error, job.folder)
+            _record(job.folder, status="failed", error=told)
+            print(told, file=sys.stderr)
+            return 1
+        except Exception as error:
+            _record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
+            raise
     return 0
+
+
+def _told(error: Exception, folder: Path) -> str:
+    """An error in a line, with the path that it is about."""
+    nameless = isinstance(error, OSError) and error.filename is None
+    return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
+
+
+def _record(folder: Path, **changes: Any) -> None:
+    """`update_summary` where an error is being told already: a full disk is no second one."""
+    with suppress(OSError):
+        update_summary(folder, **changes)
+
+
+@contextmanager
+def terminable() -> Iterator[Event]:
+    """Within, SIGTERM does what Ctrl-C does; the event that it sets tells the two apart."""
+    terminated = Event()
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        terminated.set()
+        # While asyncio runs this is its handler, which cancels the main task in good order.
+        interrupt = signal.getsignal(signal.SIGINT)
+        (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
+
+    if current_thread() is not main_thread():  # signals are the main thread's
+        yield terminated
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(job: Job) -> Prepared:
+    """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
+    path = job.folder / "config.yaml"
+    new = not path.exists()
+    if new:
+        write_config(job.folder, job.plain, None)
+    try:
+        prepared = prepare(job.config)
+    except Exception:
+        if new:  # a run that cannot be built has not begun: its folder is free for the next try
+            path.unlink(missing_ok=True)
+        raise
+    write_config(job.folder, job.plain, prepared.certificate.hash)
+    record_fix(job.folder, prepared)
+    return prepared
 
 
 def record_fix(folder: Path, prepared: Prepared) -> None:
@@ -89,53 +204,56 @@ def record_fix(folder: Path, prepared: Prepared) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    started = time.perf_counter()
-    async with AsyncExitStack() as stack:
-        trainer = await make_trainer(job, prepared, stack)
-        summary = read_summary(job.folder)
-        before = summary.get("eval", {}).get("before")
-        if before is None:
-            before = to_json(await trainer.evaluate("before"))
-        update_summary(job.folder, status="running", error=None, eval={"before": before})
-        training = time.perf_counter()
-        await trainer.train()
-        training = time.perf_counter() - training
-        after = await trainer.evaluate("after")
-        checkpoint = trainer.save()
+    if advice := precision_advice(job.config):
+        print(f"warning: {advice}", file=sys.stderr)
+    with _timed(job.folder) as clock:
+        async with AsyncExitStack() as stack:
+            trainer = await make_trainer(job, prepared, stack)
+            before = read_summary(job.folder).get("eval", {}).get("before")
+            if before is None:
+                before = to_json(await trainer.evaluate("before"))
+            update_summary(job.folder, status="running", error=None, eval={"before": before})
+            with clock("training_"):
+                await trainer.train()
+            after = await trainer.evaluate("after")
+            trainer.save()
     update_summary(
         job.folder,
         status="finished",
         steps=trainer.done,
-        seconds=summary.get("seconds", 0.0) + time.perf_counter() - started,
-        training_seconds=summary.get("training_seconds", 0.0) + training,
         eval={"before": before, "after": to_json(after)},
-        latest_checkpoint=str(checkpoint.relative_to(job.folder)),
     )
-    _report(job, prepared, before, after)
+    _report(job, prepared, trainer.tracker, before, after)
+
+
+@contextmanager
+def _timed(folder: Path) -> Iterator[Clock]:
+    """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
+    `<phase>seconds` for the phases of the clock."""
+    earlier = read_summary(folder)
+    clock = Clock()
+    try:
+        with clock(""):
+            yield clock
+    finally:
+        names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
+        _record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    started = time.perf_counter()
-    async with AsyncExitStack() as stack:
-        trainer = await make_trainer(job, prepared, stack)
-        evaluations = await trainer.evaluate("eval")
+    with _timed(job.folder):
+        async with AsyncExitStack() as stack:
+            trainer = await make_trainer(job, prepared, stack)
+            evaluations = await trainer.evaluate("eval")
     rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
-    write_step(job.folder, 0, rollouts)
-    found = to_json(evaluations)
-    update_summary(
-        job.folder,
-        status="finished",
-        steps=0,
-        seconds=time.perf_counter() - started,
-        eval={"after": found},
-    )
-    _report(job, prepared, {}, evaluations)
+    write_step(job.folder, 0, rollouts, limit(job.config.tracker.rollouts))
+    update_summary(job.folder, status="finished", steps=0, eval={"after": to_json(evaluations)})
+    _report(job, prepared, trainer.tracker, {}, evaluations)
 
 
 async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    random.seed(config.seed)
     loaded = load(config, prepared)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
@@ -143,10 +261,9 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
     done = 0
-    if config.resume is not None and not checkpoints.empty:
+    if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
         done = checkpoints.load_latest(loaded.policy)["step"]
         await sync(loaded.policy, loaded.engine, version=done)
-    write_config(job.folder, job.plain, prepared.certificate.hash)
     tracker = Tracker(
         job.folder,
         config.tracker,
@@ -154,6 +271,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         name=job.folder.resolve().name,
         total_steps=config.steps,
         resume_step=None if config.resume is None else done,
+        trackio_folder=job.trackio_folder,
+        group=job.group,
         run_config=job.plain,
     )
     stack.enter_context(tracker)
@@ -167,6 +286,26 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         checkpoints=checkpoints,
         done=done,
     )
+
+
+def _has_checkpoint(folder: Path, checkpoints: Checkpoints) -> bool:
+    """Whether a run goes on from a checkpoint; if it starts again, a line says what that costs.
+
+    Raises CheckpointError when there was one and it is gone.
+    """
+    if not checkpoints.empty:
+        return True
+    saved = read_summary(folder).get("latest_checkpoint")
+    if saved is not None:
+        raise CheckpointError(
+            f"{folder / saved}: the run saved this checkpoint, and {checkpoints.folder} holds none "
+            "now. Put it back; or start a new run: resuming would begin at step 0."
+        )
+    metrics = folder / "metrics.jsonl"
+    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    cut = f", {rows} recorded steps are cut" if rows else ""
+    print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
+    return False
 
 
 def write_page(config: RunConfig, folder: Path, step: int) -> Path:
@@ -184,9 +323,13 @@ def write_page(config: RunConfig, folder: Path, step: int) -> Path:
 
 
 def _report(
-    job: Job, prepared: Prepared, before: dict[str, Any], after: Sequence[Evaluation]
+    job: Job,
+    prepared: Prepared,
+    tracker: Tracker,
+    before: dict[str, Any],
+    after: Sequence[Evaluation],
 ) -> None:
-    tracked = job.config.tracker.name == "trackio"
+    command = dashboard_command(job.folder, job.project, trackio_folder=job.trackio_folder)
     print_report(
         Console(),
         before=from_json(before),
@@ -194,7 +337,7 @@ def _report(
         rollouts=[rollout_record(rollout) for rollout in _telling(after)],
         decode=prepared.chat.decode,
         run_folder=job.folder,
-        dashboard=dashboard_command(job.folder, job.project) if tracked else None,
+        dashboard=command if tracker.has_dashboard else None,
     )
 
 

@@ -39,6 +39,7 @@ class Trainer:
 
     async def train(self) -> None:
         """The steps that are left, with evaluations and checkpoints on the way."""
+        self.tracker.begin()
         while self.done < self.config.steps:
             metrics, collected = await self.step(self.done + 1)
             self.done += 1
@@ -106,7 +107,9 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        return self.checkpoints.save(self.policy, step=self.done)
+        path = self.checkpoints.save(self.policy, step=self.done)
+        self.tracker.checkpoint(path)
+        return path
 
 
 class Clock:

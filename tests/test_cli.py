@@ -12,7 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from agenttrain import cli
+from agenttrain.config.command import split_verb
 from agenttrain.config.compose import Source, compose_run, hydra_session
+from agenttrain.config.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,6 +33,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "arguments",
     [
         *(["--help"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
+        *(["data.test.split=typo"], ["data=file", "data.train.path=a.csv", "data.test.path=b.csv"]),
         ["-m", "seed=1,2", "steps=0"],
     ],
     ids=" ".join,
@@ -99,7 +102,9 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("seed=1 check", "the verb comes first: agenttrain check"),
         ("seed=1 rloo", "rloo: settings are written key=value"),
         ("view", "view: give a run folder"),
-        ("view /no/such", "/no/such: is no run folder"),
+        ("view nope", "agenttrain: view nope: is no run folder"),
+        ("-m trian seed=1,2", "trian: no such verb (did you mean 'train'?)"),
+        ("run=a&b", "did you mean agenttrain eval run='a&b'?"),
         ("view x step=one", "view: give a run folder and perhaps a step"),
         ("--foo", "unrecognized arguments: --foo; see agenttrain --help"),
         ("--cfg jub", "invalid choice: 'jub'"),
@@ -160,13 +165,15 @@ def test_modules_in_the_current_folder_are_found(
 def test_a_finished_run_says_so(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
     with hydra_session(Source()):
         plain = compose_run(["steps=9"], Source()).plain
-    run = elsewhere / "run"
+    run = elsewhere / "my run"
     run.mkdir()
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
     (run / "summary.json").write_text('{"status": "finished", "steps": 9}')
     before = sorted(run.iterdir())
     assert cli.main([f"resume={run}"]) == 0
-    assert "finished after 9 steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"finished after 9 steps; for more of them: agenttrain resume='{run}' steps=18" in out
+    assert "optimizer.schedule=linear ended at a learning rate near 0" in out
     assert sorted(run.iterdir()) == before
     # Checking the same with more steps is not finished, and counts what it would be.
     assert cli.main(["check", f"resume={run}", "steps=20"]) == 0
@@ -180,7 +187,8 @@ def test_an_evaluation_keeps_out_of_a_folder_that_holds_a_run(
         plain = compose_run([], Source()).plain
     latest = elsewhere / "run" / "checkpoints" / "latest"
     latest.mkdir(parents=True)
-    (latest / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (latest / name).write_text("{}")
     (elsewhere / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain)))
     assert "holds a run already" in errors(capsys, "eval", "run=run", "hydra.run.dir=run")
 
@@ -188,6 +196,49 @@ def test_an_evaluation_keeps_out_of_a_folder_that_holds_a_run(
 def test_the_verb_may_be_left_out() -> None:
     assert cli.parse(["steps=3"]).verb == cli.parse([]).verb == "train"
     assert cli.parse(["eval", "steps=3"]).verb == "eval"
+
+
+@pytest.mark.parametrize(
+    ("line", "verb", "rest"),
+    [
+        ("check -m seed=1,2", "check", "-m seed=1,2"),
+        ("-m check seed=1,2", "check", "-m seed=1,2"),
+        ("--config-dir check eval seed=1", "eval", "--config-dir check seed=1"),
+        ("--config-dir=mine view run", "view", "--config-dir=mine run"),
+        ("--info defaults-tree", "train", "--info defaults-tree"),
+        ("--config-dir", "train", "--config-dir"),
+        ("seed=1 check", "train", "seed=1 check"),
+    ],
+)
+def test_options_may_stand_before_the_verb(line: str, verb: str, rest: str) -> None:
+    assert split_verb(line.split()) == (verb, rest.split())
+
+
+def test_a_resume_in_a_yaml_is_refused(capsys: pytest.CaptureFixture[str], elsewhere: Path) -> None:
+    Path("experiment").mkdir()
+    Path("experiment/mine.yaml").write_text("# @package _global_\nresume: my run\n")
+    text = errors(capsys, "--config-dir", ".", "check", "experiment=mine")
+    assert "resume=my run: has no effect in a YAML file" in text
+    assert "agenttrain resume='my run'" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.path=own"], "(experiment=shop); add experiment=none"),
+        (["model.path=own", "experiment=calculator"], "(experiment=calculator); add experiment="),
+        (["model.path=own", "experiment=none"], None),
+        ([], None),
+    ],
+)
+def test_check_says_whose_settings_they_are(
+    overrides: list[str], said: str | None, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "own").symlink_to(model_folder("bundled:shop"))
+    assert cli.main(["check", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert ("note: steps" in out) == (said is not None)
+    assert said is None or said in out
 
 
 def test_options_and_overrides_may_be_mixed(elsewhere: Path) -> None:

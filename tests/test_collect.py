@@ -115,8 +115,29 @@ def test_a_failed_rollout_is_counted_and_not_scored():
 
 def test_a_step_without_one_rollout_stops_the_run():
     engine = ScriptedEngine(lambda *_: (), max_context=4096)
-    with pytest.raises(NoRollouts, match=r"all 2 rollouts failed; the first: .*no token"):
+    with pytest.raises(
+        NoRollouts, match=r"all 2 rollouts failed \(2 error\); the first: .*no token"
+    ):
         asyncio.run(acollect(collector(engine), tasks(2)))
+
+
+class _Slow(ScriptedEngine):
+    """Never answers."""
+
+    async def generate(self, token_ids, sampling, *, session):
+        await asyncio.Event().wait()
+
+
+def test_a_step_whose_rollouts_all_time_out_names_the_limit():
+    slow = _Slow(parts.script(BYE), max_context=4096)
+    with pytest.raises(NoRollouts, match=r"all 2 .*\(2 timeout\).*Raise rollout\.timeout_s"):
+        asyncio.run(acollect(collector(slow, timeout_s=0.01), tasks(2)))
+
+
+def test_a_step_of_broken_ledgers_only_says_so():
+    engine = _Lying([ids(BYE)])
+    with pytest.raises(NoRollouts, match=r"all 2 .*\(2 in a group with a broken ledger\)"):
+        asyncio.run(acollect(collector(engine, on_break=OnBreak.drop), tasks(1), samples=2))
 
 
 def test_overlong_prompts_are_dropped_before_sampling_and_counted():
@@ -125,6 +146,13 @@ def test_overlong_prompts_are_dropped_before_sampling_and_counted():
     collected = asyncio.run(acollect(collector(engine), [*tasks(1), long]))
     assert collected.overlong == 1
     assert [r.task.task_id for r in collected.rollouts] == ["t0"]
+
+
+def test_a_step_of_overlong_prompts_only_stops_the_run():
+    long = Task(task_id="long", messages=({"role": "user", "content": "word " * 400},))
+    engine = ScriptedEngine(parts.script(BYE), max_context=200)
+    with pytest.raises(NoRollouts, match=r"all 2 tasks .*200 tokens.*engine\.max_context.*data"):
+        asyncio.run(acollect(collector(engine), [long, long]))
 
 
 class _Lying(ScriptedEngine):

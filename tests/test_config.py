@@ -5,23 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from agenttrain.config.arithmetic import arithmetic
-from agenttrain.config.compose import Composed, Source, compose_run, convert, hydra_session
+from agenttrain.config.compose import (
+    Composed,
+    Source,
+    compose_raw,
+    compose_run,
+    convert,
+    hydra_session,
+)
 from agenttrain.config.compose import open_keys as opened
 from agenttrain.config.describe import describe
 from agenttrain.config.groups import conf_folder, list_groups
-from agenttrain.config.schema import Advantage, Ratio, RunConfig, Scale
+from agenttrain.config.schema import (
+    Advantage,
+    OptimizerConfig,
+    Ratio,
+    RolloutConfig,
+    RunConfig,
+    Scale,
+)
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 
 GROUPS = list_groups(conf_folder())
+ROWS = "agenttrain/data/models/shop/recipe.json"
+"""Some JSON; it is not read."""
 NEEDS_A_PATH = {
     "chat_template=file": ["chat_template.path=README.md"],
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
-    "data=file": ["data.train.path=a.jsonl", "data.test.path=b.jsonl"],
+    "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
 }
 DEFAULTS = {
     *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),
@@ -71,6 +88,37 @@ def test_the_calculator_experiment_swaps_data_and_tools_only_once() -> None:
     assert list(config.tools) == ["add", "subtract", "multiply", "final_answer"]
     assert config.data.train["_target_"] == "agenttrain.data.calculator.row"
     assert config.stop_tools == ["final_answer"]
+
+
+def test_an_agent_of_ones_own_has_none_of_the_bundled_agents_settings() -> None:
+    config = compose(
+        *(
+            "experiment=none",
+            "model=folder",
+            "model.path=m",
+            "data=file",
+            "data.train.path=a.jsonl",
+        ),
+        *("data.test.path=b.jsonl", "tools=[]", "tools.lookup._target_=my_agent.lookup"),
+        *("reward=[]", "reward.found._target_=my_agent.found"),
+    ).config
+    assert config.tools == {"lookup": {"_target_": "my_agent.lookup"}}
+    assert config.reward == {"found": {"_target_": "my_agent.found"}}
+    assert (config.stop_tools, config.eval.group_by) == ([], None)
+    assert (config.optimizer, config.rollout) == (OptimizerConfig(), RolloutConfig())
+    assert config.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder"),
+    [([], "shop"), (["experiment=calculator"], "calculator"), (["experiment=none"], "run")],
+)
+def test_runs_are_in_a_folder_of_their_experiment(overrides: list[str], folder: str) -> None:
+    with hydra_session(Source()):
+        raw = compose_raw(overrides, Source(), with_hydra=True)
+        HydraConfig.instance().set_config(raw)
+    assert raw.hydra.run.dir.startswith(f"outputs/{folder}/2")
+    assert raw.hydra.sweep.dir.startswith(f"outputs/{folder}/sweep_2")
 
 
 def test_settings_arrive_typed() -> None:
@@ -173,6 +221,25 @@ def test_the_arithmetic_of_a_run() -> None:
 
 def test_no_questions_are_no_evaluation() -> None:
     assert arithmetic(compose("eval.questions=0", "eval.every=1").config).evaluations == 0
+
+
+@pytest.mark.parametrize(
+    ("test_rows", "expected"),
+    [
+        # 3 lines x (2 sampled + 1 greedy)
+        (["data.test._target_=agenttrain.data.files.FileRows", "data.test.path=t.jsonl"], "2 x 9 "),
+        # 50 rows x 3; the bundled rows never end
+        ([], "2 x 150 "),
+        (["data.test._target_=my_rows.Rows"], "2 x at most 150 "),
+    ],
+)
+def test_an_evaluation_has_no_more_questions_than_rows(
+    test_rows: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n\n{"prompt": "c"}')
+    config = compose("eval.questions=50", "eval.samples=2", *test_rows).config
+    assert f"evaluation  {expected}rollouts" in describe(config)
 
 
 def test_a_sweep_is_expanded_in_hydras_order() -> None:

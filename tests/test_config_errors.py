@@ -51,6 +51,8 @@ UNREADABLE = {
     "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
     "experiment=null": "a group takes an option (calculator, none, shop)",
     "+experiment=shop": "write experiment=shop",
+    "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
+    "~zzz": "nothing of that name to leave out",
     "algorithm.beta=${lr}": "'lr' not found",
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
@@ -63,6 +65,7 @@ UNUSABLE = {
     # Batch and length arithmetic.
     "algorithm.group_size=1": "at least 2",
     "algorithm.minibatches=5": "does not divide tasks_per_step=12; take one of 1, 2, 3, 4, 6, 12",
+    "algorithm.minibatches=50": "take one of 1, 2, 3, 4, 6, 12",
     "rollout.max_turn_tokens=4096": "rollout.max_completion_tokens=2048",
     "engine.max_context=40": "leaves no room for a prompt in engine.max_context=40",
     # Ranges.
@@ -78,6 +81,19 @@ UNUSABLE = {
     "eval.top_p=1.1": "must be above 0 and at most 1",
     "eval.min_p=2": "must be at most 1",
     "tools.sql.timeout_s=-1": "must be a number above 0",
+    "tools.sql.timeout_s=inf": "must be a number above 0",
+    "tools.sql.timeout_s=true": "must be a number above 0",
+    "tools.sql.concurrency=1.5": "must be a whole number of at least 1",
+    "tools.sql.concurrency=many": "must be a whole number of at least 1",
+    "reward.exact_match.weight=nan": "must be a finite number",
+    "reward.exact_match.weight=heavy": "must be a finite number",
+    "seed=-1": "must be 0 or more",
+    "seed=9223372036854775808": "must be below 2**63",
+    "optimizer.lr=inf": "must be a finite number",
+    "algorithm.beta=inf": "must be a finite number",
+    "algorithm.clip_high=inf": "must be a finite number",
+    "rollout.timeout_s=nan": "must be a finite number",
+    "optimizer.warmup_steps=80": "the warm-up would not end in steps=80; lower it",
     "optimizer.betas=[0.9]": "must be two numbers",
     "optimizer.betas=[0.9,1]": "must be two numbers from 0 to below 1",
     # Names that are no enums.
@@ -104,6 +120,7 @@ UNUSABLE = {
     "tools.sql._target_=agenttrain.tools.sql.Sqll": "has no 'Sqll' (did you mean 'Sql'?)",
     "reward.exact_match._target_=agenttrain.rewards.exact_match": "names a module",
     "data.test._target_=7": "expected a dotted path",
+    "data.test.split=typo": "data.test.split='typo': must be one of train",
 }
 
 
@@ -146,6 +163,56 @@ def test_settings_that_do_not_go_together(overrides: tuple[str, ...], expected: 
     assert expected in refusal(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.train.path=no.jsonl"], "data.train.path=no.jsonl: there is no such file"),
+        (
+            ["data.train.path=rows.txt"],
+            "data.train.path=rows.txt: its ending must be one of .jsonl",
+        ),
+        (["data.train.path=empty.jsonl"], "data.train.path=empty.jsonl: the file has no rows"),
+        (["data.test.limit=0"], "data.test.limit=0: must be a whole number of at least 1"),
+        (["data.test.limt=1"], "has no such argument (did you mean 'limit'?)"),
+    ],
+)
+def test_a_file_of_rows_that_cannot_be_used(
+    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("rows.jsonl", "{}"), ("rows.txt", "{}"), ("empty.jsonl", "")):
+        Path(name).write_text(text)
+    rows = [f"data.{split}.path=rows.jsonl" for split in ("train", "test")]
+    keys = [override.partition("=")[0] for override in overrides]
+    rows = [override for override in rows if override.partition("=")[0] not in keys]
+    text = refusal("data=file", *rows, *overrides)
+    assert expected in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ([], "config.json"),
+        (["config.json", "tokenizer.json"], "file of weights (*.safetensors, *.bin)"),
+        (["config.json", "model.safetensors"], "tokenizer (tokenizer.json)"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part(files: list[str], missing: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert refusal(f"model.path={tmp_path}") == (
+        f"model.path={tmp_path}: there is no {missing} in that folder; give a folder that "
+        "transformers' from_pretrained can load, or bundled:shop"
+    )
+
+
+def test_the_divisors_of_a_large_batch_are_the_nearest() -> None:
+    # 10**9 = 2**9 * 5**9; its divisors near 7 are 1, 2, 4, 5, 8, 10
+    text = refusal("tasks_per_step=1000000000", "algorithm.minibatches=7")
+    assert text.endswith("take one of 1, 2, 4, 5, 8, 10")
+
+
 def test_the_wrong_value_is_repeated() -> None:
     assert refusal("algorithm.group_size=many").startswith("algorithm.group_size=many: ")
     assert refusal("algorithm.minibatches=7").startswith("algorithm.minibatches=7: ")
@@ -166,6 +233,14 @@ def test_a_wrong_key_in_a_file_of_the_users_names_the_file(tmp_path: Path) -> No
     text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
     assert text.startswith("algorithm.group_sise (in algorithm/mine.yaml): unknown key")
     assert "did you mean 'algorithm.group_size'?" in text
+
+
+def test_a_broken_file_of_the_users_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    file = tmp_path / "algorithm" / "mine.yaml"
+    file.write_text("name: mine\nbeta: [0.1\nkl: k1: k2\n")
+    text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
+    assert text.startswith(f"{file}, line 3: is no YAML: ")
 
 
 def test_a_config_dir_that_does_not_exist() -> None:

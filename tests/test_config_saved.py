@@ -10,7 +10,14 @@ from omegaconf import OmegaConf
 
 from agenttrain.config.compose import Composed, Source, compose_run, hydra_session
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of
+from agenttrain.config.saved import (
+    done_steps,
+    evaluated,
+    finished_steps,
+    resumed,
+    run_of,
+    viewed,
+)
 
 SOURCE = Source()
 
@@ -82,6 +89,25 @@ def test_other_settings_are_refused(run: Path, override: str, expected: str) -> 
     with pytest.raises(ConfigError) as caught:
         resume(run, override)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("summary", [{"verb": "eval"}, {"status": "finished", "steps": 0}])
+def test_an_evaluation_does_not_go_on(run: Path, summary: dict[str, object]) -> None:
+    (run / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match=f"resume={run}: holds an evaluation"):
+        resume(run)
+    with hydra_session(SOURCE):
+        assert viewed(run, SOURCE).config.steps == 9
+
+
+def test_a_run_does_not_go_back(run: Path) -> None:
+    assert done_steps(run) == 3  # its newest checkpoint
+    assert resume(run, "steps=3").config.steps == 3
+    with pytest.raises(ConfigError, match=r"steps=2: the run in .* has done 3 steps already"):
+        resume(run, "steps=2")
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 8}))
+    with pytest.raises(ConfigError, match=r"leave steps out, or raise it above 8"):
+        resume(run, "steps=7")
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:

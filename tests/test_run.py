@@ -217,6 +217,7 @@ def test_a_users_own_tool_reward_and_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here(
         tmp_path / "mine",
+        "experiment=none",
         "debug=tiny",
         "model=folder",
         f"model.path={model_folder('bundled:shop')}",
@@ -224,10 +225,9 @@ def test_a_users_own_tool_reward_and_rows(tmp_path, monkeypatch):
         "data.train.path=rows.jsonl",
         "data.test.path=rows.jsonl",
         "tools=[]",
-        "+tools.lookup._target_=my_agent.lookup",
+        "tools.lookup._target_=my_agent.lookup",
         "reward=[]",
-        "+reward.found._target_=my_agent.found",
-        "stop_tools=[]",
+        "reward.found._target_=my_agent.found",
         "tracker=none",
     )
     assert "rewards/found/mean" in metrics(tmp_path / "mine")[0]

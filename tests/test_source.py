@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agenttrain.data.build import build_rows
 from agenttrain.data.files import FileRows
-from agenttrain.data.source import TaskSource, to_task
+from agenttrain.data.source import TaskSource, check_columns, to_task
 
 ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
 
@@ -40,12 +42,28 @@ def test_a_row_becomes_a_task():
     task = to_task(row, 7)
     assert (task.task_id, task.tools, task.columns) == ("x", ("sql",), {"a": 1})
     assert to_task({"prompt": "q"}, 7).task_id == "7"
+    assert to_task({"prompt": "q", "user_turns": ["and?"]}, 7).user_turns == ("and?",)
+
+
+def test_a_column_without_a_value_is_none_of_the_row():
+    row = {"task_id": None, "messages": None, "prompt": "q", "tools": None, "answer": None, "n": 0}
+    task = to_task(row, 7)
+    assert (task.task_id, task.tools, task.columns) == ("7", None, {"prompt": "q", "n": 0})
+
+
+def test_columns_that_settings_name():
+    source = TaskSource([{"prompt": "q"}, {"prompt": "q", "hops": 2}])
+    check_columns(source, {"eval.group_by": "hops"})
+    check_columns(source, {"eval.group_by": None})
+    with pytest.raises(ValueError, match=r"eval\.group_by=hop: .* mean 'hops'\?\); they have: pro"):
+        check_columns(source, {"eval.group_by": "hop"})
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"question": "q"}, r"row 3: needs `messages` .* found columns \['question'\]"),
+        ({"prompt": "q", "user_turns": "and?"}, r"row 3: user_turns='and\?': give a list of texts"),
         ({"messages": ["q"]}, r"row 3: 'q' is no chat message with a `role`"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -73,3 +91,55 @@ def test_rows_from_a_file(tmp_path):
     (tmp_path / "rows.txt").write_text("x")
     with pytest.raises(ValueError, match=r"ending must be one of .*\.parquet"):
         FileRows(str(tmp_path / "rows.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"prompt": "q"}\n\n{"prompt": q}\n', r"line 3, column 12: is not JSON"),
+        ("a.jsonl", '{"prompt": "q"}\n["q"]\n', r"line 2: is no row such as"),
+        ("a.jsonl", "\n\n", r"the file has no rows"),
+        ("a.json", '[{"prompt": "q"},\n x]', r"line 2: is not JSON"),
+        ("a.json", "[]", r"the file has no rows"),
+        ("a.jsonl", "", r"the file has no rows"),
+        ("a.csv", "\n\n", r"cannot be read: No columns"),
+        ("a.csv", "prompt,answer\n", r"cannot be read: .* no data"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_key(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    section = {"_target_": "agenttrain.data.files.FileRows", "path": str(path)}
+    with pytest.raises(ValueError, match=rf"^data\.train\.path={path}(,|:) {said}"):
+        build_rows(section, "data.train")
+
+
+def test_a_dataset_of_the_users_without_rows_is_told_with_its_key():
+    with pytest.raises(
+        ValueError, match=r"data\.test\._target_='collections\.UserList': has no rows"
+    ):
+        build_rows({"_target_": "collections.UserList"}, "data.test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '[{"prompt": "q\\u2028", "n": 1}, {"messages": []}]'),
+        ("a.jsonl", '\ufeff{"prompt": "q\u2028", "n": 1}\n{"messages": []}'),
+    ],
+)
+def test_json_rows_have_the_columns_that_they_are_written_with(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    rows = FileRows(str(tmp_path / name))
+    assert [rows[0], rows[1]] == [{"prompt": "q\u2028", "n": 1}, {"messages": []}]
+
+
+def test_a_table_shows_no_progress_bars_and_leaves_them_to_others(tmp_path, capfd):
+    (tmp_path / "a.csv").write_text("prompt,answer\nq,\nr,7\n")
+    rows = FileRows(str(tmp_path / "a.csv"))
+    assert [task.columns for task in TaskSource(rows).tasks(0, 2)] == [
+        {"prompt": "q"},
+        {"prompt": "r", "answer": 7.0},
+    ]
+    assert "split" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()

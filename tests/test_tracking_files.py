@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 from tracking_rollouts import new, say, three
@@ -10,6 +12,13 @@ from tracking_rollouts import new, say, three
 from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking.metrics_file import MetricsFile, cut, read_metrics
 from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
+from agenttrain.tracking.run_folder import (
+    FolderInUse,
+    held,
+    read_summary,
+    update_summary,
+    write_atomically,
+)
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.types import Completion, Finish
 
@@ -41,6 +50,56 @@ def test_cut_keeps_the_bytes_of_earlier_steps(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     cut(path, 0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00\n", b"nonsense\n", b"[3]\n", b'{"rew'])
+def test_cut_takes_anything_away_that_follows(tmp_path, garbage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1}\n{"step":2}\n' + garbage + b'\n{"step":3}\n')
+    cut(path, 2)
+    assert path.read_bytes() == b'{"step":1}\n{"step":2}\n'
+
+
+def test_cut_tells_of_garbage_before_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step":1}\n\xff\n{"step":2}\n'
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*Mend or remove that line"):
+        cut(path, 2)
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "summary.json", "text")
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("content", ["{torn", "[]", "\xff"])
+def test_a_broken_summary_is_told_and_replaced(tmp_path, capsys, content):
+    path = tmp_path / "summary.json"
+    path.write_text(content, encoding="latin-1")
+    update_summary(tmp_path, status="failed")
+    assert f"warning: {path}: not readable, it will be replaced" in capsys.readouterr().err
+    assert read_summary(tmp_path) == {"status": "failed"}
+
+
+def test_a_folder_is_held_by_one_process(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from agenttrain.tracking.run_folder import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    refused = pytest.raises(FolderInUse, match=r"run: another process .*hydra\.run\.dir")
+    with refused, held(tmp_path / "run"):
+        pass
+    other.kill()
+    other.communicate()
+    with held(tmp_path / "run"):
+        pass
 
 
 def test_cut_leaves_a_missing_file_missing(tmp_path):

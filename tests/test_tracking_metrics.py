@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tracking_rollouts import call, new, say, three
 
 from agenttrain.tracking.estimate import mean_estimate, mean_pass_at_k, pass_at_k, wilson
-from agenttrain.tracking.metrics import rollout_metrics
+from agenttrain.tracking.metrics import rollout_metrics, solved
 from agenttrain.types import StopReason, ToolError
 
 
@@ -49,6 +49,12 @@ def test_reward_spread_is_taken_within_groups():
     metrics = rollout_metrics(groups)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(0.5) / 2)
     assert metrics["frac_reward_zero_std"] == 0.5
+
+
+def test_a_sum_of_weighted_rewards_may_miss_success_by_its_rounding():
+    # .1 + .2 + .7 is 1 - 1.1e-16
+    assert solved(0.1 + 0.2 + 0.7) and solved(1.5)
+    assert not solved(0.99)
 
 
 def test_rewards_that_do_not_apply_count_nowhere():

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from tracking_rollouts import call, decode, new, say, three
 
+from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.estimate import Estimate, wilson
 from agenttrain.tracking.report import before_after, print_report, rollout_text
 from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.text import one_line, printable
+from agenttrain.tracking.tracker import Tracker
 from agenttrain.types import StopReason, ToolError
 
 METRICS = {"reward": 0.25, "success": 0.24, "tools/call_frequency": 1.94, "tokens_per_s": 5210.4}
@@ -82,6 +86,50 @@ def test_a_resumed_run_counts_from_its_checkpoint():
         progress.update(74, METRICS)
         progress.update(75, METRICS)
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["74/100"]
+
+
+def test_the_estimate_starts_with_the_first_step(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    clock = SimpleNamespace(monotonic=lambda: now.seconds)
+    monkeypatch.setattr("agenttrain.tracking.console.time", clock)
+    console, out = plain()
+    with ConsoleProgress(4, console=console) as progress:
+        now.seconds = 1000.0  # an evaluation
+        progress.begin()
+        now.seconds = 1010.0
+        progress.update(1, METRICS)
+    # 3 steps are left, of 10 s each
+    assert out.getvalue().endswith("eta 0:30\n")
+
+
+def tracked(tmp_path) -> tuple[Tracker, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    config = TrackerConfig(name="none", console=False)
+    settings = {"project": "p", "name": "r", "total_steps": 3, "console": console}
+    return Tracker(tmp_path, config, **settings), out
+
+
+def test_an_evaluation_tells_its_reward_even_when_it_is_0(tmp_path):
+    tracker, out = tracked(tmp_path)
+    with tracker:
+        tracker.evaluation("before/sampled", 0, {"reward": 0.0, "pass@1": 0.0, "stop/error": 0.0})
+    assert out.getvalue() == "before/sampled: reward 0  pass@1 0\n"
+
+
+def test_what_a_step_lost_is_told_once(tmp_path):
+    tracker, out = tracked(tmp_path)
+    lost = {"data/overlong": 2, "rollout/dropped": 0, "reward": 0.5}
+    with tracker:
+        tracker.step(1, lost, [])
+        tracker.step(2, {**lost, "rollout/dropped": 3, "reward": math.nan}, [])
+        tracker.step(3, {**lost, "rollout/dropped": 1, "reward": math.nan}, [])
+    told = [line for line in out.getvalue().splitlines() if "told once" in line]
+    assert [line.split(" (")[0] for line in told] == [
+        "step 1: left out 2 tasks, whose prompts fill the context",
+        "step 2: dropped 3 rollouts, which failed or whose ledger is broken",
+        "step 2: not one rollout has a reward, so that nothing was trained",
+    ]
 
 
 def test_a_logged_line_is_no_markup():

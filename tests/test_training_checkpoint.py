@@ -108,7 +108,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", files_of_a_checkpoint())
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
-def test_a_torn_checkpoint_is_skipped_by_name(two: Path, name: str, damage: str) -> None:
+def test_a_torn_checkpoint_is_skipped_by_name(
+    two: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = two / "step-000002" / name
     content = path.read_bytes()
     middle = len(content) // 2
@@ -120,8 +122,9 @@ def test_a_torn_checkpoint_is_skipped_by_name(two: Path, name: str, damage: str)
         else:
             flipped = bytes([content[middle] ^ 1])
             path.write_bytes(content[:middle] + flipped + content[middle + 1 :])
-        with pytest.warns(UserWarning, match="step-000002"):
-            assert latest(two).name == "step-000001"
+        assert latest(two).name == "step-000001"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("warning: checkpoint skipped: ") and "step-000002" in line
         with pytest.raises(CheckpointError, match=r"step-000002"):
             checkpoints(two).load(policy(), two / "step-000002")
     finally:
@@ -156,6 +159,57 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     saver.save(trained, step=3, state={"try": 1})
     saver.save(trained, step=3, state={"try": 2})
     assert saver.load_latest(trained)["try"] == 2
+
+
+def test_a_corrupt_newer_one_goes_aside_and_never_costs_a_new_one(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path, keep=1)
+    saver.save(trained, step=1)
+    whole = tmp_path / "whole"
+    (tmp_path / "step-000001").rename(whole)
+    saver.save(trained, step=2)
+    (tmp_path / "step-000002" / "policy.pt").write_bytes(b"torn")
+    whole.rename(tmp_path / "step-000001")
+
+    assert checkpoints(tmp_path, keep=1).load_latest(trained)["step"] == 1
+    assert (tmp_path / "latest").resolve().name == "step-000001"
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == [
+        ".corrupt-step-000002",
+        "step-000001",
+    ]
+    assert saver.save(trained, step=2).is_dir()
+    assert latest(tmp_path).name == "step-000002"
+
+
+def test_what_was_just_written_is_not_pruned_for_a_higher_number(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path, keep=1)
+    saver.save(trained, step=9)
+    assert saver.save(trained, step=3).is_dir()
+    assert not (tmp_path / "step-000009").exists()
+
+
+def test_the_newest_is_the_highest_number(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path)
+    for step in (999_999, 1_000_000):
+        saver.save(trained, step=step)
+    assert latest(tmp_path).name == "step-1000000"
+
+
+def test_a_replacement_that_dies_between_its_renames_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, saver = policy(), checkpoints(tmp_path)
+    saver.save(trained, step=3, state={"try": 1})
+    rename = Path.rename
+
+    def die(path: Path, target: Path) -> Path:
+        if path.name.endswith(".part"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", die)
+        saver.save(trained, step=3, state={"try": 2})
+    assert checkpoints(tmp_path).load_latest(trained) == {"try": 1, "step": 3}
 
 
 def test_no_checkpoint_is_an_error_with_the_folder(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from training_cases import policy, random_groups, rollout, with_tool
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.config.schema import AlgorithmConfig
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
-from agenttrain.training.batch import make_row, pack
+from agenttrain.training.batch import make_row, pack, stand_in
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.logprobs import Scorer, UnsupportedModel, head_logprobs
 from agenttrain.types import Origin, Rollout
@@ -244,3 +244,15 @@ def test_separate_forwards_use_no_other_rollout() -> None:
 def test_an_empty_reply_span_costs_nothing() -> None:
     one = rollout([(Origin.prompt, [7, 8]), (Origin.sampled, [9, 2]), (Origin.tool, [])])
     assert make_row(one).targets_S.tolist() == [1, 2]
+
+
+def test_a_row_that_stands_in_has_a_backward_pass_that_adds_nothing() -> None:
+    model = tiny.model()
+    (microbatch,) = pack([stand_in()], 10, torch.device("cpu"))
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1)
+    with scorer.ready():
+        logprobs_S, entropy_S = scorer(microbatch)
+    assert logprobs_S.shape == entropy_S.shape == (0,)
+    logprobs_S.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients and all(not gradient.any() for gradient in gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agenttrain.config.row_file import known_rows
 from agenttrain.config.schema import RunConfig
 
 
@@ -29,6 +30,8 @@ class Arithmetic:
     """At most, sampled and tool tokens; the prompt comes on top."""
     evaluations: int
     rollouts_per_evaluation: int
+    evaluation_is_exact: bool
+    """Whether the number of test rows is known; if not, rollouts_per_evaluation is the most."""
 
     @property
     def updates(self) -> int:
@@ -53,7 +56,8 @@ class Arithmetic:
             f"            at most {self.tokens_per_step:,} per step",
             f"updates     {self.updates_per_step:,} per step of {self.rollouts_per_update:,} "
             f"rollouts each, {self.updates:,} in all",
-            f"evaluation  {self.evaluations} x at most {self.rollouts_per_evaluation:,} rollouts",
+            f"evaluation  {self.evaluations} x {'' if self.evaluation_is_exact else 'at most '}"
+            f"{self.rollouts_per_evaluation:,} rollouts",
         ]
 
 
@@ -62,6 +66,8 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    rows = known_rows(config.data.test)
+    questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
     return Arithmetic(
         steps=config.steps,
         tasks_per_step=config.tasks_per_step,
@@ -74,5 +80,6 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         ),
         tokens_per_rollout=rollout.max_completion_tokens,
         evaluations=2 + during if evaluation.questions else 0,
-        rollouts_per_evaluation=evaluation.questions * (evaluation.samples + evaluation.greedy),
+        rollouts_per_evaluation=questions * (evaluation.samples + evaluation.greedy),
+        evaluation_is_exact=rows is not None,
     )

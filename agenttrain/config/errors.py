@@ -19,6 +19,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from yaml import MarkedYAMLError
 
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
@@ -53,7 +54,10 @@ def _explain(
 ) -> str:
     # What is wrong in a file has no cause, only a context.
     chain = (error, error.__cause__, error.__context__)
+    broken = next((e for e in chain if isinstance(e, MarkedYAMLError)), None)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
+    if broken is not None:
+        return _broken_yaml(broken)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(error, MissingConfigException):
@@ -168,6 +172,13 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     return f"{group}={option}: no such option{hint}; the options are: {', '.join(groups[group])}"
 
 
+def _broken_yaml(error: MarkedYAMLError) -> str:
+    """What the parser met, and where, e.g. "my/algorithm/mine.yaml, line 3: is no YAML: …"."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
+    return f"{where}: is no YAML: {error.problem or error.context}"
+
+
 def _unreadable(error: OverrideParseException) -> str:
     if "=" not in error.override and not error.override.startswith("~"):
         return f"{error.override}: settings are written key=value"
@@ -179,7 +190,10 @@ def _unreadable(error: OverrideParseException) -> str:
 
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
+        key, _, value = override.lstrip("+~").partition("=")
+        if override.startswith("~") and "Could not delete" in str(error):
+            remedy = f"; to leave all of it out write {key}=[]" if key in groups else ""
+            return f"{override}: there is nothing of that name to leave out{remedy}"
         if key in groups and value == "null":
             options = ", ".join(groups[key])
             return f"{override}: a group takes an option ({options}); ~{key} leaves it out"

@@ -9,21 +9,28 @@ from agenttrain.config.groups import PACKAGE
 from agenttrain.config.suggest import did_you_mean
 
 BUNDLED = "bundled:"
+PARTS = {
+    "config.json": ("config.json",),
+    "file of weights (*.safetensors, *.bin)": ("*.safetensors", "*.bin"),
+    "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
+}
+"""What a model folder holds: name -> files, of which one is enough."""
 
 
 def model_folder(path: str) -> Path:
     """A folder that transformers can load: ``bundled:shop``, or one of the user's.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError when there is none, or when a part of it is missing.
     """
     if not path.startswith(BUNDLED):
         folder = Path(path).expanduser()
-        if (folder / "config.json").is_file():
-            return folder
-        raise ConfigError(
-            f"model.path={path}: there is no config.json in that folder; give a folder that "
-            "transformers' from_pretrained can load, or bundled:shop"
-        )
+        for part, patterns in PARTS.items():
+            if not any(file.is_file() for pattern in patterns for file in folder.glob(pattern)):
+                raise ConfigError(
+                    f"model.path={path}: there is no {part} in that folder; give a folder that "
+                    "transformers' from_pretrained can load, or bundled:shop"
+                )
+        return folder
     models = PACKAGE / "data" / "models"
     names = sorted(file.parent.name for file in models.glob("*/config.json"))
     name = path.removeprefix(BUNDLED)

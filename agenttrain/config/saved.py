@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -24,9 +24,23 @@ EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
 
 def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
     """The settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`."""
-    composed = _changed("resume", folder, overrides, RESUMABLE, source)
+    said = f"resume={folder}"
+    composed = _changed(said, folder, overrides, RESUMABLE, source)
+    if _is_evaluation(folder):
+        raise ConfigError(f"{said}: holds an evaluation, which cannot go on; name a run's folder")
+    steps, done = composed.config.steps, done_steps(folder)
+    if steps < done:
+        raise ConfigError(
+            f"steps={steps}: the run in {folder} has done {done} steps already; leave steps out, "
+            f"or raise it above {done}"
+        )
     composed.config.resume = str(folder)
     return composed
+
+
+def viewed(folder: Path, source: Source) -> Composed:
+    """The settings of the run or evaluation of `view <folder>`, as `resumed`."""
+    return _changed(f"view {folder}", folder, [], (), source)
 
 
 def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
@@ -36,7 +50,7 @@ def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Compose
     `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed("run", run, overrides, EVALUABLE, source)
+    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source)
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
@@ -54,26 +68,47 @@ def run_of(folder: Path) -> Path:
 
 def finished_steps(folder: Path) -> int | None:
     """Steps of a finished run; None for one that is not finished."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    summary = _summary(folder)
     return int(summary.get("steps", 0)) if summary.get("status") == "finished" else None
 
 
+def done_steps(folder: Path) -> int:
+    """Steps that a resumed run would not do again: those up to its newest checkpoint."""
+    names = [path.name for path in (folder / "checkpoints").glob("step-*")]
+    numbers = [int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()]
+    return max([finished_steps(folder) or 0, *numbers])
+
+
+def _is_evaluation(folder: Path) -> bool:
+    # Evaluations of earlier versions name no verb; a run that finished has done a step.
+    return _summary(folder).get("verb") == "eval" or finished_steps(folder) == 0
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """summary.json; empty where there is none that can be read."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
 def _changed(
-    key: str, folder: Path, overrides: Sequence[str], allowed: Sequence[str], source: Source
+    said: str, folder: Path, overrides: Sequence[str], allowed: Sequence[str], source: Source
 ) -> Composed:
-    """The settings of the run in `folder` with overrides on top, of `allowed` sections only."""
+    """The settings of the run in `folder` with overrides on top, of `allowed` sections only.
+
+    `said` is what the user named the folder with.
+    """
     parsed = [_parse(text, source) for text in overrides]
     for override in parsed:
         section = override.key_or_group.partition(".")[0]
         if section not in allowed or override.type is OverrideType.DEL:
             raise ConfigError(
-                f"{override.input_line}: cannot be combined with {key}={folder}"
+                f"{override.input_line}: cannot be combined with {said}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
-    node = _typed(key, folder)
+    node = _typed(said, folder)
     with explained(overrides, source.groups):
         _apply(parsed, node, source)
         return convert(node)
@@ -87,10 +122,10 @@ def _parse(text: str, source: Source) -> Override:
     return override
 
 
-def _typed(key: str, folder: Path) -> DictConfig:
+def _typed(said: str, folder: Path) -> DictConfig:
     file = folder / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{key}={folder}: is no run folder: there is no config.yaml in it")
+        raise ConfigError(f"{said}: is no run folder: there is no config.yaml in it")
     try:
         plain = cast(DictConfig, OmegaConf.load(file))
         if not plain:
@@ -99,7 +134,7 @@ def _typed(key: str, folder: Path) -> DictConfig:
         return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
     except Exception as error:
         problem = str(error).partition("\n")[0]
-        raise ConfigError(f"{key}={folder}: its config.yaml does not fit: {problem}") from error
+        raise ConfigError(f"{said}: its config.yaml does not fit: {problem}") from error
 
 
 def _apply(overrides: Sequence[Override], node: DictConfig, source: Source) -> None:

@@ -228,7 +228,7 @@ class RolloutConfig:
     timeout_s: float | None = None
     """Wall-clock seconds of one rollout; None: no limit."""
     concurrency: int = 512
-    """Rollouts in flight."""
+    """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
     deterministic: bool = True
     """With engine=transformers: the same batch at every decode step, so that a run repeats."""
     temperature: float = 1.0
@@ -248,7 +248,8 @@ class EngineConfig:
     max_rows: int = 128
     """Sequences decoded together, waiting for tools included (bounds the KV cache)."""
     rejoin_steps: int = 2
-    """Deterministic mode: decode steps between a completion and its rollout's return."""
+    """Decode steps between a completion and its rollout's return; no effect with
+    rollout.deterministic=false."""
 
 
 @dataclass

@@ -39,6 +39,15 @@ def locate_section(section: object, *, key: str) -> Located:
     )
 
 
+def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str:
+    """The text of a target's own error, with the key of the argument that it begins with.
+
+    Example: ``split='tets': must be one of train, test`` -> ``data.test.split='tets': must be …``.
+    """
+    named = str(error).partition("=")[0] in bound
+    return f"{key}.{error}" if named else f"{key}: {error}"
+
+
 def locate(path: object, *, key: str) -> Any:
     """The object at `path`, e.g. ``locate("my_pkg.tools.lookup", key="tools.lookup._target_")``.
 

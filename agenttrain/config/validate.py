@@ -6,21 +6,27 @@ told at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from math import isfinite, isqrt
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from agenttrain.config.components import data_problems, reward_problems, tool_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale, ToolLimits
+from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.config.targets import look_up
 
 ENGINES = ("transformers",)
 TRACKERS = ("trackio", "none")
 MIXED_PRECISION = ("no", "bf16", "fp16")
+SEEDS = 2**63
+"""Seeds are below this; torch takes no more."""
+DIVISORS = 6
+"""How many are suggested, the nearest."""
+LARGEST_DIVISOR_TRIED = 10**6
 
 AT_LEAST_ONE = (
     "steps",
@@ -54,6 +60,22 @@ def validate(config: RunConfig) -> None:
         raise ConfigError("\n".join(found))
 
 
+def _finite(config: RunConfig) -> Iterator[str]:
+    for key, value in _floats(config):
+        if not isfinite(value):
+            yield f"{key}={value}: must be a finite number"
+
+
+def _floats(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every setting of a section, and of those in it, that is a float."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _floats(value, f"{prefix}{field.name}.")
+        elif isinstance(value, float):
+            yield prefix + field.name, value
+
+
 def _numbers(config: RunConfig) -> Iterator[str]:
     for keys, holds, wanted in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
@@ -64,6 +86,8 @@ def _numbers(config: RunConfig) -> Iterator[str]:
             value = attrgetter(key)(config)
             if value is not None and not holds(value):
                 yield f"{key}={value}: must be {wanted}"
+    if config.seed >= SEEDS:
+        yield f"seed={config.seed}: must be below 2**63 = {SEEDS}"
 
 
 def _batch(config: RunConfig) -> Iterator[str]:
@@ -74,11 +98,18 @@ def _batch(config: RunConfig) -> Iterator[str]:
             "of its group, so it takes at least 2"
         )
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
-        divisors = [str(n) for n in range(1, tasks + 1) if tasks % n == 0]
+        divisors = ", ".join(map(str, _divisors(tasks, near=algorithm.minibatches)))
         yield (
             f"algorithm.minibatches={algorithm.minibatches}: does not divide "
-            f"tasks_per_step={tasks}; take one of {', '.join(divisors)}"
+            f"tasks_per_step={tasks}; take one of {divisors}"
         )
+
+
+def _divisors(number: int, *, near: int) -> list[int]:
+    """The divisors of `number` nearest to `near`, sorted."""
+    tried = range(1, min(isqrt(max(number, 0)), LARGEST_DIVISOR_TRIED) + 1)
+    found = {d for n in tried if number % n == 0 for d in (n, number // n)}
+    return sorted(sorted(found, key=lambda divisor: abs(divisor - near))[:DIVISORS])
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
@@ -115,55 +146,6 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.clip_low >= 1:
         yield f"algorithm.clip_low={algorithm.clip_low}: must be below 1: ratios are positive"
-
-
-def _tools(config: RunConfig) -> Iterator[str]:
-    limits = tuple(field.name for field in fields(ToolLimits))
-    for name, section in config.tools.items():
-        yield from _component(f"tools.{name}", section, extra=limits, others=config.tools)
-        for limit in limits:
-            value = section.get(limit, 1) if isinstance(section, Mapping) else 1
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                yield f"tools.{name}.{limit}={value}: must be a number above 0"
-    for name in config.stop_tools:
-        if name not in config.tools:
-            hint = did_you_mean(name, config.tools)
-            known = ", ".join(config.tools) or "none"
-            yield f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}"
-
-
-def _rewards(config: RunConfig) -> Iterator[str]:
-    if not config.reward:
-        yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
-    for name, section in config.reward.items():
-        yield from _component(f"reward.{name}", section, extra=("weight",), others=config.reward)
-
-
-def _data(config: RunConfig) -> Iterator[str]:
-    for split in ("train", "test"):
-        yield from _component(f"data.{split}", getattr(config.data, split), extra=())
-
-
-def _component(
-    key: str, section: Any, *, extra: tuple[str, ...], others: Mapping[str, Any] | None = None
-) -> Iterator[str]:
-    """Check a `_target_` with its arguments; `extra` are keys of ours that stand beside them."""
-    if not isinstance(section, Mapping) or "_target_" not in section:
-        *_, name = key.split(".")
-        built = [n for n, s in (others or {}).items() if isinstance(s, Mapping) and "_target_" in s]
-        hint = did_you_mean(name, built)
-        yield f"{key}={section}: has no _target_{hint}; add one: {key}._target_=my_module.{name}"
-        return
-    target = look_up(section["_target_"])
-    if target.problem is not None:
-        yield f"{key}._target_={section['_target_']}: {target.problem}"
-    for name, value in section.items():
-        known = (*(target.parameters or ()), *extra)
-        if target.parameters is not None and name not in (*known, "_target_"):
-            yield (
-                f"{key}.{name}={value}: {section['_target_']} has no such argument"
-                f"{did_you_mean(name, known)}; known are: {', '.join(known)}"
-            )
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -203,6 +185,12 @@ def _names(config: RunConfig) -> Iterator[str]:
 
 
 def _optimizer(config: RunConfig) -> Iterator[str]:
+    warmup = config.optimizer.warmup_steps
+    if 0 < config.steps <= warmup:
+        yield (
+            f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={config.steps}; "
+            "lower it (0: no warm-up), or raise steps"
+        )
     betas = config.optimizer.betas
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         shown = ",".join(str(beta) for beta in betas)
@@ -223,6 +211,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_numbers, _batch, _lengths, _algorithm, _tools, _rewards, _data, _model, _files, _names),
+    *(_finite, _numbers, _batch, _lengths, _algorithm),
+    *(tool_problems, reward_problems, data_problems, _model, _files, _names),
     *(_optimizer, _evaluation),
 )

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from agenttrain.config.suggest import did_you_mean
 from agenttrain.types import Message, Task
 
-RESERVED = ("task_id", "messages", "tools")
+RESERVED = ("task_id", "messages", "tools", "user_turns")
+LOOKED_AT = 20
+"""Rows that tell which columns a dataset has; single rows may lack some."""
 
 
 class Rows(Protocol):
@@ -71,12 +74,39 @@ class TaskSource:
         return self._epoch[1]
 
 
+def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
+    """Raise ValueError unless each column that a setting names is there; None names no column.
+
+    Only the first rows are looked at. Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
+    """
+    for key, name in names.items():
+        if name is not None and name not in (known := _columns(source, name)):
+            raise ValueError(
+                f"{key}={name}: the rows have no such column{did_you_mean(name, known)}; they "
+                f"have: {', '.join(known)} ({key}=null: none)"
+            )
+
+
+def _columns(source: TaskSource, wanted: str) -> list[str]:
+    """Columns of the first rows, up to one that has the `wanted` one."""
+    known: dict[str, None] = {}
+    for position in range(min(len(source), LOOKED_AT)):
+        known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
+        if wanted in known:
+            break
+    return list(known)
+
+
 def to_task(row: Mapping[str, Any], index: int) -> Task:
-    """A Task from a row: `messages` (or `prompt`), optional `task_id` and `tools`, columns.
+    """A Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
+
+    A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
+    and each occurrence is a group of its own.
 
     Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` asks one user message and keeps the
     column `answer`. Raises ValueError naming the row and what it lacks.
     """
+    row = {key: value for key, value in row.items() if value is not None}
     messages = row.get("messages", row.get("prompt"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -93,7 +123,16 @@ def to_task(row: Mapping[str, Any], index: int) -> Task:
         messages=tuple(cast(Sequence[Message], messages)),
         columns={key: value for key, value in row.items() if key not in RESERVED},
         tools=None if tools is None else tuple(tools),
+        user_turns=_user_turns(row.get("user_turns", ()), index),
     )
+
+
+def _user_turns(value: Any, index: int) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise ValueError(
+            f"data row {index}: user_turns={value!r}: give a list of texts, one for each later turn"
+        )
+    return tuple(value)
 
 
 def _check_message(message: Any, index: int) -> None:

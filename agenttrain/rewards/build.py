@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from agenttrain.config.components import is_number
 from agenttrain.config.target import locate_section
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rewards.scorer import Scorer
@@ -32,8 +33,8 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
 
 
 def _weight(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key}.weight={value!r}: expected a number")
+    if not is_number(value):
+        raise ValueError(f"{key}.weight={value!r}: expected a finite number")
     return float(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -86,17 +87,34 @@ async def collect(
     """
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
+    if tasks and not attempts:
+        raise NoRollouts(
+            f"the prompts of all {len(tasks)} tasks fill the engine's context of "
+            f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
+            "prompts in data.train and data.test."
+        )
     rollouts = await _run_all(collector, attempts, sampling)
     collected.groups = _whole_groups(attempts, rollouts)
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
     if attempts and not usable:
-        errors = [r.error for r in collected.rollouts if r.error] or ["it sampled no token"]
-        raise NoRollouts(f"all {len(attempts)} rollouts failed; the first: {errors[0]}")
+        raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
     started = time.perf_counter()
     await collector.rubric.score(usable)
     collected.reward_s = time.perf_counter() - started
     return collected
+
+
+def _why(failed: Sequence[Rollout], attempts: int) -> str:
+    """How all of `attempts` rollouts failed, and what to change."""
+    reasons = Counter(str(rollout.stop_reason) for rollout in failed)
+    if len(failed) < attempts:
+        reasons["in a group with a broken ledger"] = attempts - len(failed)
+    counted = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    errors = [f"; the first: {rollout.error}" for rollout in failed if rollout.error]
+    late = reasons[StopReason.timeout]
+    remedy = ". Raise rollout.timeout_s, which passed before a turn was complete" if late else ""
+    return f"all {attempts} rollouts failed ({counted}){''.join(errors[:1])}{remedy}"
 
 
 def _plan(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_origin, get_type_hints
 
+from agenttrain.config.components import is_number
 from agenttrain.config.schema import ToolLimits
 from agenttrain.config.target import locate_section
 from agenttrain.tools.base import FunctionTool, Tool
@@ -40,8 +41,7 @@ def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
     }
     for name, value in given.items():
         whole = name == "concurrency"
-        number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not number or value <= 0:
+        if not is_number(value, whole=whole) or value <= 0:
             expected = "a positive whole number" if whole else "a positive number of seconds"
             raise ValueError(f"{key}.{name}={value!r}: expected {expected}")
     return ToolLimits(**given)

@@ -69,6 +69,10 @@ class ConsoleProgress:
         if self._progress is not None:
             self._progress.stop()
 
+    def begin(self) -> None:
+        """The first step starts now: what came before it tells nothing about the rest."""
+        self._started = time.monotonic()
+
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` (from 1) is done; metrics that are missing are not shown."""
         if self._progress is not None:

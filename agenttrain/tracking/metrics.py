@@ -16,6 +16,11 @@ SUCCESS_REWARD = 1.0
 """A rollout succeeds when its reward reaches this, within 1e-6 for sums of weighted rewards."""
 
 
+def solved(reward: float) -> bool:
+    """Whether a rollout with this reward succeeded."""
+    return reward >= SUCCESS_REWARD - 1e-6
+
+
 def rollout_metrics(
     groups: Sequence[Sequence[Rollout]], *, tools: Iterable[str] = (), rewards: Iterable[str] = ()
 ) -> dict[str, float]:
@@ -51,7 +56,7 @@ def _reward_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "reward": _mean(values),
         "reward_std": _mean([_std(group) for group in compared]),
         "frac_reward_zero_std": _mean([len(set(group)) == 1 for group in compared]),
-        "success": _mean([reward >= SUCCESS_REWARD - 1e-6 for reward in values]),
+        "success": _mean([solved(reward) for reward in values]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -53,16 +54,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def cut(path: Path, step: int) -> None:
     """Keep the rows of steps up to and including `step`, atomically; for resuming from there.
 
-    Kept lines keep their bytes. A file that does not exist is left so.
+    Kept lines keep their bytes; what follows them may be anything. A file that does not exist is
+    left so. Raises ValueError, with file and line, for a line before them that is no row.
     """
     if path.exists():
-        with path.open(encoding="utf-8") as file:
-            kept = [
-                line
-                for line, row in zip(file, read_rows(path), strict=False)
-                if row["step"] <= step
-            ]
-        write_atomically(path, "".join(kept))
+        content = path.read_bytes()
+        write_atomically(path, content[: _length_up_to(step, content, path)].decode())
+
+
+def _length_up_to(step: int, content: bytes, path: Path) -> int:
+    """Bytes of the rows of steps up to and including `step`."""
+    length = last = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if last >= step or not line.endswith(b"\n"):
+            break
+        try:
+            last = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}:{number}: not the row of a step ({error}), and the run goes on from step "
+                f"{step}. Mend or remove that line."
+            ) from error
+        length += len(line) if last <= step else 0
+    return length
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,46 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from agenttrain.tracking.json_lines import finite
+from agenttrain.types import AgenttrainError
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 
 
-def write_config(folder: Path, config: dict[str, Any], certificate: str) -> None:
-    """config.yaml: the resolved settings, and under `provenance` what they ran with."""
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system says that cannot lock."""
+
+
+class FolderInUse(AgenttrainError):
+    """Another process works in the run folder."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the run folder, which is made if need be; the end of the process gives it back too.
+
+    Raises FolderInUse when another process holds it, OSError when it cannot be written. A file
+    system that has no locks lets everyone in.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderInUse(
+                f"{folder}: another process works in this run folder. Wait for it or stop it, or "
+                "choose another folder with hydra.run.dir."
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+def write_config(folder: Path, config: dict[str, Any], certificate: str | None) -> None:
+    """config.yaml: the resolved settings, and under `provenance` what they ran with.
+
+    `certificate` is the chat template's hash; None before the template has been looked at.
+    """
     provenance = {
         "versions": {**_versions(), "python": platform.python_version()},
         "git_revision": _git_revision(),
@@ -49,9 +88,18 @@ def _git_revision() -> str | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The run's summary so far; empty before there is one."""
+    """The run's summary so far; empty before there is one, and with a warning for a broken one."""
     path = folder / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError(f"a {type(summary).__name__}, not an object")
+    except ValueError as error:
+        print(f"warning: {path}: not readable, it will be replaced: {error}", file=sys.stderr)
+        return {}
+    return summary
 
 
 def update_summary(folder: Path, **changes: Any) -> None:
@@ -64,5 +112,10 @@ def update_summary(folder: Path, **changes: Any) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old text or the new one, never a half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

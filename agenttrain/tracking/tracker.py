@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking import rollouts_file
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.metrics_file import MetricsFile, cut
+from agenttrain.tracking.run_folder import update_summary
 from agenttrain.tracking.trackio_sink import TrackioSink
 from agenttrain.types import Rollout
 
@@ -20,6 +22,14 @@ TRACE_EVERY = 10
 """Steps between the rollouts that the dashboard shows; the first step's are among them."""
 TRACES = 4
 """Rollouts the dashboard shows of such a step."""
+
+
+ONCE = {
+    "data/overlong": "left out {:.0f} tasks, whose prompts fill the context (engine.max_context)",
+    "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
+}
+"""Metrics that the console tells the first time that they are not 0."""
+UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
 class Tracker:
@@ -44,17 +54,20 @@ class Tracker:
         total_steps: int,
         resume_step: int | None = None,
         trackio_folder: Path | None = None,
+        group: str | None = None,
         run_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
         """`project` is the experiment's name, `name` the run's; `resume_step` cuts metrics.jsonl to
         that step and continues; `trackio_folder` is one that a sweep's runs share (default: in the
-        run's folder); `run_config` is shown in the dashboard. Raises ValueError for a bad setting.
+        run's folder), `group` the sweep's name there; `run_config` is shown in the dashboard.
+        Raises ValueError for a bad setting.
         """
         if config.name not in ("trackio", "none"):
             raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
         self._most = rollouts_file.limit(config.rollouts)
         self._folder = run_folder
+        self._told: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
             cut(metrics_path, resume_step)
@@ -68,6 +81,7 @@ class Tracker:
                 trackio_folder or run_folder / "trackio",
                 project=project,
                 name=name,
+                group=group,
                 resume=resume_step is not None,
                 config=run_config,
                 warn=self.progress.log,
@@ -85,6 +99,15 @@ class Tracker:
     ) -> None:
         self.close()
 
+    @property
+    def has_dashboard(self) -> bool:
+        """Whether trackio was asked for and has not failed."""
+        return self._trackio is not None and not self._trackio.failed
+
+    def begin(self) -> None:
+        """The first step starts now; the estimate of the time that is left counts from here."""
+        self.progress.begin()
+
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """Record a finished step (from 1): `metrics` is its row of metrics.jsonl, as it is.
 
@@ -96,6 +119,11 @@ class Tracker:
         if self._trackio is not None:
             self._trackio.log(step, metrics, _traced(step, rollouts))
         self.progress.update(step, metrics)
+        self._tell(step, metrics)
+
+    def checkpoint(self, path: Path) -> None:
+        """Record in summary.json that there is a checkpoint, so that its loss can be told."""
+        update_summary(self._folder, latest_checkpoint=str(path.relative_to(self._folder)))
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
         """Say the figures of an evaluation made after `step` steps and put them on the dashboard.
@@ -107,12 +135,29 @@ class Tracker:
         if self._trackio is not None:
             section = f"eval/{label.rpartition('/')[2]}"
             self._trackio.log(step, {f"{section}/{name}": v for name, v in metrics.items()})
-        values = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items() if value != 0)
+        values = "  ".join(
+            f"{name} {value:.3g}"
+            for name, value in metrics.items()
+            if value != 0 or name == "reward" or name.startswith("pass@")
+        )
         self.progress.log(f"{label}: {values}")
 
     def phase(self, name: str) -> None:
         """What the run does now: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
+
+    def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
+        said = {name: text.format(metrics.get(name, 0.0)) for name, text in ONCE.items()}
+        found = [name for name in ONCE if metrics.get(name, 0.0) > 0]
+        if math.isnan(metrics.get("reward", 0.0)):
+            said["reward"] = UNREWARDED
+            found.append("reward")
+        for name in found:
+            if name not in self._told:
+                self._told.add(name)
+                self.progress.log(
+                    f"step {step}: {said[name]} (`{name}` in metrics.jsonl; told once)"
+                )
 
     def close(self) -> None:
         """Give the terminal back and finish what is on disk; closing twice is fine."""

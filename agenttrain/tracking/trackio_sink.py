@@ -59,6 +59,8 @@ class TrackioSink:
         self._warn = warn
         self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
+        self.failed = False
+        """Whether something is missing from the dashboard, or all of it."""
         arguments = {
             "project": project,
             "name": name,
@@ -116,6 +118,7 @@ class TrackioSink:
         return self._process.stdout.read().strip() or f"exit status {self._process.returncode}"
 
     def _fail(self, reason: str) -> None:
+        self.failed = True
         self._stop()
         self._warn(
             f"trackio failed and is off for the rest of this run ({reason}); metrics.jsonl and the "

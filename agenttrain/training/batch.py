@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from agenttrain.types import LedgerError, Rollout
+from agenttrain.types import LedgerError, Rollout, Task
 
 Item = TypeVar("Item")
 
@@ -68,6 +68,21 @@ def make_row(rollout: Rollout) -> Row:
         token_ids_T=torch.tensor(rollout.token_ids),
         targets_S=mask_T.nonzero()[:, 0] - 1,
         behaviour_S=torch.tensor(rollout.rollout_logprobs)[mask_T],
+    )
+
+
+def stand_in() -> Row:
+    """A row without a sampled token, for a process that has no row and must not stay away.
+
+    Its loss is an empty sum: the backward pass meets the other processes' and adds nothing.
+    """
+    task = Task(task_id="stand-in", messages=())
+    return Row(
+        rollout=Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0),
+        token_ids_T=torch.zeros(2, dtype=torch.long),
+        targets_S=torch.zeros(0, dtype=torch.long),
+        behaviour_S=torch.zeros(0),
+        ref_logprobs_S=torch.zeros(0),
     )
 
 

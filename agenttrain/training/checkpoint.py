@@ -14,14 +14,16 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
-import warnings
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from agenttrain.training.policy import Policy
 from agenttrain.types import AgenttrainError
@@ -46,6 +48,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
         self.folder = folder
+        _recover(folder)
         self._tokenizer = tokenizer
         self._keep = keep
 
@@ -57,7 +60,8 @@ class Checkpoints:
     def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
 
-        A process that dies on the way leaves the earlier checkpoints as they were.
+        A process that dies on the way leaves the earlier checkpoints as they were. Raises OSError
+        or CheckpointError when it cannot be written.
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
@@ -69,16 +73,22 @@ class Checkpoints:
         torch.save(_random_states(), part / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            policy.model.save_pretrained(part)
-            self._tokenizer.save_pretrained(part)
-            torch.save(policy.state_dict(), part / "policy.pt")
-            (part / "state.json").write_text(json.dumps({**(state or {}), "step": step}))
+            self._write(policy, part, {**(state or {}), "step": step})
             _seal(part)
             _replace(part, path)
             self._link(path)
-            self._prune()
+            self._prune(path)
         accelerator.wait_for_everyone()
         return path
+
+    def _write(self, policy: Policy, part: Path, state: Mapping[str, Any]) -> None:
+        try:
+            policy.model.save_pretrained(part)
+            self._tokenizer.save_pretrained(part)
+            torch.save(policy.state_dict(), part / "policy.pt")
+        except (RuntimeError, SafetensorError) as error:  # a full disk, as these two tell it
+            raise CheckpointError(f"{part}: cannot be written: {error}") from error
+        (part / "state.json").write_text(json.dumps(state))
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; returns the saved state.
@@ -96,9 +106,21 @@ class Checkpoints:
     def load_latest(self, policy: Policy) -> dict[str, Any]:
         """Restore the newest checkpoint that is whole; a warning names what is wrong with others.
 
-        Raises CheckpointError if there is none.
+        Newer ones that are not whole become `.corrupt-step-<step>`: the run will write those steps
+        anew. Raises CheckpointError, and moves nothing, if there is none.
         """
-        return self.load(policy, latest(self.folder))
+        path = latest(self.folder)
+        state = self.load(policy, path)
+        if policy.accelerator.is_main_process:
+            for corrupt in _newest_first(self.folder):
+                if corrupt == path:
+                    break
+                aside = corrupt.with_name(f".corrupt-{corrupt.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                corrupt.rename(aside)
+            self._link(path)
+        policy.accelerator.wait_for_everyone()
+        return state
 
     def _link(self, path: Path) -> None:
         part = self.folder / ".latest.part"
@@ -107,8 +129,10 @@ class Checkpoints:
         part.replace(self.folder / "latest")
         _sync(self.folder)
 
-    def _prune(self) -> None:
-        for path in _newest_first(self.folder)[self._keep :]:
+    def _prune(self, written: Path) -> None:
+        """Remove all but `written` and the newest others."""
+        others = [path for path in _newest_first(self.folder) if path != written]
+        for path in others[self._keep - 1 :]:
             shutil.rmtree(path)
 
 
@@ -121,7 +145,7 @@ def latest(folder: Path) -> Path:
         try:
             verify(path)
         except CheckpointError as error:
-            warnings.warn(f"checkpoint skipped: {error}", stacklevel=2)
+            print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
         else:
             return path
     raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
@@ -143,7 +167,12 @@ def verify(path: Path) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True)
+    found = {
+        int(match[1]): path
+        for path in folder.glob(f"{PREFIX}*")
+        if (match := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _seal(part: Path) -> None:
@@ -164,6 +193,14 @@ def _replace(part: Path, path: Path) -> None:
     part.rename(path)
     _sync(path.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _recover(folder: Path) -> None:
+    """Undo a replacement that died between its two renames."""
+    for former in folder.glob(f".{PREFIX}*.former"):
+        path = folder / former.name[1:].removesuffix(".former")
+        if not path.exists():
+            former.rename(path)
 
 
 def _digest(path: Path) -> str:

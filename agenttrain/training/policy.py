@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,11 +21,29 @@ from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import LossInputs, mean_parts, policy_loss
 from agenttrain.config.schema import AlgorithmConfig, KlIn, OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
-from agenttrain.training.batch import Microbatch, Row, make_row, pack, split
+from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.schedule import learning_rate
 from agenttrain.types import AgenttrainError, Rollout
+
+NOTHING = {
+    "loss": 0.0,
+    "grad_norm": 0.0,
+    "train/tokens": 0.0,
+    **dict.fromkeys(
+        (
+            "entropy",
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "clip_ratio/region_mean",
+            "sampling/logprob_gap",
+            "sampling/logprob_gap_max",
+        ),
+        math.nan,
+    ),
+}
+"""The metrics of a step in which nothing had a gradient."""
 
 
 class NotFinite(AgenttrainError):
@@ -55,7 +74,7 @@ class Policy:
         `temperature` is that of the rollouts, whose probabilities are those after it. The reference
         is a copy of `model` as it is now: load a checkpoint's weights afterwards.
         """
-        self.accelerator = accelerator or Accelerator(mixed_precision=training.mixed_precision)
+        self.accelerator = accelerator or _accelerator(training.mixed_precision)
         self.model = model.to(self.accelerator.device)
         self.step = 0
         self._algorithm = algorithm
@@ -83,7 +102,8 @@ class Policy:
 
         Metrics: loss, grad_norm, lr, and over the rollouts that had a gradient: entropy, kl,
         clip_ratio/*, train/tokens (sampled tokens per update), and sampling/logprob_gap (mean and
-        max distance between the engine's and the trainer's logprobs before the first update).
+        max distance between the engine's and the trainer's logprobs before the first update). The
+        names are always the same; NaN stands where no rollout had a gradient.
         """
         ordered = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
         averages = Averages()
@@ -96,7 +116,7 @@ class Policy:
             parameters["lr"] = lr
         gap = self._update_all(rows, averages)
         self.step += 1
-        nothing = {"loss": 0.0, "grad_norm": 0.0, "train/tokens": 0.0}
+        nothing = NOTHING if self._reference is None else {**NOTHING, "kl": math.nan}
         return {**nothing, **averages.means(self.accelerator), **gap, "lr": lr}
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,9 +161,12 @@ class Policy:
     def _update_all(self, groups: list[list[Row]], averages: Averages) -> dict[str, float]:
         """`num_epochs` passes of `minibatches` updates; the sampler's gap before the first."""
         gap: dict[str, float] = {}
+        parts = split(groups, self._algorithm.minibatches)
+        # Every process takes part in every update, those with fewer groups too.
+        parts += [()] * (self._algorithm.minibatches - len(parts))
         with self._scorer.ready():
             for _ in range(self._algorithm.num_epochs):
-                for part in split(groups, self._algorithm.minibatches):
+                for part in parts:
                     gaps = self._update_once([row for group in part for row in group], averages)
                     gap = gap or self._gap_metrics(gaps)
         return gap
@@ -151,6 +174,8 @@ class Policy:
     def _update_once(self, rows: list[Row], averages: Averages) -> list[Tensor]:
         """One optimizer update over `rows`; |logprobs - behaviour| of each microbatch, [S]."""
         tokens = self._total(sum(row.sampled_length for row in rows))
+        if tokens == 0:
+            return []
         weighted = weigh(
             rows,
             self._algorithm,
@@ -162,7 +187,7 @@ class Policy:
         if self._total(len(trained)) == 0:
             return []
         # A process without a gradient of its own still has to meet the others in the backward pass.
-        microbatches = self._pack(trained or [replace(rows[0], weight=0.0)])
+        microbatches = self._pack(trained or [stand_in()])
         parts = [
             self._accumulate(microbatch, averages, last=microbatch is microbatches[-1])
             for microbatch in microbatches
@@ -233,8 +258,19 @@ class Policy:
             return {}
         averages = Averages()
         averages.add("sampling/logprob_gap", mean_parts(torch.cat(gaps)))
-        highest = self.accelerator.gather(torch.cat(gaps).max()).max().item()
+        # A process that only stood in has no gap.
+        highest = torch.cat([*gaps, gaps[0].new_zeros(1)]).max()
+        highest = self.accelerator.gather(highest).max().item()
         return {**averages.means(self.accelerator), "sampling/logprob_gap_max": highest}
+
+
+def _accelerator(mixed_precision: str) -> Accelerator:
+    if mixed_precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError(
+            "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
+            "training.mixed_precision=bf16 or no."
+        )
+    return Accelerator(mixed_precision=mixed_precision)
 
 
 def _scored(rollout: Rollout) -> bool:

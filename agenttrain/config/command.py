@@ -1,0 +1,138 @@
+"""What the user typed, as a Command: verb, overrides, options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from agenttrain.config.compose import Source, open_keys
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.suggest import did_you_mean
+
+RUN_DIR = "hydra.run.dir="
+TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
+EVAL_FOLDERS = (
+    f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
+    f"hydra.sweep.dir=outputs/${{hydra.job.name}}/sweep_${{now:{TIMESTAMP}}}_eval",
+)
+"""Of `agenttrain eval`; an override of the user's comes later and wins."""
+
+VERBS = {
+    "train": "train an agent (when no verb is given)",
+    "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
+    "check": "compose, check and count; nothing is run and no folder is made",
+    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
+}
+WITH_VALUE = (
+    *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),
+    *("--package", "-p", "--info", "-i", "--experimental-rerun"),
+)
+"""Hydra's options that take the argument after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What the user asked for."""
+
+    verb: str
+    overrides: list[str]
+    """Without `saved`."""
+    saved: Path | None
+    """The folder of `resume=` (train, check) or `run=` (eval)."""
+    options: list[str]
+    """The other arguments, for Hydra."""
+    source: Source
+    sweep: bool
+    shows: str | None
+    """What Hydra is to print instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Arguments -> Command; raises ConfigError for what cannot be one."""
+    _refuse_unknown_verb(arguments)
+    verb, rest = split_verb(arguments)
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed = parser.parse_intermixed_args(rest)
+    if parsed.config_path is not None:
+        raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+    overrides, saved = _take_saved(parsed.overrides, verb)
+    if misplaced := [word for word in overrides if word in VERBS]:
+        raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
+    sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
+    if sweep and saved:
+        raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
+    if saved is None:
+        overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
+    return Command(
+        verb=verb,
+        overrides=overrides,
+        saved=saved,
+        options=[text for text in rest if text not in parsed.overrides],
+        source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
+        sweep=sweep,
+        shows=_shows(parsed),
+    )
+
+
+def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb, `train` when none is given, and the other arguments.
+
+    Example: ``["--config-dir", "mine", "check", "seed=1"]`` -> ``("check", ["--config-dir", "mine",
+    "seed=1"])``.
+    """
+    position = _first_word(arguments)
+    if position is None or arguments[position] not in VERBS:
+        return "train", list(arguments)
+    return arguments[position], [*arguments[:position], *arguments[position + 1 :]]
+
+
+def _first_word(arguments: Sequence[str]) -> int | None:
+    """Position of the first argument that is neither an option nor an option's value."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        position += 2 if arguments[position] in WITH_VALUE else 1
+    return position if position < len(arguments) else None
+
+
+def _refuse_unknown_verb(arguments: Sequence[str]) -> None:
+    position = _first_word(arguments)
+    word = "" if position is None else arguments[position]
+    if word and "=" not in word and word not in VERBS and not word.startswith(("+", "~")):
+        raise ConfigError(
+            f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
+            "and settings are written key=value"
+        )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see agenttrain --help")
+
+
+def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
+    """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
+    mine, other = ("run", "resume") if verb == "eval" else ("resume", "run")
+    left, saved = [], None
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key == other:
+            named = f"run={quote(value)}"
+            remedy = f"agenttrain eval {named}" if verb != "eval" else named
+            raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
+        if key != mine:
+            left.append(text)
+        elif value not in ("", "null"):
+            saved = Path(value)
+    return left, saved
+
+
+def _shows(parsed: argparse.Namespace) -> str | None:
+    others = (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
+    return parsed.cfg or ("other" if any(others) else None)

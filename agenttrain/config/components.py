@@ -1,0 +1,98 @@
+"""Checks of the components that a run is made of: tools, rewards and data.
+
+Nothing of other people's is imported: what a `_target_` takes is read from its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from math import isfinite
+from typing import Any
+
+from agenttrain.config.row_file import ENDLESS, FILE_ROWS, check_row_file
+from agenttrain.config.schema import RunConfig, ToolLimits
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.target import about_argument, locate
+from agenttrain.config.targets import look_up
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether a value is a finite number; true and false are none."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
+
+
+def tool_problems(config: RunConfig) -> Iterator[str]:
+    limits = tuple(field.name for field in fields(ToolLimits))
+    for name, section in config.tools.items():
+        yield from _component(f"tools.{name}", section, extra=limits, others=config.tools)
+        for limit in limits:
+            value = section.get(limit, 1) if isinstance(section, Mapping) else 1
+            whole = limit == "concurrency"
+            if not is_number(value, whole=whole) or value <= 0:
+                wanted = "a whole number of at least 1" if whole else "a number above 0"
+                yield f"tools.{name}.{limit}={value}: must be {wanted}"
+    for name in config.stop_tools:
+        if name not in config.tools:
+            hint = did_you_mean(name, config.tools)
+            known = ", ".join(config.tools) or "none"
+            yield (
+                f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}; "
+                "stop_tools=[] is none (as with experiment=none)"
+            )
+
+
+def reward_problems(config: RunConfig) -> Iterator[str]:
+    if not config.reward:
+        yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+    for name, section in config.reward.items():
+        yield from _component(f"reward.{name}", section, extra=("weight",), others=config.reward)
+        weight = section.get("weight", 1) if isinstance(section, Mapping) else 1
+        if not is_number(weight):
+            yield f"reward.{name}.weight={weight}: must be a finite number"
+
+
+def data_problems(config: RunConfig) -> Iterator[str]:
+    for split in ("train", "test"):
+        key, section = f"data.{split}", getattr(config.data, split)
+        problems = list(_component(key, section, extra=()))
+        yield from problems or _arguments(key, section)
+
+
+def _arguments(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the arguments of our own datasets, which import nothing heavy."""
+    target = section["_target_"]
+    bound = {name: value for name, value in section.items() if name != "_target_"}
+    try:
+        if target == FILE_ROWS:
+            check_row_file(**bound)
+        elif target in ENDLESS:
+            locate(target, key=f"{key}._target_")(index=0, **bound)
+    except TypeError as error:
+        yield f"{key}: {error}"
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+
+
+def _component(
+    key: str, section: Any, *, extra: tuple[str, ...], others: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Check a `_target_` with its arguments; `extra` are keys of ours that stand beside them."""
+    if not isinstance(section, Mapping) or "_target_" not in section:
+        *_, name = key.split(".")
+        built = [n for n, s in (others or {}).items() if isinstance(s, Mapping) and "_target_" in s]
+        hint = did_you_mean(name, built)
+        yield f"{key}={section}: has no _target_{hint}; add one: {key}._target_=my_module.{name}"
+        return
+    target = look_up(section["_target_"])
+    if target.problem is not None:
+        yield f"{key}._target_={section['_target_']}: {target.problem}"
+    for name, value in section.items():
+        known = (*(target.parameters or ()), *extra)
+        if target.parameters is not None and name not in (*known, "_target_"):
+            yield (
+                f"{key}.{name}={value}: {section['_target_']} has no such argument"
+                f"{did_you_mean(name, known)}; known are: {', '.join(known)}"
+            )
