@@ -42,7 +42,7 @@ from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
