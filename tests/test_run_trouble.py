@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +56,13 @@ def run(finished, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED)])
-def test_a_signal_leaves_a_run_that_goes_on(tmp_path, monkeypatch, capsys, name, code):
+def test_a_signal_leaves_a_run_that_goes_on(tmp_path, monkeypatch, capsys, request, name, code):
     module = f"stops_by_{name}"
     (tmp_path / f"{module}.py").write_text(STOPS.format(name=name))
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Started in the background by a shell, a process inherits that SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     folder = tmp_path / "my run"
     assert start(folder, "reward=[]", f"+reward.stop._target_={module}.stop") == code
     assert f"interrupted; to go on: agenttrain resume='{folder}'" in capsys.readouterr().err
