@@ -115,6 +115,19 @@ def test_a_tokenizer_without_a_template() -> None:
         load(with_template(None))
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length // 0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% for i in range(10 ** 30) %}{% endfor %}",
+    ],
+)
+def test_a_template_that_computes_what_cannot_be_is_refused_in_words(template: str) -> None:
+    with pytest.raises(ChatError, match="the chat template refuses messages"):
+        load(with_template(template))
+
+
 def test_a_tokenizer_that_is_not_fast() -> None:
     class Slow:
         chat_template = TEMPLATE

@@ -70,6 +70,11 @@ def parameter(name: str, value: str) -> str:
             ("", None, ["</function> is missing", ("g", {})]),
         ),
         (
+            "<tool_call><function=f><parameter=x>1</tool_call>"
+            + XML.format("g", parameter("x", "1") + parameter("y", "2")),
+            ("", None, ["the parameter 'x' is not closed", ("g", {"x": "1", "y": "2"})]),
+        ),
+        (
             "<tool_call><function=f>so</function></tool_call>",
             ("", None, ["</function> is missing, found 'so</function>'"]),
         ),

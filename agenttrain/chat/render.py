@@ -14,6 +14,19 @@ USER: Message = {"role": "user", "content": "u"}
 """The first message of conversations that are rendered to learn how a template behaves."""
 
 
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""What a template raises, in words or by what it computes, for messages that it cannot render."""
+
+
 def render(
     tokenizer: Any,
     template: str,
@@ -36,7 +49,7 @@ def render(
             tokenize=False,
             **kwargs,
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except REFUSALS as error:
         roles = [message.get("role") for message in messages]
         raise ChatError(
             f"the chat template refuses messages of the roles {roles}: {error}; change the "

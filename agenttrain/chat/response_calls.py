@@ -158,6 +158,8 @@ _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
 # A closing tag that no other tag follows is part of the value.
 _PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+# A value that runs over the head of another call was never closed: the other call is one.
+_NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>\s*+<function=")
 
 
 def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
@@ -174,6 +176,9 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
             return _problem(what, name=name, cut=True)
+        if _NEXT_CALL.search(body, start, end.start()):
+            what = f"the parameter {excerpt(parameter['name'])} is not closed"
+            return _problem(what, name=name)
         values.add(parameter["name"].strip(), body[start : max(start, end.start())])
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
