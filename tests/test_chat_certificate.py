@@ -27,12 +27,18 @@ QUERY = {
 }
 SCHEMAS = [ADD, QUERY]
 PROBES = [
-    *("end of turn", "tools in the prompt", "no call", "reasoning without a call"),
+    *(
+        "generation prompt",
+        "end of turn",
+        "tools in the prompt",
+        "no call",
+        "reasoning without a call",
+    ),
     *("control tokens in a user reply", "call of add", "call of sql", "parallel calls"),
     *("three turns", "content beside a call", "reasoning", "empty reply", "error reply"),
     *("unicode reply", "long reply", "control tokens in a tool reply", "later user message"),
 ]
-LOOKING_ON = [*PROBES[8:11], *PROBES[11:]]
+LOOKING_ON = [*PROBES[9:12], *PROBES[12:]]
 """Probes of more than one turn with calls."""
 
 
@@ -61,7 +67,7 @@ def test_templates_that_fit(name: str) -> None:
 
 def test_no_tools_need_no_tools_in_the_template() -> None:
     names = [probe.name for probe in certify(chat(), []).probes]
-    assert names == PROBES[:5]
+    assert names == PROBES[:6]
 
 
 def test_the_hash_depends_on_template_tools_and_variables() -> None:
@@ -88,7 +94,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 def test_a_template_that_is_prefixed_by_the_count_of_messages_is_refused() -> None:
     reasons = refused("{{- messages | length }}" + TEMPLATE)
-    assert set(reasons) == set(PROBES[2:])
+    assert set(reasons) == set(PROBES[3:])
+
+
+def test_a_template_that_leaves_the_turns_header_to_the_model_is_refused() -> None:
+    without = TEMPLATE[: TEMPLATE.index("{%- if add_generation_prompt %}")]
+    reasons = refused(without)
+    header = "'<|im_start|>assistant\\n'"
+    assert reasons["generation prompt"].endswith(f"though a turn begins with {header}")
 
 
 def test_a_template_that_renders_one_call_only_is_certified_so() -> None:
@@ -109,7 +122,7 @@ def test_a_template_that_drops_a_reply_is_refused() -> None:
     reasons = refused(
         TEMPLATE.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
     )
-    assert set(reasons) == set(PROBES[5:])
+    assert set(reasons) == set(PROBES[6:])
     assert "does not show each of 1 replies" in reasons["call of add"]
 
 

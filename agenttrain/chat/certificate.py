@@ -15,7 +15,7 @@ from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message
 
 USER_TEXT = "What is 3 + 4?"
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
-FEATURES = ("end of turn", "tools in the prompt")
+FEATURES = ("generation prompt", "end of turn", "tools in the prompt")
 """Probes that are no conversations."""
 THOUGHT = "Well."
 SERVE = (
@@ -141,7 +141,7 @@ def _judged(now: Probe, before: Probe) -> Probe:
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    probes = [_end_of_turn(chat), _tools_shown(chat, schemas)]
+    probes = [_generation_prompt(chat), _end_of_turn(chat), _tools_shown(chat, schemas)]
     return [*probes, *(_probe(chat, schemas, *found) for found in conversations(chat, schemas))]
 
 
@@ -186,6 +186,22 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
         f"{why}Set chat_template to auto or to the model's family, or to a template of yours with "
         "`chat_template=file chat_template.path=<file.jinja>`."
     )
+
+
+def _generation_prompt(chat: Chat) -> Probe:
+    """The header of an assistant's turn is the template's to write, never the model's to sample."""
+    name = "generation prompt"
+    user = [{"role": "user", "content": USER_TEXT}]
+    try:
+        bare, opened = chat.render(user), chat.render(user, generation_prompt=True)
+        answered = chat.render([*user, {"role": "assistant", "content": "ok"}])
+    except ChatError as error:
+        return Probe(name=name, status=Status.refused, reason=str(error))
+    header = answered.removeprefix(bare).partition("ok")[0]
+    if opened == bare and answered.startswith(bare) and header.strip():
+        reason = f"the template writes none, though a turn begins with {header!r}"
+        return Probe(name=name, status=Status.refused, reason=reason)
+    return Probe(name=name, status=Status.passed, reason="")
 
 
 def _end_of_turn(chat: Chat) -> Probe:
