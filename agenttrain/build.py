@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.chat.certificate import Certificate, certify
-from agenttrain.chat.load import load_chat
+from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
+from agenttrain.check import certified
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import build_rows
@@ -22,7 +22,6 @@ from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
-from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
 from agenttrain.training.policy import Policy
@@ -55,29 +54,24 @@ def prepare(config: RunConfig) -> Prepared:
 
     A model that is one of our checkpoints is verified: CheckpointError if it is torn.
     """
-    from transformers import AutoTokenizer
-
     folder = model_folder(config.model.path)
     if (folder / MANIFEST).is_file():
         verify(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = load_chat(tokenizer, config.chat_template, config.response_schema)
-    toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
-    certificate = certify(chat, toolbox.schemas())
-    certificate.raise_if_refused()
+    found = certified(config)
+    found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
-    tokenizer.chat_template = chat.saved_template
+    found.tokenizer.chat_template = found.chat.saved_template
     train = TaskSource(
         build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
     )
     test = TaskSource(build_rows(config.data.test, "data.test"))
     check_columns(test, {"eval.group_by": config.eval.group_by})
     return Prepared(
-        tokenizer=tokenizer,
-        chat=chat,
-        toolbox=toolbox,
+        tokenizer=found.tokenizer,
+        chat=found.chat,
+        toolbox=found.toolbox,
         rubric=build_rubric(config.reward),
-        certificate=certificate,
+        certificate=found.certificate,
         train_tasks=train,
         test_tasks=test,
     )

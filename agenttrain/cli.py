@@ -147,7 +147,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
-    from agenttrain.check import certificate_of  # tokenizers come with it
+    from agenttrain.check import certified  # tokenizers come with it
     from agenttrain.types import AgenttrainError
 
     parts = ("model", "chat_template", "response_schema", "tools", "stop_tools")
@@ -156,7 +156,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
         try:
             key = repr([getattr(run.config, part) for part in parts])
             if key not in shown:
-                certificate = certificate_of(run.config)
+                certificate = certified(run.config).certificate
                 shown[key] = certificate.passed
                 print("\n" + "\n".join(certificate.lines()))
         except (AgenttrainError, OSError, ValueError) as error:

@@ -14,9 +14,9 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("evaluate",),
+    ("check", "evaluate"),
     ("trainer",),
-    ("build", "check"),
+    ("build",),
     ("launch",),
     ("cli",),
 )

@@ -151,12 +151,12 @@ def _plan(
 async def _run_all(
     collector: Collector, attempts: Sequence[_Attempt], sampling: Sampling
 ) -> list[Rollout | None]:
-    limits = collector.limits
-    lockstep = limits.deterministic and isinstance(collector.engine, Lockstep)
-    if lockstep and isinstance(collector.engine, Lockstep):
-        collector.engine.expect([attempt.rollout_id for attempt in attempts])
-    # In lockstep the engine admits by its rows; a limit here would keep back rollouts it waits for.
-    gate = asyncio.Semaphore(len(attempts) or 1 if lockstep else limits.concurrency)
+    engine, at_once = collector.engine, collector.limits.concurrency
+    if collector.limits.deterministic and isinstance(engine, Lockstep):
+        engine.expect([attempt.rollout_id for attempt in attempts])
+        # The engine admits by its rows; a limit here would keep back rollouts it waits for.
+        at_once = len(attempts)
+    gate = asyncio.Semaphore(at_once)
 
     async def run(attempt: _Attempt) -> Rollout | None:
         async with gate:
