@@ -92,6 +92,13 @@ class PromptTooLong(AgenttrainError):
     """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
 
 
+class ToolUnavailable(AgenttrainError):
+    """What a tool needs is broken (its server, its sandbox), which is not the model's fault.
+
+    A tool raises it instead of answering: the rollout ends as `error` and is never scored.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One dataset row: what the model is asked, and what rewards and tools may read.

@@ -74,6 +74,7 @@ async def run_rollout(
     finally:
         rollout.seconds = time.perf_counter() - started
         await engine.release(rollout_id)
+        await toolbox.release(rollout_id)
     return rollout
 
 

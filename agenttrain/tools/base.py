@@ -20,7 +20,9 @@ class Tool(Protocol):
     """Something that the model can call.
 
     What it returns becomes the reply's text (`agenttrain.tools.reply`), what it raises an error
-    that the model reads; `agenttrain.types.Done` ends the episode.
+    that the model reads; `agenttrain.types.Done` ends the episode,
+    `agenttrain.types.ToolUnavailable` the rollout. Optional methods, sync or async:
+    ``release(rollout_id)`` when a rollout is over, ``close()`` when the run is.
     """
 
     name: str
@@ -80,11 +82,22 @@ class FunctionTool:
         result = self.call(arguments, context)
         return await result if inspect.isawaitable(result) else result
 
-    def close(self) -> None:
+    async def release(self, rollout_id: str) -> None:
+        """Let the callable instance behind the tool free what it holds for a rollout."""
+        await call_optional(self.function, "release", rollout_id)
+
+    async def close(self) -> None:
         """Close the callable instance behind the tool, if it can be closed."""
-        close = getattr(self.function, "close", None)
-        if close is not None:
-            close()
+        await call_optional(self.function, "close")
+
+
+async def call_optional(owner: object, method: str, *arguments: object) -> None:
+    """Call a method that `owner` may lack, sync or async."""
+    found = getattr(owner, method, None)
+    if found is not None:
+        result = found(*arguments)
+        if inspect.isawaitable(result):
+            await result
 
 
 def _without_partial(

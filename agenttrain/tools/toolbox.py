@@ -14,7 +14,7 @@ from agenttrain.config.schema import ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.threads import DaemonThreads
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
-from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.base import FunctionTool, Tool, call_optional
 from agenttrain.tools.reply import Reply, failure, reply_of
 from agenttrain.types import ToolCall, ToolContext, ToolError, ToolResult
 
@@ -100,14 +100,18 @@ class Toolbox:
         known = self.names if allowed is None else [n for n in self.names if n in allowed]
         return await asyncio.gather(*(self._answer(call, context_of, known) for call in calls))
 
+    async def release(self, rollout_id: str) -> None:
+        """The rollout is over: let every tool free what it holds for it."""
+        for entry in self._entries.values():
+            await call_optional(entry.tool, "release", rollout_id)
+
     async def aclose(self) -> None:
         """Cancel what still runs, end idle threads, close tools that can be closed."""
         for task in list(self._abandoned):
             task.cancel()
         self._threads.close()
         for entry in self._entries.values():
-            if isinstance(entry.tool, FunctionTool):
-                entry.tool.close()
+            await call_optional(entry.tool, "close")
 
     def _check_known(self, name: str, key: str) -> None:
         if name not in self.names:
