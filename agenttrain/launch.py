@@ -193,14 +193,16 @@ def _prepare(job: Job) -> Prepared:
 
 
 def record_fix(folder: Path, prepared: Prepared) -> None:
-    """Say once what was changed in the chat template, and keep it with the run."""
-    changes = prepared.chat.fix.text()
-    if changes:
+    """Say once which chat template it is and what was changed in it, and keep that with the run."""
+    fix = prepared.chat.fix
+    if fix.chosen:
+        print(f"chat template: {fix.chosen}")
+    if changes := fix.text():
         file = folder / "chat_template.diff"
         file.write_text(changes, encoding="utf-8")
         print(f"{changes.splitlines()[0]} ({file})")
-        for warning in prepared.certificate.warnings:
-            print(f"  {warning}")
+    for warning in prepared.certificate.warnings:
+        print(f"  {warning}")
 
 
 async def _train(job: Job, prepared: Prepared) -> None:

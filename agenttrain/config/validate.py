@@ -165,6 +165,8 @@ def _files(config: RunConfig) -> Iterator[str]:
                 f"{group}.path={section.path}: is not used with {group}.name={section.name}; "
                 f"add {group}=file"
             )
+        elif section.path is not None and Path(section.path).expanduser().is_dir():
+            yield f"{group}.path={section.path}: is a folder; name the file in it"
         elif section.path is not None and not Path(section.path).expanduser().is_file():
             yield f"{group}.path={section.path}: there is no such file"
 
