@@ -90,7 +90,7 @@ def _prompt_length(found: Certified, task: Task, key: str) -> int:
 def _render(chat: Chat, task: Task, schemas: Sequence[dict]) -> int:
     """Tokens of the prompt. Raises ChatError where it, or a user turn behind it, is refused."""
     if any(message["role"] == "system" for message in task.messages):
-        problem = system_problem(chat)
+        problem = system_problem(chat, schemas)
         if problem is not None:
             raise ChatError(
                 f"{problem}, and this task has one; put its text into the first user message, or "

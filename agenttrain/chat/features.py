@@ -81,7 +81,7 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         _same_each_time(chat),
         _end_of_turn(chat),
         _tools_shown(chat, schemas),
-        _system_message(chat),
+        _system_message(chat, schemas),
     ]
 
 
@@ -148,17 +148,17 @@ def _tools_shown(chat: Chat, schemas: Sequence[dict]) -> Probe:
     return Probe(name=name, status=Status.passed)
 
 
-def _system_message(chat: Chat) -> Probe:
+def _system_message(chat: Chat, schemas: Sequence[dict]) -> Probe:
     """Never refused: whether the data has system messages is not known here."""
-    problem = system_problem(chat)
+    problem = system_problem(chat, schemas)
     reason = f"{problem}: the data must have none" if problem else ""
     return Probe(name="system message", status=Status.passed, reason=reason)
 
 
-def system_problem(chat: Chat) -> str | None:
+def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
     """Why the template cannot show a system message before a user's; None where it can."""
     try:
-        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *_user()])
+        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *_user()], schemas)
     except ChatError as error:
         return f"the template refuses system messages ({error.__cause__ or error})"
     return None if SYSTEM_TEXT in text else "the template leaves out system messages"
