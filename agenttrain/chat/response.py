@@ -21,6 +21,7 @@ NaN, Infinity, 1e999                        malformed
 lone surrogates, over 64 levels             malformed: no JSON file could hold them
 text between a call and its closing mark    malformed
 closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
+a name that can be read, in a malformed call the malformed call's name
 a mark inside a string or parameter         part of it, up to 16 marks
 text after a call that has no closing mark  content (Llama, Mistral)
 text that no call can be seen in            content
@@ -80,7 +81,8 @@ def _call(found: Found, call_id: str) -> ToolCall:
         problem = f"{found.name_label} {NO_NAME}"
     name = found.name if isinstance(found.name, str) else ""
     if not portable([name, arguments], found.text):
-        name, problem = "", problem or "the call holds values that JSON text cannot carry"
+        name = name if portable(name, found.text) else ""
+        problem = problem or "the call holds values that JSON text cannot carry"
     return ToolCall(
         id=call_id,
         name=name,

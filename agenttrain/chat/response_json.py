@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 64
@@ -61,6 +62,8 @@ class Item(NamedTuple):
     text: str
     value: Any = None
     problem: str | None = None
+    name: str = ""
+    """What the head of an item that cannot be read says that it is."""
 
 
 Read = Callable[[str, int], Json]
@@ -80,7 +83,9 @@ def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple
         if problem is not None:
             resume = None if cut else following.search(text, at)
             end = resume.start() if resume else len(text)
-        items.append(Item(text[at:end], value, problem))
+            items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
+        else:
+            items.append(Item(text[at:end], value))
         at = skip_blank(text, end)
         if problem is not None and at == len(text):
             return items, at
@@ -89,6 +94,26 @@ def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple
         elif not text.startswith("]", at):
             return [*items, Item(text[at:], problem="the array of calls is not closed")], len(text)
     return items, at + 1
+
+
+_OTHER = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+MAX_NAME = 128
+
+
+@cache
+def _named(key: str) -> re.Pattern[str]:
+    name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
+    return re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
+
+
+def written_name(text: str, key: str = "name") -> str:
+    """The name in the head of a call that is no JSON, or empty: what a text begins with.
+
+    Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
+    """
+    start = text.find("{")
+    found = _named(key).match(text, start) if start >= 0 else None
+    return found["name"] if found else ""
 
 
 def _hint(text: str, position: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
 from agenttrain.chat.response_content import ContentError
-from agenttrain.chat.response_json import read_items, skip_blank
+from agenttrain.chat.response_json import read_items, skip_blank, written_name
 from agenttrain.chat.response_marked import parameters
 from agenttrain.chat.response_node import Node, groups, node_of
 from agenttrain.chat.response_parts import CALL_ID, Found, Parts
@@ -154,7 +154,8 @@ class SchemaSpec:
         before, *opened = text.split(self._opener)
         outside.append(before)
         for rest in opened:
-            yield Found(text=self._opener + rest, problem="the call is not closed")
+            text = self._opener + rest
+            yield Found(text=text, name=written_name(rest), problem="the call is not closed")
 
     def _item(self, match: Any, schemas: Schemas) -> list[Found]:
         """The call of one match; an opening inside it that is better read alone is a second."""
@@ -169,7 +170,8 @@ class SchemaSpec:
         second = self._call(again, text[inside:], schemas)
         if second.problem is not None:
             return [call]
-        return [Found(text=text[:inside], problem="the call is not closed"), second]
+        name = written_name(text[:inside])
+        return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
         items = self.root.properties[CALLS].items
@@ -180,7 +182,7 @@ class SchemaSpec:
             if items is not None and isinstance(name, str) and schemas.get(name):
                 value = _typed(value, items.value(given, raw=True), schemas[name])
         except ContentError as error:
-            return Found(text=text, problem=str(error))
+            return Found(text=text, name=written_name(text), problem=str(error))
         return call_of(value, text, {})
 
     def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
@@ -205,7 +207,7 @@ class SchemaSpec:
         calls: list[Found] = []
         for item in read_items(inner, skip_blank(inner) + 1, key)[0]:
             if item.problem is not None:
-                calls.append(Found(text=item.text, problem=item.problem))
+                calls.append(Found(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
                 read = node.parsed(f"[{item.text}]")

@@ -20,7 +20,7 @@ from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
 from agenttrain.chat.response_content import CONTENT, ContentError, check_content, reshaped
-from agenttrain.chat.response_json import kind
+from agenttrain.chat.response_json import kind, written_name
 from agenttrain.chat.response_marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.response_parts import CALL_ID, Found, Parts
 from agenttrain.chat.response_regex import Hit, Pattern
@@ -229,16 +229,17 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 def _calls(region: _Region, text: str, schemas: Schemas) -> list[Found]:
     if not region.closed and region.field.close is not None:
         problem = region.problem or "the call is not closed"
-        return [Found(text=text, name=_name(region), problem=problem)]
+        return [Found(text=text, name=_name(region, text), problem=problem)]
     if region.problem is not None:
-        return [Found(text=text, name=_name(region), problem=region.problem)]
+        return [Found(text=text, name=_name(region, text), problem=region.problem)]
     values = region.value if isinstance(region.value, list) else [region.value]
     by_text = region.field.content in ("xml-inline", "kv-lines")
     return [call_of(value, text, schemas if by_text else {}) for value in values]
 
 
-def _name(region: _Region) -> str:
-    return region.captures.get("name") or ""
+def _name(region: _Region, text: str) -> str:
+    """The name of a call that cannot be read, where its mark or its head has it."""
+    return region.captures.get("name") or written_name(text)
 
 
 def call_of(value: Any, text: str, schemas: Schemas) -> Found:
