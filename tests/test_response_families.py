@@ -208,7 +208,7 @@ def test_a_second_llama_call_that_is_cut_is_no_content() -> None:
     head = '{"name": "get", "parameters": {'
     for cut in range(1, len(head)):
         turn = parse("llama3", f"{CALL}; {head[:cut]}")
-        check(turn, ("", None, [("f", {"x": 1}), "invalid JSON" if cut > 29 else "is not closed"]))
+        check(turn, ("", None, [("f", {"x": 1}), "invalid JSON" if cut > 28 else "is not closed"]))
         assert turn.calls[1].text == head[:cut].rstrip()
         # the name's last quote is character 14
         assert turn.calls[1].name == ("get" if cut > 13 else "")

@@ -25,7 +25,7 @@ from agenttrain.chat.response_literal import (
     read_literal,
     take_literal,
 )
-from agenttrain.chat.response_parts import Found
+from agenttrain.chat.response_parts import MAX_CALLS, Found, unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     def read(text: str, at: int) -> Json:
         return _value(text, at, syntax)
 
-    items, end = read_items(body, start + 1, syntax.name_key, read)
+    items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
         _object(item.value, syntax, text=item.text)
         if item.problem is None
@@ -305,6 +305,8 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 def _python_list(body: str, at: int) -> Read:
     calls: list[Found] = []
     while not body.startswith("]", at):
+        if len(calls) >= MAX_CALLS:
+            return Read(calls=[*calls, unread(body[at:])], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
         if cut or end == len(body):

@@ -18,6 +18,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 def skip_blank(text: str, start: int = 0) -> int:
     """Position of the first character that is not JSON's white space."""
+    if text[start : start + 1] not in " \t\r\n":
+        return start
     blank = _BLANK.match(text, start)
     return blank.end() if blank else start
 
@@ -69,16 +71,21 @@ class Item(NamedTuple):
 Read = Callable[[str, int], Json]
 
 
-def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple[list[Item], int]:
+def read_items(
+    text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
+) -> tuple[list[Item], int]:
     """(items, end) of the array of objects that is open at `start`, behind its bracket.
 
     An item that cannot be read is one with a problem: the next begins at a comma and an object with
-    `key` first. The end is the text's where the array is not closed.
+    `key` first. The end is the text's where the array is not closed. The rest after `limit` items
+    is one item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
     following = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
     while not text.startswith("]", at):
+        if limit is not None and len(items) >= limit:
+            return [*items, Item(text[at:], problem="there are too many items")], len(text)
         value, end, problem, cut = read(text, at)
         if problem is not None:
             resume = None if cut else following.search(text, at)

@@ -12,7 +12,7 @@ import regex
 
 from agenttrain.chat.response_calls import READERS, Read, Schemas, Syntax
 from agenttrain.chat.response_json import excerpt, written_name
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts, unread
 
 MARKS_IN_STRINGS = (1, 4, 16)
 """How many marks further a call may reach, tried in turn; beyond the last it is malformed."""
@@ -101,6 +101,8 @@ class MarkedSpec(Syntax):
             if mark["_open"] is None:
                 continue
             content.append(self._between(text[position : mark.start()], calls))
+            if len(calls) >= MAX_CALLS:
+                return "".join(content), [*calls, unread(text[mark.start() :])]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:

@@ -24,7 +24,7 @@ from agenttrain.chat.response_content import ContentError
 from agenttrain.chat.response_json import read_items, skip_blank, written_name
 from agenttrain.chat.response_marked import parameters
 from agenttrain.chat.response_node import Node, groups, node_of
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts
 from agenttrain.chat.response_regex import Pattern
 from agenttrain.chat.response_template import CALLS, CONTENT_FIELD, REASONING, call_of
 
@@ -141,6 +141,8 @@ class SchemaSpec:
         at = 0
         for match in self._iterator.matches(text) if self._iterator is not None else ():
             calls += self._unread(text[at : match.start()], outside)
+            if len(calls) > MAX_CALLS:
+                return calls, "".join(outside)
             calls += self._item(match, schemas)
             at = match.end()
         calls += self._unread(text[at:], outside)
@@ -151,7 +153,7 @@ class SchemaSpec:
         if not self._opener:
             outside.append(text)
             return
-        before, *opened = text.split(self._opener)
+        before, *opened = text.split(self._opener, MAX_CALLS + 1)
         outside.append(before)
         for rest in opened:
             text = self._opener + rest
@@ -194,6 +196,7 @@ class SchemaSpec:
             return self._repaired(node, value) or [Found(text=value, problem=str(error))]
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
+        values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
         return [call_of(item, text, schemas) for item in values]
 
     def _repaired(self, node: Node, value: str) -> list[Found]:
@@ -205,7 +208,7 @@ class SchemaSpec:
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"
         calls: list[Found] = []
-        for item in read_items(inner, skip_blank(inner) + 1, key)[0]:
+        for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
             if item.problem is not None:
                 calls.append(Found(text=item.text, name=item.name, problem=item.problem))
                 continue
