@@ -66,6 +66,7 @@ def test_content_and_reasoning(text: str, content: str, reasoning: str | None, c
 
 def test_reasoning_that_the_prompt_has_opened() -> None:
     assert parse("a</think>Hi.", in_reasoning=True) == parse("<think>a</think>Hi.")
+    assert parse("\n<think>\na</think>Hi.", in_reasoning=True) == parse("<think>a</think>Hi.")
     assert parse("a" + GOOD, in_reasoning=True) == parse("<think>a" + GOOD)
 
 

@@ -78,6 +78,8 @@ class MarkedSpec(Syntax):
         before, opened, after = text.partition(self.reasoning_open)
         if inside or not opened or self._opens_call(before):
             before, opened, after = "", "", text
+        if inside:  # some models open again what the prompt has opened
+            after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
         thought, closed, rest = after.partition(self.reasoning_close)
         if not closed and not opened and not inside:
             return None, text
