@@ -292,6 +292,8 @@ GEMMA = "<|tool_call>call:{}<tool_call|>"
         (GEMMA.format("f{a:True}"), ("", None, ["expected a value, found 'True}'"])),
         (GEMMA.format("f{a:007}"), ("", None, ["expected a value"])),
         (GEMMA.format("f{a:" + "[" * 99 + "}"), ("", None, ["nested more than 64 levels"])),
+        (GEMMA.format("f{a:[" + "{b:1}," * 65_537 + "1]}"), ("", None, ["over 65,536 items"])),
+        (GEMMA.format('f{"a":[' + "1," * 65_537 + "1]}"), ("", None, [("f", {"a": [1] * 65_538})])),
         (GEMMA.format("f"), ("", None, ["expected a value, found the end"])),
         (GEMMA.format("{}"), ("", None, ["must be the name of a tool"])),
         ("<|tool_call>f{}<tool_call|>", ("", None, ["must begin with call:NAME"])),

@@ -98,7 +98,7 @@ class _Reader:
         while self.text[at : at + 1] != "]" or self._lacks_value(at, comma):
             value, at = self.value(at, depth - 1)
             items.append(value)
-            at, comma = self._after_item(at, "]")
+            at, comma = self._after_item(at, "]", len(items))
         return items, at + 1
 
     def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
@@ -111,20 +111,16 @@ class _Reader:
                 self._expected("':'", at)
             value, at = self.value(skip_blank(self.text, at + 1), depth - 1)
             pairs.append((key, value))
-            at, comma = self._after_item(at, "}")
+            at, comma = self._after_item(at, "}", len(pairs))
         try:
             return unique(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
-    def _lacks_value(self, at: int, comma: bool) -> bool:
-        """Raise where a container ends behind a comma that asks for another value; else False."""
-        if comma and not self.dialect.trailing_commas:
-            self._expected("a value", at)
-        return False
-
-    def _after_item(self, at: int, bracket: str) -> tuple[int, bool]:
+    def _after_item(self, at: int, bracket: str, count: int) -> tuple[int, bool]:
         """(where the next item or the closing bracket stands, whether a comma came before)."""
+        if count > MAX_ITEMS:
+            raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)
         found = self.text[at : at + 1]
         if found == ",":
@@ -132,6 +128,12 @@ class _Reader:
         if found != bracket:
             self._expected(f"',' or '{bracket}'", at)
         return at, False
+
+    def _lacks_value(self, at: int, comma: bool) -> bool:
+        """Raise where a container ends behind a comma that asks for another value; else False."""
+        if comma and not self.dialect.trailing_commas:
+            self._expected("a value", at)
+        return False
 
     def _key(self, at: int) -> tuple[str, int]:
         if (string := self._string(at)) is not None:
@@ -174,6 +176,8 @@ class _Reader:
         raise LiteralError(f"expected {what}, found {found}", cut=cut)
 
 
+MAX_ITEMS = 65_536
+"""Of a list or mapping that is no JSON; what is JSON has no such limit."""
 SHORT = 16
 """Digits of a number that needs no further look."""
 _DIGITS = "0123456789-"
