@@ -18,7 +18,7 @@ def top_entropy_threshold(entropy_N: Tensor, share: float) -> float:
     if entropy_N.numel() == 0:
         return torch.inf
     # torch.quantile takes no more than 2**24 values.
-    ordered_N = entropy_N.double().sort().values
+    ordered_N = entropy_N.float().sort().values
     position = (1 - share) * (entropy_N.numel() - 1)
     lower = int(position)
     upper = min(lower + 1, entropy_N.numel() - 1)

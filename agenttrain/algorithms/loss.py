@@ -14,6 +14,7 @@ from agenttrain.algorithms import surrogate as surrogates
 from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
 from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.metrics import Metrics, clip_metrics, extremes, mean_parts
+from agenttrain.algorithms.rows import row_sum
 from agenttrain.algorithms.surrogate import importance_ratio, vespo_weight
 from agenttrain.config.algorithm import AlgorithmConfig, Correction, Surrogate
 
@@ -65,11 +66,12 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         rollouts=inputs.rollouts,
         level=config.ratio,
     )
-    correction_S, metrics = _correction(inputs, config)
-    loss_S, more = _surrogate(ratio_S, correction_S, inputs, config)
+    correction, metrics = _correction(inputs, config)
+    loss_S, more = _surrogate(ratio_S, correction, inputs, config)
     metrics |= more
-    if correction_S is not None and config.surrogate is not Surrogate.vespo:
-        loss_S = loss_S * correction_S
+    if correction is not None and config.surrogate is not Surrogate.vespo:
+        of_tokens = config.correction is Correction.token
+        loss_S = loss_S * (correction if of_tokens else correction[inputs.row_S])
     if inputs.kept_S is not None:
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
@@ -88,7 +90,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
 
 
 def _surrogate(
-    ratio_S: Tensor, correction_S: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
+    ratio_S: Tensor, correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
 ) -> tuple[Tensor, Metrics]:
     advantages_S, logprobs_S = inputs.advantages_S, inputs.logprobs_S
     low, high = config.clip_low, config.clip_high
@@ -108,7 +110,7 @@ def _surrogate(
     if config.surrogate is Surrogate.reinforce:
         return surrogates.reinforce_surrogate(logprobs_S, advantages_S), {}
     if config.surrogate is Surrogate.vespo:
-        return _vespo(correction_S, inputs, config)
+        return _vespo(correction, inputs, config)
     log_ratio_S = logprobs_S - inputs.behaviour_S
     loss_S = surrogates.geometric_mean_surrogate(
         log_ratio_S, advantages_S, inputs.row_S, inputs.rollouts, low, high
@@ -120,13 +122,18 @@ def _surrogate(
 
 
 def _vespo(
-    correction_S: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
+    correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
 ) -> tuple[Tensor, Metrics]:
+    factor = None
+    if correction is not None:
+        factor = correction.log().clamp(surrogates.LEAST_LOG_WEIGHT, surrogates.LOG_RATIO_BOUND)
+        if config.correction is Correction.token:
+            factor = row_sum(factor, inputs.row_S, inputs.rollouts)
     weight_B = vespo_weight(
         inputs.logprobs_S - inputs.behaviour_S,
         inputs.advantages_B,
         inputs.row_S,
-        correction_S=correction_S,
+        log_correction_B=factor,
         positive=(config.vespo_k_pos, config.vespo_lambda_pos),
         negative=(config.vespo_k_neg, config.vespo_lambda_neg),
     )
@@ -135,7 +142,10 @@ def _vespo(
 
 
 def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
-    """The weight of each token for the engine's mismatch, [S], and its metrics."""
+    """The weight for the engine's mismatch, and its metrics.
+
+    [S] on token level, [B] above it.
+    """
     if config.correction is Correction.none:
         return None, {}
     if inputs.engine_S is None:
@@ -154,7 +164,7 @@ def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | N
         **extremes("sampling/importance_sampling_ratio", weight),
         "mask/correction": mean_parts(weight == 0),
     }
-    return (weight if config.correction is Correction.token else weight[inputs.row_S]), metrics
+    return weight, metrics
 
 
 def _off_policy_keep(inputs: LossInputs, threshold: float) -> Tensor:

@@ -12,6 +12,10 @@ from torch import Tensor
 from agenttrain.algorithms.rows import row_mean, row_sum
 from agenttrain.config.algorithm import Ratio
 
+LOG_RATIO_BOUND = 20.0
+LEAST_LOG_WEIGHT = -18.420680743952367
+"""log(1e-8)"""
+
 
 def importance_ratio(
     logprobs_S: Tensor, behaviour_S: Tensor, row_S: Tensor, *, rollouts: int, level: Ratio
@@ -58,7 +62,7 @@ def sapo_surrogate(ratio_S: Tensor, advantages_S: Tensor, tau_pos: float, tau_ne
 
     tau is `tau_pos` where A > 0, else `tau_neg`. At r = 1 the gradient is -A, as everywhere.
     """
-    tau_S = torch.where(advantages_S > 0, tau_pos, tau_neg)
+    tau_S = _by_sign(advantages_S > 0, tau_pos, tau_neg, ratio_S)
     return -torch.sigmoid(tau_S * (ratio_S - 1)) * 4 / tau_S * advantages_S
 
 
@@ -82,33 +86,32 @@ def reinforce_surrogate(logprobs_S: Tensor, advantages_S: Tensor) -> Tensor:
     return -advantages_S * logprobs_S
 
 
-LOG_RATIO_BOUND = 20.0
-LEAST_LOG_WEIGHT = -18.420680743952367
-"""log(1e-8)"""
-
-
 def vespo_weight(
     log_ratio_S: Tensor,
     advantages_B: Tensor,
     row_S: Tensor,
     *,
-    correction_S: Tensor | None,
+    log_correction_B: Tensor | None,
     positive: tuple[float, float],
     negative: tuple[float, float],
 ) -> Tensor:
     """e^l w^k e^(-l w) of each rollout's ratio w, [B], without gradient; 1 at w = 1.
 
     VESPO, https://arxiv.org/abs/2602.10693; its loss is -weight A log p. `positive` is (k, l) where
-    A >= 0, `negative` where A < 0. w is the product of the rollout's token ratios, times
-    `correction_S` where there is one, a factor trainer / engine for each token.
+    A >= 0, `negative` where A < 0. w is the product of the rollout's token ratios, times its factor
+    trainer / engine where there is one.
     """
     rollouts = advantages_B.numel()
     log_ratio_S = log_ratio_S.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     log_w_B = row_sum(log_ratio_S, row_S, rollouts)
-    if correction_S is not None:
-        factor_S = correction_S.log().clamp(LEAST_LOG_WEIGHT, LOG_RATIO_BOUND)
-        log_w_B = log_w_B + row_sum(factor_S, row_S, rollouts)
+    if log_correction_B is not None:
+        log_w_B = log_w_B + log_correction_B
     log_w_B = log_w_B.clamp(LEAST_LOG_WEIGHT, LOG_RATIO_BOUND)
-    k_B = torch.where(advantages_B >= 0, positive[0], negative[0])
-    l_B = torch.where(advantages_B >= 0, positive[1], negative[1])
+    k_B = _by_sign(advantages_B >= 0, positive[0], negative[0], log_w_B)
+    l_B = _by_sign(advantages_B >= 0, positive[1], negative[1], log_w_B)
     return (l_B + k_B * log_w_B - l_B * log_w_B.exp()).exp()
+
+
+def _by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
+    """`value` where chosen, else `other`, in the precision of `like`."""
+    return torch.where(chosen, like.new_tensor(value), like.new_tensor(other))
