@@ -54,7 +54,7 @@ CHANGED = {
     "kl_bias_correction": True,
     "correction_mode": CorrectionMode.mask,
     "correction_max": 1.1,
-    "correction_min": 0.9,
+    "correction_min": 1.3,
     "beta": 0.2,
     "off_policy_threshold": -0.5,
 }
