@@ -135,6 +135,11 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     """Everything wrong with `config.algorithm`, one line each."""
     for check in (unused, _ranges, _advantage, _surrogates, _penalty, _entropy, _correction):
         yield from check(config.algorithm)
+    if config.algorithm.reference is Reference.synced and config.model.lora.rank:
+        yield (
+            f"algorithm.reference=synced: the reference of a model with adapters (model.lora.rank="
+            f"{config.model.lora.rank}) is the model without them; set algorithm.reference=frozen"
+        )
 
 
 def _ranges(a: AlgorithmConfig) -> Iterator[str]:

@@ -24,7 +24,8 @@ from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
 from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
-from agenttrain.training.logprobs import Scorer
+from agenttrain.training.logprobs import Scorer, checkpoint_layers
+from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
 from agenttrain.training.scoring import flat, needs_own, with_own, with_reference
@@ -80,9 +81,11 @@ class Policy:
             logits_budget_mb=training.logits_budget_mb,
             entropy_grad=algorithm.has_bonus,
         )
+        if training.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self._reference = make_reference(self._scorer, self.accelerator, algorithm)
         self._wrapped, self.optimizer = self.accelerator.prepare(
-            self._scorer, _adamw(self.model, optimizer)
+            self._scorer, build_optimizer(self.model, optimizer)
         )
 
     def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -292,14 +295,3 @@ def _not_finite(losses: Tensor, norm: float, microbatches: Sequence[Microbatch],
         f"step {step}: loss {losses.sum().item():g}, gradient norm {norm:g}{where}. The weights "
         "are those before this update. Lower optimizer.lr, or set training.mixed_precision=no."
     )
-
-
-def _adamw(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay leaves norms and biases (fewer than two dimensions) alone."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    first, second = config.betas
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second))

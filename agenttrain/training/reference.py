@@ -14,6 +14,12 @@ from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.algorithm import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
+from agenttrain.training.lora import BaseScorer, is_adapted
+
+SYNCED_ADAPTERS = (
+    "algorithm.reference=synced: the reference of a model with adapters is the model without them, "
+    "which cannot follow; set algorithm.reference=frozen"
+)
 
 
 class Reference(Protocol):
@@ -35,7 +41,25 @@ class Reference(Protocol):
         """Continue from `state_dict()`."""
 
 
-class FrozenCopy:
+class _Fixed:
+    """What does not change needs nothing from a checkpoint: a resumed run makes it again."""
+
+    def follow(self, policy: torch.nn.Module, step: int) -> None:
+        """It does not."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Nothing."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to continue from."""
+
+
+class AdaptersOff(_Fixed, BaseScorer):
+    """The policy without its adapters."""
+
+
+class FrozenCopy(_Fixed):
     """The policy as it was when the run began."""
 
     def __init__(self, scorer: Scorer, accelerator: Any) -> None:
@@ -50,16 +74,6 @@ class FrozenCopy:
         """Logprobs and entropies of the sampled tokens, [S] each."""
         logprobs_S, entropy_S = self._scorer(microbatch)
         return logprobs_S, entropy_S
-
-    def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """A frozen reference does not."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Nothing: a resumed run copies the initial policy again."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to continue from."""
 
 
 class SyncedCopy(FrozenCopy):
@@ -91,10 +105,16 @@ class SyncedCopy(FrozenCopy):
 
 
 def make_reference(scorer: Scorer, accelerator: Any, config: AlgorithmConfig) -> Reference | None:
-    """The reference that the configuration asks for; None without a KL penalty."""
+    """The reference that the configuration asks for; None without a KL penalty.
+
+    Raises ValueError for a synced reference of a model with adapters.
+    """
     if config.beta == 0:
         return None
+    adapted = is_adapted(scorer.model)
     if config.reference is Kind.synced:
+        if adapted:
+            raise ValueError(SYNCED_ADAPTERS)
         every, mixup = config.ref_sync_steps, config.ref_mixup
         return SyncedCopy(scorer, accelerator, every=every, mixup=mixup)
-    return FrozenCopy(scorer, accelerator)
+    return AdaptersOff(scorer) if adapted else FrozenCopy(scorer, accelerator)
