@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +208,14 @@ def test_refused(settings: dict, expected: str) -> None:
     assert expected in problems(**settings)
 
 
+def test_a_synced_reference_needs_weights_of_its_own() -> None:
+    settings = config(beta=0.1, reference=Reference.synced)
+    run = RunConfig(algorithm=settings)
+    run.model.lora.rank = 8
+    (told,) = algorithm_problems(run)
+    assert told.endswith("set algorithm.reference=frozen")
+
+
 ACCEPTED = [
     {"beta": 0.1, "kl_in": KlIn.reward, "kl": KlEstimator.k1},
     {"beta": 0.1, "kl": KlEstimator.k1, "kl_bias_correction": True},
@@ -229,3 +238,10 @@ ACCEPTED = [
 @pytest.mark.parametrize("settings", ACCEPTED)
 def test_accepted(settings: dict) -> None:
     assert problems(**settings) == ""
+
+
+def test_the_readme_names_every_preset() -> None:
+    root = Path(__file__).parents[1]
+    section = (root / "README.md").read_text().split("## Algorithms")[1].split("\n## ")[0]
+    presets = {file.stem for file in (root / "conf" / "algorithm").glob("*.yaml")}
+    assert {preset for preset in presets if f"`{preset}`" not in section} == set()
