@@ -260,3 +260,13 @@ def test_every_step_has_the_same_columns(algorithm: dict) -> None:
     something = trained.update(random_groups(0))
     assert nothing.keys() == something.keys()
     assert not any(math.isnan(value) for value in something.values())
+
+
+def test_a_reward_of_no_function_gives_no_advantage() -> None:
+    """A rollout whose functions do not apply has none, though something else rewarded it."""
+    groups = [pair(20, 21)]
+    groups[0][0].rewards = {"f": None}
+    groups[0][1].rewards = {"f": 1.0}
+    trained = policy(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.none})
+    assert trained.update(groups)["loss"] == 0.0
+    assert [one.advantage for one in groups[0]] == [None, 0.0]

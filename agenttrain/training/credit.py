@@ -5,6 +5,7 @@ Shapes: F reward functions, P groups, G rollouts of the largest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -41,7 +42,8 @@ def assign_advantages(
     advantages_PG = _advantages(everyone, config, weights)[before : before + len(groups)]
     for group, values in zip(groups, advantages_PG.tolist(), strict=True):
         for rollout, value in zip(group, values, strict=False):
-            rollout.advantage = None if rollout.reward is None else value
+            # NaN with a reward: none of the functions that are looked at gave it.
+            rollout.advantage = None if math.isnan(value) else value
 
 
 def _column(rollout: Rollout, config: AlgorithmConfig, penalties: Mapping[str, float]) -> Column:
