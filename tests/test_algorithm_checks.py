@@ -128,7 +128,7 @@ REFUSED = [
     ({"kl_in": KlIn.reward}, "algorithm.kl_in=reward: has no effect here; it needs algorithm.beta"),
     ({"reference": Reference.synced}, "algorithm.reference=synced: has no effect"),
     ({"ref_mixup": 0.5, "beta": 0.1}, "needs algorithm.beta above 0 and algorithm.reference"),
-    ({"ref_sync_steps": 5}, "leave algorithm.ref_sync_steps=512"),
+    ({"ref_sync_steps": 5}, "or algorithm.ref_sync_steps=512, the default"),
     ({"entropy_bonus_step": 0.1, "entropy_bonus": 0.1}, "it needs algorithm.entropy_target"),
     ({"entropy_bonus_max": 0.1}, "it needs algorithm.entropy_target"),
     (
@@ -137,7 +137,7 @@ REFUSED = [
     ),
     ({"kl_bias_correction": True, "beta": 0.1, "kl_in": KlIn.reward}, "algorithm.kl_in=loss"),
     ({"dynamic_sampling": 2, **BATCH}, "algorithm.dynamic_sampling=2: has no effect"),
-    ({"oversample": 1.5, **BATCH}, "leave algorithm.oversample=1.0"),
+    ({"oversample": 1.5, **BATCH}, "or algorithm.oversample=1.0, the default"),
     ({"advantage": Advantage.batch}, "algorithm.scale=group: advantages over the mean"),
     ({"advantage": Advantage.leave_one_out}, "algorithm.scale=none or batch"),
     ({"group_size": 1}, "takes at least 2"),

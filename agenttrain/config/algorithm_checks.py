@@ -120,7 +120,7 @@ def unused(algorithm: AlgorithmConfig) -> Iterator[str]:
             if value != defaults[key] and not use.when(algorithm):
                 yield (
                     f"algorithm.{key}={shown(value)}: has no effect here; it needs {use.needs}. "
-                    f"Set that, or leave algorithm.{key}={shown(defaults[key])}"
+                    f"Set that, or algorithm.{key}={shown(defaults[key])}, the default"
                 )
 
 
