@@ -96,7 +96,7 @@ class McpTool:
             "function": {
                 "name": self.name,
                 "description": tool.description or tool.title or "",
-                "parameters": tool.input_schema,
+                "parameters": inlined(tool.input_schema),
             },
         }
         self._remote_name, self._connection = tool.name, connection
@@ -140,6 +140,35 @@ def _block_text(block: Any) -> str:
         f"the result holds something that is not text ({kind or block.type}), and only text can "
         "be read"
     )
+
+
+def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with what its ``$ref`` name in its own ``$defs`` put in their place.
+
+    Chat templates that list parameters one by one know no references. A schema that refers to
+    itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
+    "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
+    """
+    definitions = schema.get("$defs", {})
+    try:
+        return {k: _inline(v, definitions, ()) for k, v in schema.items() if k != "$defs"}
+    except (KeyError, RecursionError):
+        return dict(schema)
+
+
+def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions, inside) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    reference = node.get("$ref")
+    if not isinstance(reference, str):  # a property may be called `$ref`
+        return {key: _inline(value, definitions, inside) for key, value in node.items()}
+    name = reference.removeprefix("#/$defs/")
+    if name in inside:
+        raise RecursionError(f"{name} refers to itself")
+    beside = {key: value for key, value in node.items() if key != "$ref"}
+    return {**_inline(definitions[name], definitions, (*inside, name)), **beside}
 
 
 def _allowed(listed: Sequence[Any], allow: Sequence[str] | None) -> list[Any]:
