@@ -93,6 +93,8 @@ def _check_url(url: Any) -> None:
 
 def _check_names(allow: object, prefix: object) -> None:
     if allow is not None and (not isinstance(allow, list | tuple) or not allow):
-        raise ValueError(f"allow={allow}: must be a list of the server's tools; leave it out for all")
+        raise ValueError(
+            f"allow={allow}: must be a list of the server's tools; leave it out for all"
+        )
     if not isinstance(prefix, str):
         raise ValueError(f"prefix={prefix}: must be a text, e.g. files_")

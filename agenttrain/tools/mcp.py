@@ -43,9 +43,7 @@ class McpServer:
         seconds, which count in a call's timeout_s. Raises ValueError for settings that cannot
         work and for a server that does not answer within `start_timeout_s`.
         """
-        check_mcp_server(
-            command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s
-        )
+        check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
         _check_installed()
         self._command = None if command is None else [str(word) for word in command]
         self._url, self._prefix = url, prefix
