@@ -80,6 +80,7 @@ examples
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
@@ -103,9 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        if verb == "tools":
-            return _tools(rest)
-        return _view(rest) if verb == "view" else _run(parse(arguments))
+        own = {"view": _view, "tools": _tools, "export": _export}.get(verb)
+        return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -348,6 +348,12 @@ def _tools(arguments: Sequence[str]) -> int:
 
 def _templates(arguments: Sequence[str]) -> int:
     from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from agenttrain.training.export import main
 
     return main(arguments)
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -104,11 +105,15 @@ async def _call(
         for turn, call in enumerate(calls):
             assert first is not None
             context = ToolContext(rollout_id="try", task=first, turn=turn, call_id=call.id)
-            results += await toolbox.execute([call], lambda _, context=context: context)
+            results += await toolbox.execute([call], partial(_same, context))
         await toolbox.release("try")
     finally:
         await toolbox.aclose()
     return results
+
+
+def _same(context: ToolContext, call: ToolCall) -> ToolContext:
+    return context
 
 
 def _described(toolbox: Toolbox, schema: dict[str, Any]) -> dict[str, Any]:
