@@ -69,7 +69,8 @@ def expanded(name: str, values: object) -> dict[str, str]:
 
 def _check_command(command: object, path: str | None) -> None:
     if not isinstance(command, list | tuple) or not command:
-        words = str(command).split() or ["python", "my_server.py"]
+        words = command.split() if isinstance(command, str) else []
+        words = words or ["python", "my_server.py"]
         raise ValueError(
             f"command={command!r}: must be a list of words, e.g. command=[{','.join(words)}]"
         )

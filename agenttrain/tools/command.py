@@ -144,11 +144,17 @@ def _print_tools(console: Console, toolbox: Toolbox) -> None:
         told = ", ".join(f"{name} {value}" for name, value in limits.items())
         title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
         console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
-        console.print(Padding(JSON.from_data(schema, ensure_ascii=False), (0, 0, 0, 2)))
-        console.print(Padding(Text(told, "dim"), (0, 0, 0, 2)))
+        console.print(
+            Padding(JSON.from_data(schema, ensure_ascii=False), (0, 0, 0, 2), expand=False)
+        )
+        console.print(Padding(Text(told, "dim"), (0, 0, 0, 2), expand=False))
         example = json.dumps(dict(_examples(schema)), ensure_ascii=False)
         console.print(
-            Padding(Text(f"try it: --call {tool['name']} '{example}'", "dim"), (0, 0, 1, 2))
+            Padding(
+                Text(f"try it: --call {tool['name']} '{example}'", "dim"),
+                (0, 0, 1, 2),
+                expand=False,
+            )
         )
     if not toolbox.names:
         console.print("this run has no tools")
@@ -175,7 +181,9 @@ def _example(schema: Mapping[str, Any]) -> Any:
 def _print_result(console: Console, result: ToolResult) -> None:
     arguments = json.dumps(result.call.arguments, ensure_ascii=False)
     console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
-    console.print(Padding(Text(result.content), (0, 0, 0, 2)))
+    console.print(Padding(Text(result.content), (0, 0, 0, 2), expand=False))
     error = f"error: {result.error}" if result.error else "no error"
     style = "red" if result.error else "dim"
-    console.print(Padding(Text(f"{result.seconds:.3f} s, {error}", style), (0, 0, 1, 2)))
+    console.print(
+        Padding(Text(f"{result.seconds:.3f} s, {error}", style), (0, 0, 1, 2), expand=False)
+    )

@@ -147,9 +147,9 @@ def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
     itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
     "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
     """
-    definitions = schema.get("$defs", {})
+    rest = {key: value for key, value in schema.items() if key != "$defs"}
     try:
-        return {k: _inline(v, definitions, ()) for k, v in schema.items() if k != "$defs"}
+        return _inline(rest, schema.get("$defs", {}), ())
     except (KeyError, RecursionError):
         return dict(schema)
 
