@@ -50,6 +50,7 @@ def check(*overrides: str) -> None:
         ((*SERVER, "tools.mcp.allow=[]"), "tools.mcp.allow=[]: must be a list of the server's"),
         ((*SERVER, "tools.mcp.prefix=3"), "tools.mcp.prefix=3: must be a text"),
         ((*SERVER, "tools.mcp.reconnect_s=0"), "tools.mcp.reconnect_s=0: must be a number of sec"),
+        ((*SERVER, "tools.mcp.timeout_s=5"), "must be below tools.mcp.timeout_s=5, or a call t"),
         ((*SERVER, "tools.mcp.alow=[a]"), "has no such argument (did you mean 'allow'?)"),
         ((*SEARCH, "tools.search.path=/no/docs"), "tools.search.path=/no/docs: there is no such f"),
         ((*SEARCH, "tools.search.k=many"), "tools.search.k=many: must be a whole number of at lea"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import mcp_plain_server
 import psutil
 import pytest
 
@@ -244,6 +249,65 @@ def test_streamable_http_with_headers_and_a_server_that_is_gone_and_back(port: i
         process.wait()
 
 
+class Gateway(BaseHTTPRequestHandler):
+    """An MCP endpoint of the standard library, which answers with a status when told to."""
+
+    session = "one"
+    refusals: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        started = request["method"] == "initialize"
+        if self.refusals:
+            self.send_error(self.refusals.pop())
+        elif "id" not in request:
+            self.send_response(202)
+            self.end_headers()
+        elif not started and self.headers.get("Mcp-Session-Id") != self.session:
+            self.send_error(404)
+        else:
+            found = mcp_plain_server.result(request["method"], request.get("params", {}))
+            body = json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": found}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Mcp-Session-Id", self.session)
+            self.end_headers()
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.send_error(405)
+
+    do_DELETE = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
+
+
+def test_a_server_behind_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as gateway:
+        threading.Thread(target=gateway.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{gateway.server_port}/mcp"
+        (tool,) = McpServer(url=url, allow=["echo"]).tools()
+
+        def call() -> object:
+            return asyncio.run(tool({}, CONTEXT))
+
+        assert call() == "echo"
+        monkeypatch.setattr(Gateway, "session", "two")  # it was started anew and knows nobody
+        assert call() == "echo"
+        monkeypatch.setattr(Gateway, "refusals", [503, 429])
+        assert call() == "echo"
+        monkeypatch.setattr(Gateway, "refusals", [503] * 3)
+        with pytest.raises(ToolUnavailable, match="broke echo off 3 times: Server returned an er"):
+            call()
+        monkeypatch.setattr(Gateway, "refusals", [401] * 9)
+        with pytest.raises(ValueError, match=r"cannot connect: .*\(HTTP 401\); .* these headers"):
+            McpServer(url=url)
+        asyncio.run(tool.close())
+        gateway.shutdown()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -254,15 +318,15 @@ def test_streamable_http_with_headers_and_a_server_that_is_gone_and_back(port: i
         ),
         (
             {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
-            r"tools\.demo\.command=\[.*\]: the server does not answer: Connection closed; run the "
-            r"command in a terminal to see why; it said:\nno licence",
+            r"tools\.demo\.command=\[.*\]: the server does not answer: Connection closed; its "
+            "last words: no licence; run the command in a terminal to see why",
         ),
         (
             {
                 "command": [sys.executable, "-c", "import sys; sys.stdin.read()"],
                 "start_timeout_s": 0.5,
             },
-            "does not answer: no answer within 0.5 s; .*; it said nothing on stderr",
+            "does not answer: no answer within 0.5 s; it said nothing on stderr; run the command",
         ),
         (
             {"url": "http://127.0.0.1:9/mcp"},

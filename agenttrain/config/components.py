@@ -61,6 +61,14 @@ def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str])
             check(**bound)
     except ValueError as error:
         yield about_argument(error, key, bound)
+        return
+    if check is check_mcp_server:
+        patience, limit = section.get("reconnect_s", 5.0), section.get("timeout_s", 10.0)
+        if is_number(limit) and patience >= limit:
+            yield (
+                f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={limit}, or a call "
+                "times out before its server counts as unreachable"
+            )
 
 
 def _more_tools(config: RunConfig) -> bool:

@@ -181,9 +181,13 @@ def _example(schema: Mapping[str, Any]) -> Any:
 def _print_result(console: Console, result: ToolResult) -> None:
     arguments = json.dumps(result.call.arguments, ensure_ascii=False)
     console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
-    console.print(Padding(Text(result.content), (0, 0, 0, 2), expand=False))
+    console.print(_inset(Text(result.content)))
     error = f"error: {result.error}" if result.error else "no error"
     style = "red" if result.error else "dim"
     console.print(
         Padding(Text(f"{result.seconds:.3f} s, {error}", style), (0, 0, 1, 2), expand=False)
     )
+
+
+def _inset(shown: Text | JSON, below: int = 0) -> Padding:
+    return Padding(shown, (0, 0, below, 2), expand=False)

@@ -48,7 +48,7 @@ class McpServer:
         self._command = None if command is None else [str(word) for word in command]
         self._url, self._prefix = url, prefix
         self._env, self._headers = expanded("env", env), expanded("headers", headers)
-        self._stderr = StderrTail()
+        self._stderr, self._refused = StderrTail(), list[int]()
         self._connection = Connection(
             self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
@@ -70,16 +70,21 @@ class McpServer:
 
         if self._command is not None:
             return Client(process_transport(self._command, self._env, self._stderr))
-        return Client(http_transport(str(self._url), self._headers))
+        self._refused.clear()
+        return Client(http_transport(str(self._url), self._headers, self._refused))
 
     def _cannot_connect(self, error: CannotConnect) -> str:
         if self._command is None:
-            return f"url={self._url}: cannot connect: {error}; is an MCP server running there?"
-        said = self._stderr.text()
-        told = f"; it said:\n{said}" if said else "; it said nothing on stderr"
+            status = f" (HTTP {self._refused[-1]})" if self._refused else ""
+            return (
+                f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
+                "there, and does it take these headers?"
+            )
+        said = self._stderr.last_line()
+        told = f"its last words: {said}" if said else "it said nothing on stderr"
         return (
-            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; run the "
-            f"command in a terminal to see why{told}"
+            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {told}; "
+            "run the command in a terminal to see why"
         )
 
 

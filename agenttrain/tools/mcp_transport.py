@@ -27,12 +27,12 @@ class StderrTail:
         self._thread.start()
         return os.fdopen(write, "w")
 
-    def text(self) -> str:
-        """The last lines, once they are all there or a moment has passed."""
+    def last_line(self) -> str:
+        """The last line that is not empty, once it is there or a moment has passed."""
         if self._thread is not None:
             self._thread.join(timeout=0.5)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
-        return "\n".join(line.strip() for line in lines[-3:])
+        return lines[-1].strip() if lines else ""
 
     def _drain(self, descriptor: int) -> None:
         with os.fdopen(descriptor, "rb", buffering=0) as stream, suppress(OSError):
@@ -55,16 +55,25 @@ async def process_transport(
 
 
 @asynccontextmanager
-async def http_transport(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
-    """The streams of a server that speaks streamable HTTP."""
+async def http_transport(
+    url: str, headers: Mapping[str, str], refused: list[int]
+) -> AsyncIterator[Any]:
+    """The streams of a server that speaks streamable HTTP; `refused` gets the last error status."""
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
+
+    async def note(response: httpx2.Response) -> None:
+        if response.status_code >= 400:
+            refused[:] = [response.status_code]
 
     # The toolbox bounds how long a call may read, and how many calls there are at once.
     timeout = httpx2.Timeout(CONNECT_S, read=None, pool=None)
     limits = httpx2.Limits(max_connections=None)
+    hooks = {"response": [note]}
     async with (
-        httpx2.AsyncClient(headers=dict(headers), timeout=timeout, limits=limits) as client,
+        httpx2.AsyncClient(
+            headers=dict(headers), timeout=timeout, limits=limits, event_hooks=hooks
+        ) as client,
         streamable_http_client(url, http_client=client) as streams,
     ):
         yield streams
