@@ -343,7 +343,9 @@ def test_servers_that_cannot_be_used(settings, message) -> None:
 
 def test_names_are_checked_when_the_tools_are_listed() -> None:
     echo = {"_target_": TARGET, "command": PLAIN, "allow": ["echo"]}
-    with pytest.raises(ValueError, match=r"tools\.b: a second tool is called 'echo'; .* a prefix"):
+    with pytest.raises(
+        ValueError, match=r"tools\.b\..*: its tool 'echo' is the second of that name; .* prefix"
+    ):
         build_toolbox({"a": echo, "b": echo})
     with pytest.raises(ValueError, match="stop_tools: there is no tool 'ekho'"):
         build_toolbox({"a": echo}, ["ekho"])

@@ -72,10 +72,9 @@ def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str])
 
 
 def _more_tools(config: RunConfig) -> bool:
-    """Whether a section may make tools of other names: then the toolbox checks stop_tools."""
+    """Whether a server says which tools there are: then `build` checks stop_tools."""
     sections = [section for section in config.tools.values() if isinstance(section, Mapping)]
-    targets = [look_up(section.get("_target_")) for section in sections]
-    return any(target.problem is None and not target.one for target in targets)
+    return any(section.get("_target_") == MCP_SERVER for section in sections)
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:

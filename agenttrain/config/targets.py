@@ -26,8 +26,6 @@ class Target:
     """What is wrong with the path; None: nothing that we can see."""
     parameters: tuple[str, ...] | None = None
     """Names that it can be given; None: unknown, or any."""
-    one: bool = False
-    """Whether it is a function, or a class that surely has no method `tools`: one tool."""
 
 
 def look_up(path: object) -> Target:
@@ -84,13 +82,7 @@ def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) ->
     node = found[names[0]]
     if len(names) > 1 or node is None:
         return Target()
-    return Target(parameters=_parameters(node), one=_is_one(node))
-
-
-def _is_one(node: Definition) -> bool:
-    if not isinstance(node, ast.ClassDef):
-        return True
-    return not node.bases and "tools" not in dict(_definitions(node.body))
+    return Target(parameters=_parameters(node))
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition | None]]:

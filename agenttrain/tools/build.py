@@ -9,7 +9,7 @@ from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.components import is_number
 from agenttrain.config.schema import ToolLimits
-from agenttrain.config.target import locate_section
+from agenttrain.config.target import Located, about_argument, locate_section
 from agenttrain.tools.base import FunctionTool, Tool, Tools
 from agenttrain.tools.toolbox import Toolbox
 
@@ -31,20 +31,14 @@ def build_toolbox(
         key = f"tools.{name}"
         located = locate_section(section, key=key)
         limit = _limits(located.bound, key)
-        made = _build(located.found, name, located.bound, located.where)
-        for tool in tools_of(made):
+        for tool in _build(located, name):
             if tool.name in built:
                 raise ValueError(
-                    f"{key}: a second tool is called {tool.name!r}; give one of the two another "
-                    "name (the tools of an MCP server: a prefix)"
+                    f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
+                    "one of the two (those of an MCP server: with prefix)"
                 )
             built[tool.name], limits[tool.name] = tool, limit
     return Toolbox(built, limits=limits, stop_tools=stop_tools, threads=threads)
-
-
-def tools_of(made: Tool | Tools) -> list[Tool]:
-    """The tools that one section makes."""
-    return [*made.tools()] if isinstance(made, Tools) else [made]
 
 
 def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
@@ -60,25 +54,28 @@ def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
     return ToolLimits(**given)
 
 
-def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Tool | Tools:
+def _build(located: Located, name: str) -> list[Tool]:
+    target, bound, where = located.found, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     if not inspect.isclass(target) and not _makes_tool(target):
-        return _wrap(target, name, bound, where)
+        return [_wrap(target, name, bound, where)]
     try:
         inspect.signature(target).bind(**bound)
         made = target(**bound)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
+        raise ValueError(f"{where} with {bound}: {error}") from error
+    except ValueError as error:
         if str(error).partition("=")[0] in bound:
-            raise ValueError(f"{where.partition('._target_')[0]}.{error}") from error
+            raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
         raise ValueError(f"{where} with {bound}: {error}") from error
     if isinstance(made, Tools):
-        return made
+        return list(made.tools())
     if hasattr(made, "schema") and hasattr(made, "name"):
-        return made
+        return [made]
     if not callable(made):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
-    return _wrap(made, name, {}, where)
+    return [_wrap(made, name, {}, where)]
 
 
 def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], where: str) -> Tool:
