@@ -20,7 +20,7 @@ from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
-from agenttrain.training.weight_sync import sync
+from agenttrain.training.weight_sync import rest, sync
 from agenttrain.types import Sampling
 
 
@@ -59,9 +59,10 @@ class Trainer:
             drawn = await self._draw(number)
         self.tracker.phase("train")
         with clock("train"):
+            await rest(self.collector.engine)
             training = self.policy.update(drawn.trained)
         with clock("sync"):
-            await sync(self.policy, self.collector.engine, version=number)
+            await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
         return self._metrics(drawn, training, clock), drawn.collected
 
