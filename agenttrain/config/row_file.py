@@ -9,7 +9,7 @@ from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
-ENDLESS = ("agenttrain.data.shop.row", "agenttrain.data.calculator.row")
+ENDLESS = tuple(f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code"))
 """The bundled generators: they have a row for every number."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.components import is_number
 from agenttrain.config.schema import ToolLimits
-from agenttrain.config.target import locate_section
+from agenttrain.config.target import about_argument, locate_section
 from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.toolbox import Toolbox
 
@@ -55,7 +55,11 @@ def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Tool:
     try:
         inspect.signature(target).bind(**bound)
         made = target(**bound)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
+        raise ValueError(f"{where} with {bound}: {error}") from error
+    except ValueError as error:
+        if str(error).partition("=")[0] in bound:
+            raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
         raise ValueError(f"{where} with {bound}: {error}") from error
     if hasattr(made, "schema") and hasattr(made, "name"):
         return made

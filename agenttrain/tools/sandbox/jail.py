@@ -66,7 +66,8 @@ class Jail:
         """Calls run one at a time: between them everything in the sandbox stands still."""
         self.alive = False
         self.started = False
-        self.control: socket.socket
+        self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: dict[str, Worker] = {}
         self._folder: str | None = None
@@ -125,9 +126,9 @@ class Jail:
     def kill(self) -> None:
         """End it without waiting; it is then of no use."""
         self.alive = False
-        if self._process is not None:
-            # Its first process ends when it reads the end of the file, and all others with it.
-            self.control.close()
+        # Its first process ends when it reads the end of the file, and all others with it.
+        self.control.close()
+        self._theirs.close()
         for kind in list(self._workers):
             self.forget(kind)
 
@@ -151,9 +152,7 @@ class Jail:
         if self.backend == "none":
             self._folder = tempfile.mkdtemp(prefix="agenttrain-")
         work = self._folder or "/work"
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control.setblocking(False)
-        with theirs:
+        with self._theirs as theirs:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
             told = inside(self.settings, self.backend, control=number, work=work, user=user)

@@ -24,14 +24,15 @@ ENDS = {
 }
 
 
+_pools: dict[SandboxSettings, Pool] = {}
+
+
 class Pool:
     """The sandboxes of all rollouts under one kind of settings; `Pool.of` finds it.
 
     A sandbox starts with a rollout's first call and ends with `release`. After a call that had to
     be ended by force, the next one finds a new sandbox.
     """
-
-    _all: dict[SandboxSettings, Pool] = {}
 
     def __init__(self, settings: SandboxSettings, backend: str) -> None:
         self._settings, self._backend = settings, backend
@@ -44,9 +45,9 @@ class Pool:
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
         """The pool for these settings; raises ValueError if no sandbox can be made here."""
-        if settings not in cls._all:
-            cls._all[settings] = cls(settings, usable_backend(settings.sandbox))
-        pool = cls._all[settings]
+        if settings not in _pools:
+            _pools[settings] = cls(settings, usable_backend(settings.sandbox))
+        pool = _pools[settings]
         pool._users += 1
         return pool
 
@@ -89,15 +90,17 @@ class Pool:
         self._users -= 1
         if self._users > 0:
             return
-        if Pool._all.get(self._settings) is self:
-            del Pool._all[self._settings]
+        if _pools.get(self._settings) is self:
+            del _pools[self._settings]
         for rollout_id in {*self._jails, *self._ending.values()}:
             await self.release(rollout_id)
 
     async def _turn(self, rollout_id: str) -> Jail:
         """The rollout's sandbox, locked; a new one if the calls before this one ended theirs."""
         while True:
-            jail = self._jails.setdefault(rollout_id, Jail(self._settings, self._backend))
+            if rollout_id not in self._jails:
+                self._jails[rollout_id] = Jail(self._settings, self._backend)
+            jail = self._jails[rollout_id]
             await jail.lock.acquire()
             if self._jails.get(rollout_id) is jail:
                 return jail

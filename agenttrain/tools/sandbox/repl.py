@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -32,15 +31,16 @@ def run(channel: socket.socket, packages: str | None) -> None:
         request = json.loads(line)
         failed = _run_call(request["code"], f"<call {number}>", namespace)
         _flush()
-        channel.sendall(f"{request['nonce']} {int(failed)}\n".encode())
+        # A line of its own, whatever the code wrote before.
+        channel.sendall(f"\n{request['nonce']} {int(failed)}\n".encode())
 
 
 def _prepare_interpreter(packages: str | None) -> None:
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         # Unbuffered, so that both, and what subprocesses print, come in the order of writing.
         raw = io.FileIO(number, "w", closefd=False)
-        text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]
+        text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
         setattr(sys, name, text)
     sys.argv, sys.path[:] = [""], ["", *(path for path in sys.path if os.path.isdir(path))]
     if packages is not None:
@@ -59,7 +59,7 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
     except SystemExit as stop:
         return _exit(stop)
     except BaseException as error:
-        _guarded(lambda: _print_error(error), error)
+        _report(error)
         return True
     return False
 
@@ -85,19 +85,15 @@ def _exit(stop: SystemExit) -> bool:
     return False
 
 
-def _print_error(error: BaseException) -> None:
-    # The first frame is this file's.
-    inner = error.__traceback__.tb_next if error.__traceback__ else None
-    if isinstance(error, SyntaxError):
-        inner = None
-    lines = traceback.format_exception(type(error), error, inner, limit=-FRAMES)
-    print("".join(lines), end="", file=sys.stderr)
-
-
-def _guarded(report: Callable[[], None], error: BaseException) -> None:
-    """Report an error, in a line where even that fails (no memory, a `__str__` that raises)."""
+def _report(error: BaseException) -> None:
+    """Print an error, in a line where even that fails (no memory, a `__str__` that raises)."""
     try:
-        report()
+        # The first frame is this file's; a syntax error's are all of the parser.
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        if isinstance(error, SyntaxError):
+            frames = None
+        lines = traceback.format_exception(type(error), error, frames, limit=-FRAMES)
+        print("".join(lines), end="", file=sys.stderr)
     except BaseException:
         os.write(2, type(error).__name__.encode(errors="replace") + b"\n")
 

@@ -44,11 +44,13 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     os.mkdir("/tmp" + HOST)
     pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
-    for path in (*PROGRAMS, *SETTINGS, *folders):
+    for path in (*PROGRAMS, *SETTINGS):
         _show(path)
     _write_etc(user)
     _devices()
     _disk(disk_mb)
+    for path in folders:  # last: they may lie in /tmp
+        _show(path)
     os.mkdir("/proc")
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     restrict_mount("/proc", ATTR_RDONLY)

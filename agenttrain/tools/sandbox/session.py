@@ -213,7 +213,7 @@ def _request(kind: str, nonce: str, code: str) -> str:
     if kind == "python":
         return json.dumps({"nonce": nonce, "code": code}) + "\n"
     # The code sees neither the commands that follow nor the channel.
-    return f"eval {shlex.quote(code)} </dev/null 9>&-; printf '%s %s\\n' {nonce} \"$?\" >&9\n"
+    return f"eval {shlex.quote(code)} </dev/null 9>&-; printf '\\n%s %s\\n' {nonce} \"$?\" >&9\n"
 
 
 def signal_name(status: int) -> str:

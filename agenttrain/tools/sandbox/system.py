@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from collections.abc import Sequence
 
 CLONE_NEWNS = 0x0002_0000
@@ -31,7 +30,7 @@ MOUNT_SETATTR = 442
 """The same everywhere."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 
 
 class MountAttributes(ctypes.Structure):
