@@ -110,6 +110,9 @@ def test_a_call_that_takes_too_long_costs_the_state(backend: str) -> None:
 @each_backend()
 def test_packages_can_be_imported(backend: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("ANSWER = 42\n")
+    with pytest.raises(ValueError, match=r"^packages=.*: the sandbox's user may not read it"):
+        calls(backend, "1", packages=str(tmp_path))
+    tmp_path.chmod(0o755)
     found, written = calls(
         backend,
         "import mine; mine.ANSWER",

@@ -15,7 +15,8 @@ from agenttrain.tools.sandbox.system import (
 )
 
 MB = 1 << 20
-OPEN_FILES = 256
+OPEN_FILES = 128
+"""Of a process; the buffers of sockets are memory that is charged to nobody."""
 SIGNALS = 256
 """Signals that may be queued."""
 
@@ -27,7 +28,8 @@ def limit_worker(memory_mb: int, file_mb: int, cpu_s: int) -> None:
     _limit(resource.RLIMIT_FSIZE, file_mb * MB)
     # One second between the signal that says why, and the one that nothing can ignore.
     _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
-    _limit(resource.RLIMIT_CORE, 0)
+    # 0 would still feed a core_pattern that is a program of the machine's; 1 does not.
+    _limit(resource.RLIMIT_CORE, 1)
     _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
 
 

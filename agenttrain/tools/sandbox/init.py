@@ -2,8 +2,9 @@
 
 It runs none of the model's code, nobody in the sandbox may signal it or look into it, and it
 believes nothing that comes from there. Messages from the parent: `start <kind>` with two files,
-`go`, `halt`; to the parent: `ready`, `exit <kind> <status>`, `memory`. When the parent closes the
-connection, or dies, this process ends, and the kernel ends all others of the namespace.
+`go`, `halt`; to the parent: `ready`, `exit <kind> <status>`, `memory`, `full` (no process may be
+added). When the parent closes the connection, or dies, this process ends, and the kernel ends all
+others of the namespace.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from agenttrain.tools.sandbox.confine import limit_worker
 
 LOOK_MS = 50
 """Time between two looks at the memory in use."""
+REAPED = 100
+"""Ended processes that are seen to before the parent is listened to again."""
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 CHANNEL = 9
 """The file under which bash has the channel to the parent."""
@@ -110,14 +113,21 @@ class Init:
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                kind = self._workers.pop(ended[0], None)
+            for _ in range(REAPED):
+                number, status = os.waitpid(-1, os.WNOHANG)
+                if number == 0:
+                    return
+                kind = self._workers.pop(number, None)
                 if kind is not None:
-                    status = os.waitstatus_to_exitcode(ended[1])
-                    self._control.send(f"exit {kind} {status}".encode())
+                    exited = os.waitstatus_to_exitcode(status)
+                    self._control.send(f"exit {kind} {exited}".encode())
 
     def _start(self, kind: str, channel: int, output: int) -> None:
-        worker = os.fork()
+        try:
+            worker = os.fork()
+        except OSError:
+            self._control.send(b"full")
+            return
         if worker == 0:
             try:
                 self._become_worker(kind, channel, output)

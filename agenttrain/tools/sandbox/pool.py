@@ -20,6 +20,7 @@ ENDS = {
     End.timeout: "the code ran longer than {call_s:g} s",
     End.memory: "the code and its files took more than {memory_mb} MB of memory",
     End.flood: "the code printed without end",
+    End.full: "the processes left behind by earlier calls are as many as are allowed",
     End.broken: "the interpreter's own connection was tampered with",
 }
 

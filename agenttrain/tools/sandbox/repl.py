@@ -26,11 +26,13 @@ def run(channel: socket.socket, packages: str | None) -> None:
     """Answer calls until the parent is gone."""
     _prepare_interpreter(packages)
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
-    requests = channel.makefile("rb")
+    requests, process = channel.makefile("rb"), os.getpid()
     for number, line in enumerate(requests, start=1):
         request = json.loads(line)
         failed = _run_call(request["code"], f"<call {number}>", namespace)
         _flush()
+        if os.getpid() != process:  # a fork that the code made and forgot
+            os._exit(0)
         # A line of its own, whatever the code wrote before.
         channel.sendall(f"\n{request['nonce']} {int(failed)}\n".encode())
 

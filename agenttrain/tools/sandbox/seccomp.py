@@ -37,6 +37,7 @@ REFUSED = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "open_by_handle_at": (304, 265),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -63,7 +64,18 @@ REFUSED = {
     "reboot": (169, 142),
     "quotactl": (179, 60),
     "fanotify_init": (300, 262),
+    "ioprio_set": (251, 30),
 }
+OTHERS = {
+    "prlimit64": (302, 261, 0),
+    "sched_setaffinity": (203, 122, 0),
+    "sched_setscheduler": (144, 119, 0),
+    "sched_setparam": (142, 118, 0),
+    "sched_setattr": (314, 274, 0),
+    "setpriority": (141, 140, 1),
+}
+"""Calls that may be made about oneself only, and which of their arguments must therefore be 0: the
+sandbox's first process has the same user as the code, and must not be slowed down or limited."""
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 NAMESPACE_FLAGS = 0x7E02_0000
 FAMILIES = (1, 2, 10)
@@ -93,6 +105,11 @@ def program(machine: str) -> list[bytes]:
     ]
     for numbers in REFUSED.values():
         lines += [_op(EQUAL, numbers[column], 0, 1), _errno(EPERM)]
+    for *about, argument in OTHERS.values():
+        lines += [
+            *(_op(EQUAL, about[column], 0, 4), _op(LOAD, ARGUMENT_AT + 8 * argument)),
+            *(_op(EQUAL, 0, 0, 1), _op(RETURN, ALLOW), _errno(EPERM)),
+        ]
     lines += [
         *(_op(EQUAL, CLONE[column], 0, 4), _op(LOAD, ARGUMENT_AT)),
         *(_op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM), _op(RETURN, ALLOW)),

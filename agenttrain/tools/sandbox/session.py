@@ -8,16 +8,19 @@ import os
 import secrets
 import shlex
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
 
-FLOOD = 8 << 20
+FLOOD = 4 << 20
 """Bytes of output after which a call is ended."""
-NOISE = 1 << 16
+NOISE = 1 << 12
 """Bytes on the channel that are no answer, after which a call is ended."""
 CHUNK = 1 << 16
+PAUSE_S = 0.01
+"""Between two looks at the output: who prints byte by byte must not keep this process busy."""
 MAX_CODE = 50_000
 """Characters of a call."""
 
@@ -35,8 +38,10 @@ class End(StrEnum):
     memory = "memory"
     flood = "flood"
     """It printed without end."""
+    full = "full"
+    """Its processes are as many as are allowed, and its interpreter is none of them."""
     broken = "broken"
-    """The channel was filled with what is no answer."""
+    """The channel was closed, or filled with what is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,32 +118,42 @@ class _Call:
         self._nonce = secrets.token_hex(16)
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
+        self._watched: set[int] = set()
 
     async def run(self, code: str) -> Outcome:
-        files = {
-            self._worker.output: self._read_output,
-            self._worker.channel.fileno(): self._read_answer,
-            self._jail.control.fileno(): self._read_control,
-        }
         self._send(code)
-        for number, reader in files.items():
-            self._loop.add_reader(number, self._step, reader)
+        self._watch(self._jail.control.fileno(), self._read_control)
+        self._watch(self._worker.channel.fileno(), self._read_answer)
+        self._watch(self._worker.output, self._read_output)
         try:
             async with asyncio.timeout(self._jail.settings.call_s):
                 end, status = await self._ended
         except TimeoutError:
             end, status = End.timeout, 0
         finally:
-            for number in files:
-                self._loop.remove_reader(number)
+            for number in list(self._watched):
+                self._unwatch(number)
         self._after(end)
         return Outcome(end=end, output=self._output.text(), status=status)
+
+    def _watch(self, number: int, reader: Callable[[], None]) -> None:
+        if not self._ended.done():
+            self._watched.add(number)
+            self._loop.add_reader(number, reader)
+
+    def _unwatch(self, number: int) -> None:
+        self._watched.discard(number)
+        self._loop.remove_reader(number)
 
     def _send(self, code: str) -> None:
         request = _request(self._kind, self._nonce, code).encode("utf-8", "replace")
         self._jail.resume()
-        if self._worker.channel.send(request) != len(request):
-            self._finish(End.broken)  # it does not read what it was sent before
+        try:
+            sent = self._worker.channel.send(request)
+        except OSError:
+            sent = 0
+        if sent != len(request):
+            self._finish(End.broken)  # the code closed it, or read nothing of what came before
 
     def _after(self, end: End) -> None:
         if end in (End.done, End.failed, End.exited):
@@ -149,33 +164,28 @@ class _Call:
         else:
             self._jail.kill()
 
-    def _step(self, reader: object) -> None:
-        """Run a reader; what it raises is the call's end."""
-        try:
-            reader()  # type: ignore[operator]
-        except BlockingIOError:
-            return
-        except (OSError, SandboxError) as error:
-            if not self._ended.done():
-                self._ended.set_exception(error)
-
     def _finish(self, end: End, status: int = 0) -> None:
         if not self._ended.done():
             self._ended.set_result((end, status))
 
     def _read_output(self) -> None:
-        data = os.read(self._worker.output, CHUNK)
+        number = self._worker.output
+        data = os.read(number, CHUNK)
         self._output.add(data)
-        if not data:  # nobody can print any more; how it ended comes from elsewhere
-            self._loop.remove_reader(self._worker.output)
+        self._unwatch(number)
         if self._output.size > FLOOD:
             self._finish(End.flood)
+        elif data:  # without, nobody can print any more; how it ended comes from elsewhere
+            self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
-        data = self._worker.channel.recv(CHUNK)
+        try:
+            data = self._worker.channel.recv(CHUNK)
+        except OSError:
+            data = b""
         self._noise += data
         if not data:
-            self._loop.remove_reader(self._worker.channel.fileno())
+            self._unwatch(self._worker.channel.fileno())
         for line in self._noise.split(b"\n")[:-1]:
             words = line.split()
             if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
@@ -185,12 +195,16 @@ class _Call:
             self._finish(End.broken)
 
     def _read_control(self) -> None:
-        message = self._jail.control.recv(4096)
-        words = message.decode().split()
+        try:
+            words = self._jail.control.recv(4096).decode().split()
+        except OSError:
+            words = []
         if not words:
-            raise SandboxError("the sandbox ended by itself")
-        if words[0] == "memory":
-            self._finish(End.memory)
+            self._unwatch(self._jail.control.fileno())
+            if not self._ended.done():
+                self._ended.set_exception(SandboxError("the sandbox ended by itself"))
+        elif words[0] in (End.memory, End.full):
+            self._finish(End(words[0]))
         elif words[:2] == ["exit", self._kind]:
             self._finish(End.exited, int(words[2]))
         elif words[0] == "exit":

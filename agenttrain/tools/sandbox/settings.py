@@ -60,6 +60,10 @@ class SandboxSettings:
             )
         if self.packages is not None and not os.path.isdir(self.packages):
             raise ValueError(f"packages={self.packages!r}: there is no such folder")
+        if self.packages is not None and not os.stat(self.packages).st_mode & 0o001:
+            raise ValueError(
+                f"packages={self.packages!r}: the sandbox's user may not read it; chmod a+rX it"
+            )
 
     def backends(self) -> tuple[str, ...]:
         """What to try, in order."""

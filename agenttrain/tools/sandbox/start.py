@@ -6,15 +6,18 @@ code of the model's runs.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 from typing import Any
 
 from agenttrain.tools.sandbox import init
 from agenttrain.tools.sandbox.confine import drop_privileges, limit_all
 
+SIOCSIFFLAGS = 0x8914
 INNER_ID = 1000
 """User and group of the code as it sees them, where the sandbox has a user namespace."""
 
@@ -45,6 +48,8 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     if settings["backend"] == "unshare":
         _unshare(user)
         _fork(control)
+    else:
+        _loopback_down()
     socket.sethostname("sandbox")
     build_root(
         settings["folders"], disk_mb=settings["disk_mb"], user=INNER_ID if user is None else user
@@ -72,6 +77,12 @@ def _unshare(user: int | None) -> None:
         ):
             with open(f"/proc/self/{name}", "wb") as file:
                 file.write(text.encode())
+
+
+def _loopback_down() -> None:
+    """As it is in a fresh namespace; the buffers of its connections would be charged to nobody."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", 0))
 
 
 def _fork(control: socket.socket) -> None:
