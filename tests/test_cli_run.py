@@ -97,3 +97,16 @@ def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
     assert f"the groups are in {packaged}" in text
     checked = agenttrain("check", "experiment=calculator", cwd=tmp_path, package=installed)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_code_agent_runs_with_its_sandbox(tmp_path: Path) -> None:
+    done = agenttrain(
+        *("experiment=code", "debug=tiny", "tracker=none", "eval.questions=0", "hydra.run.dir=mine"),
+        cwd=tmp_path,
+    )
+    if "no sandbox can be made on this machine" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "mine")["steps"] == 2
+    rollout = json.loads((tmp_path / "mine/rollouts/step-000002.jsonl").read_text().splitlines()[0])
+    assert rollout["task_id"].startswith("code/train/0/")

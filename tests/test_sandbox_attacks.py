@@ -311,7 +311,7 @@ for family, address in [(socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]}
                         (socket.AF_INET, ("10.0.0.1", 80)), (socket.AF_INET, ("1.1.1.1", 53))]:
     try:
         with socket.socket(family) as s:
-            s.settimeout(2)
+            s.settimeout(0.2)
             s.connect(address)
             print("connected")
     except OSError as error:
@@ -327,10 +327,13 @@ print(open("/proc/net/dev").read().count(":"))
         (reply,) = calls(backend, code)
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert reply.splitlines() == [
-        *["Network is unreachable"] * 3,
+    loopback, *others = reply.splitlines()
+    # An interface that is down; bwrap has given it an address before, so that nothing answers.
+    assert loopback in ("Network is unreachable", "None")
+    assert others == [
+        *["Network is unreachable"] * 2,
         *["Address family not supported by protocol"] * 4,
-        "1",  # the loopback interface, which is down
+        "1",  # interface
     ]
 
 
