@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -432,3 +433,19 @@ def test_failures_are_the_models_and_not_the_runs() -> None:
             await pool.call("r0", "python", "1 / 0")
 
     in_pool(run)
+
+
+def test_the_code_agent_runs_with_its_sandbox(tmp_path: Path) -> None:
+    usable("required")
+    short = ("debug=tiny", "tracker=none", "eval.questions=0", "hydra.run.dir=mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", "experiment=code", *short],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "mine/summary.json").read_text())["steps"] == 2
+    lines = (tmp_path / "mine/rollouts/step-000002.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["task_id"].startswith("code/train/0/")
