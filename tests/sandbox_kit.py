@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
+from agenttrain.config.sandbox import BACKENDS, SandboxSettings
 from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
-from agenttrain.tools.sandbox.settings import BACKENDS, SandboxSettings
 
 
 def usable(wanted: str) -> str:

@@ -17,6 +17,9 @@ import psutil
 import pytest
 from sandbox_kit import calls, each_backend, reply, usable
 
+from agenttrain.config.components import tool_problems
+from agenttrain.config.sandbox import SandboxSettings
+from agenttrain.config.schema import RunConfig
 from agenttrain.data import code
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.loop import run_rollout
@@ -26,7 +29,6 @@ from agenttrain.tools.interpreter import interpreter
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 from agenttrain.tools.sandbox.seccomp import program
 from agenttrain.tools.sandbox.session import Output
-from agenttrain.tools.sandbox.settings import SandboxSettings
 from agenttrain.types import Sampling, StopReason, Task, ToolCall, ToolContext, ToolUnavailable
 
 TARGET = "agenttrain.tools.interpreter.interpreter"
@@ -224,6 +226,26 @@ def test_a_cancelled_call_ends_its_sandbox_and_the_next_one_says_so() -> None:
     assert second == "False"
 
 
+def test_a_rollout_that_is_over_ends_its_call_and_no_other() -> None:
+    async def run(pool: Pool) -> list[Any]:
+        await asyncio.gather(*(pool.call(f"r{n}", "python", "1") for n in range(4)))
+        stopped = asyncio.create_task(pool.call("r0", "python", "while True: pass"))
+        await asyncio.sleep(0.1)
+        others = [
+            asyncio.create_task(pool.call(f"r{n}", "python", "import time; time.sleep(0.3); 7"))
+            for n in range(1, 8)  # four of them start anew, on the numbers of closed files
+        ]
+        await pool.release("r0")
+        return [
+            await asyncio.gather(stopped, return_exceptions=True),
+            *await asyncio.gather(*others),
+        ]
+
+    (stopped,), *others = in_pool(run, call_s=5.0)
+    assert isinstance(stopped, ToolUnavailable)
+    assert others == ["7"] * 7
+
+
 def test_a_sandbox_that_dies_by_itself_is_nobodys_fault() -> None:
     async def run(pool: Pool) -> str:
         await pool.call("r0", "python", "x = 1")
@@ -241,7 +263,7 @@ def test_sandboxes_end_with_the_process_that_made_them(tmp_path: Path) -> None:
     script = f"""
 import asyncio, os, psutil
 from agenttrain.tools.sandbox.pool import Pool
-from agenttrain.tools.sandbox.settings import SandboxSettings
+from agenttrain.config.sandbox import SandboxSettings
 async def main():
     pool = Pool(SandboxSettings(), {name!r})
     await pool.call("r", "bash", "setsid sleep 1000 >/dev/null 2>&1 &")
@@ -349,18 +371,24 @@ def test_a_scripted_agent_solves_a_code_task_with_it() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"language": "pyhton"}, "language='pyhton': expected one of: python, bash (did you mean"),
         ({"sandbox": "bubblewrap"}, "sandbox='bubblewrap': expected one of: required, bwrap"),
         ({"memory_mb": 16}, "memory_mb=16: must be at least 64: an interpreter alone needs it"),
         ({"disk_mb": 600}, "disk_mb=600: more than memory_mb=512"),
         ({"processes": True}, "processes=True: must be a whole number"),
+        ({"processes": "many"}, "processes='many': must be a whole number"),
         ({"processes": 3}, "processes=3: must be at least 4"),
         ({"call_s": 0}, "call_s=0: must be a positive number of seconds"),
+        ({"call_s": "long"}, "call_s='long': must be a positive number of seconds"),
+        ({"call_s": 20}, "call_s=20: not below tools.python.timeout_s=10"),
+        ({"timeout_s": 4}, "call_s=8: not below tools.python.timeout_s=4"),
         ({"packages": "/no/such"}, "packages='/no/such': there is no such folder"),
     ],
 )
 def test_settings_that_cannot_work(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^tools.python.{message}"):
-        build_toolbox({"python": {"_target_": TARGET, "language": "python", **given}})
+    config = RunConfig(tools={"python": {"_target_": TARGET, "language": "python", **given}})
+    (problem,) = tool_problems(config)
+    assert problem.startswith(f"tools.python.{message}")
 
 
 def test_every_setting_can_be_given() -> None:

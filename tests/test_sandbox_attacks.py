@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from sandbox_kit import calls, each_backend, reply, usable
 
+from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.tools.sandbox.pool import Pool
-from agenttrain.tools.sandbox.settings import SandboxSettings
 
 FORKS = 300
 CHANNEL = """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.sandbox import SandboxSettings, check_language
 from agenttrain.tools.sandbox.pool import Pool
-from agenttrain.tools.sandbox.settings import SandboxSettings
 from agenttrain.types import ToolContext
 
 
@@ -53,7 +52,6 @@ class Bash(_Interpreter):
         return await self._pool.call(context.rollout_id, "bash", command)
 
 
-LANGUAGES: dict[str, type[Python] | type[Bash]] = {"python": Python, "bash": Bash}
 DEFAULTS = SandboxSettings()
 
 
@@ -77,9 +75,7 @@ def interpreter(
 
     Example: ``interpreter("python", memory_mb=256, call_s=2.0)``
     """
-    if language not in LANGUAGES:
-        hint = did_you_mean(language, LANGUAGES)
-        raise ValueError(f"language={language!r}: expected python or bash{hint}")
+    check_language(language)
     settings = SandboxSettings(
         sandbox=sandbox,
         memory_mb=memory_mb,
@@ -91,7 +87,7 @@ def interpreter(
         max_chars=max_chars,
         packages=packages,
     )
-    made = LANGUAGES[language](settings)
+    made = Python(settings) if language == "python" else Bash(settings)
     if sandbox == "none":
         print(
             f"warning: sandbox=none: the `{language}` tool runs the model's code without a sandbox,"

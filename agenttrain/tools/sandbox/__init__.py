@@ -1,6 +1,8 @@
 """Processes that run a model's code, each rollout's in namespaces of its own.
 
-    settings.py   what a sandbox may use, and which backend makes it
+What it may use: `agenttrain/config/sandbox.py`.
+
+    command.py    outside: what a sandbox's process is started with
     jail.py       outside: one sandbox's process, from start to end
     session.py    outside: one call, its output and its time
     pool.py       outside: a sandbox per rollout, shared by `python` and `bash`

@@ -9,10 +9,11 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from agenttrain.tools.sandbox.settings import (
-    SandboxSettings,
+from agenttrain.config.sandbox import SandboxSettings
+from agenttrain.tools.sandbox.command import (
     bwrap_command,
     environment,
     inside,
@@ -66,6 +67,8 @@ class Jail:
         """Calls run one at a time: between them everything in the sandbox stands still."""
         self.alive = False
         self.started = False
+        self.interrupt: Callable[[], None] | None = None
+        """Set during a call: what it does before its files are closed, whose numbers others get."""
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,6 +129,8 @@ class Jail:
     def kill(self) -> None:
         """End it without waiting; it is then of no use."""
         self.alive = False
+        if self.interrupt is not None:
+            self.interrupt()
         # Its first process ends when it reads the end of the file, and all others with it.
         self.control.close()
         self._theirs.close()

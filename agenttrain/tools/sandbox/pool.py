@@ -7,10 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.sandbox.jail import Jail, SandboxError
 from agenttrain.tools.sandbox.session import MAX_CODE, End, Outcome, run_call, signal_name
-from agenttrain.tools.sandbox.settings import SandboxSettings
 from agenttrain.types import ToolUnavailable
 
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'

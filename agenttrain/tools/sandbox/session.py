@@ -96,9 +96,8 @@ async def run_call(jail: Jail, kind: str, code: str) -> Outcome:
     After any end but `done`, `failed` and `exited` the sandbox is dead, and so it is when the
     caller is cancelled. Raises SandboxError when it was dead before or died by itself.
     """
-    call = _Call(jail, kind)
     try:
-        return await call.run(code)
+        return await _Call(jail, kind).run(code)
     except OSError as error:
         jail.kill()
         raise SandboxError(f"the connection to the sandbox broke: {error}") from error
@@ -121,6 +120,7 @@ class _Call:
         self._watched: set[int] = set()
 
     async def run(self, code: str) -> Outcome:
+        self._jail.interrupt = self._interrupted
         self._send(code)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
@@ -131,8 +131,8 @@ class _Call:
         except TimeoutError:
             end, status = End.timeout, 0
         finally:
-            for number in list(self._watched):
-                self._unwatch(number)
+            self._jail.interrupt = None
+            self._unwatch_all()
         self._after(end)
         return Outcome(end=end, output=self._output.text(), status=status)
 
@@ -144,6 +144,16 @@ class _Call:
     def _unwatch(self, number: int) -> None:
         self._watched.discard(number)
         self._loop.remove_reader(number)
+
+    def _unwatch_all(self) -> None:
+        for number in list(self._watched):
+            self._unwatch(number)
+
+    def _interrupted(self) -> None:
+        """The sandbox is being ended by somebody else, who closes what is watched here."""
+        if not self._ended.done():
+            self._ended.set_exception(SandboxError("it was ended during a call"))
+        self._unwatch_all()
 
     def _send(self, code: str) -> None:
         request = _request(self._kind, self._nonce, code).encode("utf-8", "replace")
