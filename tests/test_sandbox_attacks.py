@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -550,6 +552,73 @@ def test_an_interpreter_that_finds_no_place_for_its_process(backend: str) -> Non
     assert replies[1] == "42"  # in the place that the first one left
     assert "as many as are allowed" in replies[2]
     assert replies[3] == "fine"
+
+
+UNPRIVILEGED = """
+import asyncio
+from agenttrain.config.sandbox import SandboxSettings
+from agenttrain.tools.sandbox.pool import Pool, usable_backend
+async def main():
+    for backend in ("bwrap", "unshare"):
+        try:
+            usable_backend(backend)
+        except ValueError as error:
+            print(backend, "skip", error)
+            continue
+        pool = Pool(SandboxSettings(sandbox=backend, processes=16), backend)
+        for code in CODES:
+            print(backend, await pool.call("r", "python", code))
+        await pool.release("r")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are unprivileged already")
+def test_a_sandbox_that_no_root_has_made(tmp_path: Path) -> None:
+    found = [path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()]
+    version = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if not found or subprocess.run([found[0], "-c", version]).returncode:
+        pytest.skip("no Python 3.11 that every user may run: apt-get install python3")
+    shutil.copytree(Path(__file__).parents[1] / "agenttrain", tmp_path / "agenttrain")
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    forks = f"""
+import os, time
+made = 0
+for _ in range({FORKS}):
+    try:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        made += 1
+    except BlockingIOError:
+        pass
+print(made in (13, 14))
+"""
+    look = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+print(libc.unshare(0x10000000), libc.mount(b"n", b"/tmp", b"tmpfs", 0, b""), libc.setuid(0),
+      os.access("/proc/1/environ", os.R_OK), os.access("/usr", os.W_OK), os.access("/", os.W_OK),
+      os.getuid())
+"""
+    done = subprocess.run(
+        [found[0], "-c", UNPRIVILEGED.replace("CODES", repr([forks, look]))],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        user=65534,
+        group=65534,
+        extra_groups=[],
+    )
+    lines = done.stdout.splitlines()
+    assert lines, done.stderr
+    ran = [line for line in lines if " skip " not in line]
+    if not ran:
+        pytest.skip(lines[0])
+    assert {line.split(" ", 1)[1] for line in ran} == {"True", "-1 -1 -1 False False False 1000"}
 
 
 @each_backend()
