@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -30,6 +31,19 @@ from agenttrain.tools.sandbox.pool import Pool, usable_backend
 from agenttrain.tools.sandbox.seccomp import program
 from agenttrain.tools.sandbox.session import Output
 from agenttrain.types import Sampling, StopReason, Task, ToolCall, ToolContext, ToolUnavailable
+
+def children() -> set[psutil.Process]:
+    """The processes that this one has started, and theirs."""
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[set[psutil.Process]]:
+    """No test leaves a process behind; those that were there before are not its own."""
+    before = children()
+    yield before
+    assert children() - before == set()
+
 
 TARGET = "agenttrain.tools.interpreter.interpreter"
 
@@ -174,7 +188,6 @@ def in_pool(run: Any, **limits: Any) -> Any:
         finally:
             for rollout in [f"r{n}" for n in range(64)]:
                 await pool.release(rollout)
-            assert psutil.Process().children(recursive=True) == []
 
     return asyncio.run(body())
 
@@ -246,10 +259,12 @@ def test_a_rollout_that_is_over_ends_its_call_and_no_other() -> None:
     assert others == ["7"] * 7
 
 
-def test_a_sandbox_that_dies_by_itself_is_nobodys_fault() -> None:
+def test_a_sandbox_that_dies_by_itself_is_nobodys_fault(
+    nothing_is_left: set[psutil.Process],
+) -> None:
     async def run(pool: Pool) -> str:
         await pool.call("r0", "python", "x = 1")
-        for process in psutil.Process().children(recursive=True):
+        for process in children() - nothing_is_left:
             process.kill()
         with pytest.raises(ToolUnavailable, match="the sandbox is broken"):
             await pool.call("r0", "python", "x")
@@ -290,7 +305,10 @@ def test_both_tools_share_a_rollouts_sandbox() -> None:
     usable("required")
 
     async def run() -> list[object]:
-        python, bash = FunctionTool(interpreter("python")), FunctionTool(interpreter("bash"))
+        python, bash = (
+            FunctionTool(interpreter("python")),
+            FunctionTool(interpreter("bash", call_s=3.0)),
+        )
         assert python.schema["function"]["parameters"]["required"] == ["code"]
         assert list(bash.schema["function"]["parameters"]["properties"]) == ["command"]
         replies = [
@@ -305,7 +323,6 @@ def test_both_tools_share_a_rollouts_sandbox() -> None:
         return replies
 
     assert asyncio.run(run()) == ["3", "one", "0", "still"]
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_the_toolbox_gives_up_on_a_call_and_the_run_goes_on() -> None:
@@ -327,10 +344,11 @@ def test_the_toolbox_gives_up_on_a_call_and_the_run_goes_on() -> None:
     assert (error, none) == ("timeout", None)
     assert "0.6" in first
     assert second.startswith("[The call before took too long.") and second.endswith("\n42")
-    assert psutil.Process().children(recursive=True) == []
 
 
-def test_a_scripted_agent_solves_a_code_task_with_it() -> None:
+def test_a_scripted_agent_solves_a_code_task_with_it(
+    nothing_is_left: set[psutil.Process],
+) -> None:
     usable("required")
     row = {
         "prompt": "What is the sum of the primes from 2 to below 50?",
@@ -356,8 +374,7 @@ def test_a_scripted_agent_solves_a_code_task_with_it() -> None:
             sampling=Sampling(seed=0),
         )
         # The loop has released the rollout: nothing waits for the run's end.
-        assert psutil.Process().children(recursive=True) == []
-        await toolbox.aclose()
+            await toolbox.aclose()
         return rollout
 
     rollout = asyncio.run(run())
@@ -432,7 +449,6 @@ def test_without_a_sandbox_limits_hold_and_little_else() -> None:
     assert replies[1] == str(os.getuid())
     assert "longer than 2 s" in replies[2]
     assert replies[3] == "42"
-    assert psutil.Process().children(recursive=True) == []
 
 
 # --- the code task ------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ from agenttrain.types import ToolContext
 class _Interpreter:
     """What both have in common: a rollout's sandbox, from its first call to its end."""
 
-    kind = ""
-
     def __init__(self, settings: SandboxSettings) -> None:
         """Raises ValueError if no such sandbox can be made on this machine."""
-        self._pool = Pool.of(settings)
+        self._pool, self._settings = Pool.of(settings), settings
 
     async def release(self, rollout_id: str) -> None:
         """The rollout is over: its sandbox ends."""
@@ -37,7 +35,7 @@ class Python(_Interpreter):
         Args:
             code: The Python code.
         """  # noqa: E501 (a description is one line in the schema)
-        return await self._pool.call(context.rollout_id, "python", code)
+        return await self._pool.call(context.rollout_id, "python", code, self._settings)
 
 
 class Bash(_Interpreter):
@@ -49,7 +47,7 @@ class Bash(_Interpreter):
         Args:
             command: The command.
         """
-        return await self._pool.call(context.rollout_id, "bash", command)
+        return await self._pool.call(context.rollout_id, "bash", command, self._settings)
 
 
 DEFAULTS = SandboxSettings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 from agenttrain.config.sandbox import SandboxSettings
@@ -25,6 +26,7 @@ ENDS = {
 }
 
 
+EACH_CALL = SandboxSettings()
 _pools: dict[SandboxSettings, Pool] = {}
 
 
@@ -45,15 +47,21 @@ class Pool:
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
-        """The pool for these settings; raises ValueError if no sandbox can be made here."""
+        """The pool for these settings; raises ValueError if no sandbox can be made here.
+
+        What limits single calls is told with each call, so that tools may differ in it.
+        """
+        settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
         if settings not in _pools:
             _pools[settings] = cls(settings, usable_backend(settings.sandbox))
         pool = _pools[settings]
         pool._users += 1
         return pool
 
-    async def call(self, rollout_id: str, kind: str, code: str) -> str:
-        """Run code for a rollout; what it printed.
+    async def call(
+        self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
+    ) -> str:
+        """Run code for a rollout; what it printed. `settings`: with this call's own limits.
 
         Raises ToolFailure for what the code did, ToolUnavailable for a sandbox that is broken.
         """
@@ -61,11 +69,12 @@ class Pool:
             raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
         if "\0" in code:
             raise ToolFailure("the code holds a NUL character")
+        settings = settings or self._settings
         jail = await self._turn(rollout_id)
         try:
             if not jail.started:
                 await jail.start()
-            outcome = await run_call(jail, kind, code)
+            outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
@@ -75,7 +84,7 @@ class Pool:
             if not jail.alive:
                 self._end(rollout_id, jail)
             jail.lock.release()
-        return self._text(rollout_id, kind, outcome)
+        return self._text(rollout_id, kind, outcome, settings)
 
     async def release(self, rollout_id: str) -> None:
         """The rollout is over: nothing of its sandbox is left when this returns."""
@@ -113,14 +122,14 @@ class Pool:
             del self._jails[rollout_id]
         self._ending[jail] = rollout_id
 
-    def _text(self, rollout_id: str, kind: str, outcome: Outcome) -> str:
+    def _text(self, rollout_id: str, kind: str, outcome: Outcome, settings: SandboxSettings) -> str:
         """What the model reads of a call; raises ToolFailure with it for one that failed."""
         text, end = outcome.output, outcome.end
         if rollout_id in self._lost:
             self._lost.discard(rollout_id)
             text = _joined(f"[The call before took too long. {LOST}]", text)
         if end in ENDS:
-            why = ENDS[end].format(call_s=self._settings.call_s, memory_mb=self._settings.memory_mb)
+            why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
         if end is End.exited:
             raise ToolFailure(_joined(text, f"[{_last_words(kind, outcome.status)}]"))

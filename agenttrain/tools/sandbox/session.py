@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
 
 FLOOD = 4 << 20
@@ -90,14 +91,14 @@ class Output:
         return f"{head[:half]}… [{length - self._max_chars} characters left out] …{end}"
 
 
-async def run_call(jail: Jail, kind: str, code: str) -> Outcome:
-    """Run `code` in the sandbox's interpreter of this kind.
+async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> Outcome:
+    """Run `code` in the sandbox's interpreter of this kind; `settings` limit time and output.
 
     After any end but `done`, `failed` and `exited` the sandbox is dead, and so it is when the
     caller is cancelled. Raises SandboxError when it was dead before or died by itself.
     """
     try:
-        return await _Call(jail, kind).run(code)
+        return await _Call(jail, kind, settings).run(code)
     except OSError as error:
         jail.kill()
         raise SandboxError(f"the connection to the sandbox broke: {error}") from error
@@ -109,10 +110,10 @@ async def run_call(jail: Jail, kind: str, code: str) -> Outcome:
 class _Call:
     """A call in progress: what comes in from three sides until one of them ends it."""
 
-    def __init__(self, jail: Jail, kind: str) -> None:
-        self._jail, self._kind = jail, kind
+    def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
+        self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
         self._worker: Worker = jail.worker(kind)
-        self._output = Output(jail.settings.max_chars)
+        self._output = Output(settings.max_chars)
         self._noise = bytearray()
         self._nonce = secrets.token_hex(16)
         self._loop = asyncio.get_running_loop()
@@ -126,7 +127,7 @@ class _Call:
         self._watch(self._worker.channel.fileno(), self._read_answer)
         self._watch(self._worker.output, self._read_output)
         try:
-            async with asyncio.timeout(self._jail.settings.call_s):
+            async with asyncio.timeout(self._limit_s):
                 end, status = await self._ended
         except TimeoutError:
             end, status = End.timeout, 0
