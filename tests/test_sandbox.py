@@ -32,6 +32,7 @@ from agenttrain.tools.sandbox.seccomp import program
 from agenttrain.tools.sandbox.session import Output
 from agenttrain.types import Sampling, StopReason, Task, ToolCall, ToolContext, ToolUnavailable
 
+
 def children() -> set[psutil.Process]:
     """The processes that this one has started, and theirs."""
     return set(psutil.Process().children(recursive=True))
@@ -374,7 +375,8 @@ def test_a_scripted_agent_solves_a_code_task_with_it(
             sampling=Sampling(seed=0),
         )
         # The loop has released the rollout: nothing waits for the run's end.
-            await toolbox.aclose()
+        assert children() - nothing_is_left == set()
+        await toolbox.aclose()
         return rollout
 
     rollout = asyncio.run(run())

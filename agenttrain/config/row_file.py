@@ -9,7 +9,9 @@ from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
-ENDLESS = tuple(f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code"))
+ENDLESS = tuple(
+    f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code", "encyclopedia")
+)
 """The bundled generators: they have a row for every number."""
 
 

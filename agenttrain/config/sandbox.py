@@ -18,7 +18,10 @@ WHOLE = ("memory_mb", "disk_mb", "file_mb", "cpu_s", "processes", "max_chars")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
-    """Limits of one rollout's sandbox. Tools share it if they differ in `call_s` and `max_chars` only."""
+    """Limits of one rollout's sandbox.
+
+    Tools share it, and the work folder in it, if they differ in `call_s` and `max_chars` only.
+    """
 
     sandbox: str = "required"
     """`required`: Linux namespaces, by bubblewrap where it is installed, else by unshare(2);
