@@ -139,6 +139,36 @@ time.sleep(20)
 
 
 @each_backend()
+def test_buffers_of_sockets_are_counted(backend: str) -> None:
+    code = """
+import ctypes, os, socket, time
+try:
+    socket.socket(socket.AF_UNIX).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 26)
+    print("buffers without limit")
+except PermissionError as error:
+    print(error.strerror, flush=True)
+for number in range(20):
+    if os.fork() == 0:
+        if number % 2:
+            ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # hides the files
+        held = [end for _ in range(50) for end in socket.socketpair()]
+        for end in held:
+            end.setblocking(False)
+            try:
+                while True:
+                    end.send(bytes(65536))
+            except BlockingIOError:
+                pass
+        time.sleep(20)
+        os._exit(0)
+time.sleep(20)
+"""
+    (reply,) = calls(backend, code, memory_mb=256)
+    assert "Operation not permitted" in reply
+    assert "more than 256 MB of memory" in reply
+
+
+@each_backend()
 @pytest.mark.parametrize("flood", ["while True: print('x' * 1000)", ("bash", "yes")])
 def test_endless_output(backend: str, flood: str | tuple[str, str]) -> None:
     replies = calls(backend, flood, "6 * 7", max_chars=100)

@@ -17,13 +17,16 @@ from contextlib import suppress
 from typing import Any
 
 from agenttrain.tools.sandbox import repl
-from agenttrain.tools.sandbox.confine import limit_worker
+from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
 
 LOOK_MS = 50
 """Time between two looks at the memory in use."""
 REAPED = 100
 """Ended processes that are seen to before the parent is listened to again."""
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+FREE_FILES, FILE_BYTES = 16, 212_992
+"""Open files of a process that are not counted as memory, and what the others are counted as: they
+may be sockets, whose buffers (net.core.wmem_default) show up nowhere."""
 CHANNEL = 9
 """The file under which bash has the channel to the parent."""
 
@@ -175,12 +178,24 @@ def _become_bash(channel: int) -> None:
 
 
 def _memory_in_use() -> int:
-    """Bytes that the sandbox holds: of processes and of files, shared memory counted again."""
-    kilobytes = 0
+    """Bytes that the sandbox holds: of processes, open files and written ones. An upper bound: what
+    processes share is counted for each."""
+    disk = os.statvfs("/work")
+    total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     for name in os.listdir("/proc"):
         if name.isdecimal() and name != "1":
-            with suppress(OSError), open(f"/proc/{name}/status", "rb") as file:
-                lines = [line.split() for line in file]
-                kilobytes += sum(int(words[1]) for words in lines if words[0] in MEMORY_LINES)
-    disk = os.statvfs("/work")
-    return kilobytes * 1024 + (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            with suppress(OSError):
+                total += _memory_of(f"/proc/{name}")
+    return total
+
+
+def _memory_of(process: str) -> int:
+    with open(f"{process}/status", "rb") as file:
+        lines = [line.split() for line in file]
+    kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
+    if not kilobytes:  # it has ended and is not seen to yet
+        return 0
+    files = OPEN_FILES
+    with suppress(PermissionError):  # it hides itself: then it has as many as it may have
+        files = len(os.listdir(f"{process}/fd"))
+    return sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES

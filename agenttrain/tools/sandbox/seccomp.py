@@ -79,6 +79,9 @@ OTHERS = {
 """Calls that may be made about oneself only, and which of their arguments must therefore be 0: the
 sandbox's first process has the same user as the code, and must not be slowed down or limited."""
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+SETSOCKOPT, SOL_SOCKET = (54, 208), 1
+BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their FORCE: what is in a socket's buffer is charged to no process."""
 NAMESPACE_FLAGS = 0x7E02_0000
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
@@ -115,10 +118,14 @@ def program(machine: str) -> list[bytes]:
     lines += [
         *(_op(EQUAL, CLONE[column], 0, 4), _op(LOAD, ARGUMENT_AT)),
         *(_op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM), _op(RETURN, ALLOW)),
-        *(_op(EQUAL, SOCKET[column], 1, 0), _op(EQUAL, SOCKETPAIR[column], 0, 5)),
+        *(_op(EQUAL, SOCKET[column], 1, 0), _op(EQUAL, SOCKETPAIR[column], 0, 6)),
         _op(LOAD, ARGUMENT_AT),
         *(_op(EQUAL, family, len(FAMILIES) - i, 0) for i, family in enumerate(FAMILIES)),
         *(_errno(EAFNOSUPPORT), _op(RETURN, ALLOW)),
+        *(_op(EQUAL, SETSOCKOPT[column], 0, 6 + len(BUFFER_SIZES)), _op(LOAD, ARGUMENT_AT + 8)),
+        *(_op(EQUAL, SOL_SOCKET, 1, 0), _op(RETURN, ALLOW), _op(LOAD, ARGUMENT_AT + 16)),
+        *(_op(EQUAL, kind, len(BUFFER_SIZES) - i, 0) for i, kind in enumerate(BUFFER_SIZES)),
+        *(_op(RETURN, ALLOW), _errno(EPERM), _op(RETURN, ALLOW)),
     ]
     return lines
 
