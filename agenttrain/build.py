@@ -109,6 +109,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         temperature=config.rollout.temperature,
         max_completion_tokens=config.rollout.max_completion_tokens,
         steps=config.steps,
+        reward_weights=prepared.rubric.weights,
     )
     engine = _engine(config, policy)
     collector = Collector(

@@ -258,9 +258,10 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     checkpoints = Checkpoints(
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
-    done = 0
+    done = cursor = 0
     if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
-        done = checkpoints.load_latest(loaded.policy)["step"]
+        state = checkpoints.load_latest(loaded.policy)
+        done, cursor = state["step"], state["cursor"]
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = Tracker(
         job.folder,
@@ -283,6 +284,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         tracker=tracker,
         checkpoints=checkpoints,
         done=done,
+        cursor=cursor,
     )
 
 
