@@ -49,7 +49,7 @@ UNREADABLE = {
     "rloo": "settings are written key=value",
     "model.path=[a": "cannot be read",
     "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
-    "experiment=null": "a group takes an option (calculator, none, retrieval, shop)",
+    "experiment=null": "a group takes an option (calculator, ",
     "+experiment=shop": "write experiment=shop",
     "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
     "~zzz": "nothing of that name to leave out",
