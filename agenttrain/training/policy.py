@@ -21,7 +21,7 @@ from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import LossInputs, mean_parts, policy_loss
 from agenttrain.config.schema import AlgorithmConfig, KlIn, OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
-from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
+from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.schedule import learning_rate
@@ -82,8 +82,12 @@ class Policy:
         self._training = training
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
-        budget = training.logits_budget_mb
-        self._scorer = Scorer(self.model, temperature=temperature, logits_budget_mb=budget)
+        self._scorer = Scorer(
+            self.model,
+            temperature=temperature,
+            logits_budget_mb=training.logits_budget_mb,
+            share_prefix=training.share_prefix,
+        )
         self._reference: Any = self._freeze(self._scorer) if algorithm.beta > 0 else None
         self._wrapped, self.optimizer = self.accelerator.prepare(
             self._scorer, _adamw(self.model, optimizer)
@@ -238,7 +242,7 @@ class Policy:
         averages.add("loss", torch.stack((losses.sum(), self._once(1.0))))
 
     def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
-        return pack(rows, self._training.token_budget, self.accelerator.device)
+        return self._scorer.pack(rows, self._training.token_budget, self.accelerator.device)
 
     def _total(self, count: int) -> int:
         """The sum over all processes."""
