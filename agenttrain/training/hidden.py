@@ -16,8 +16,8 @@ from agenttrain.training.layout import Segment, make_blocks, positions
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head; some (Llama4) do not name it as `base_model` expects."""
-    return model.get_decoder() if model.base_model is model else model.base_model
+    """The model without its head, which some (Llama4) do not have where `base_model` looks."""
+    return model.model if model.base_model is model else model.base_model
 
 
 def packed_hidden(
