@@ -249,10 +249,11 @@ def _trl_loss_step(hidden: Tensor, head: torch.nn.Module, labels: Tensor) -> Ste
 
     headed = _Headed(hidden, head)
     add_fused_lm_head(headed, outputs=("log_probs", "entropy"))
+    score = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # without its profiler
     trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=contextlib.nullcontext))
 
     def step() -> None:
-        logprobs, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+        logprobs, _, _ = score(
             trainer,
             headed,
             labels[None],
