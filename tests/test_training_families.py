@@ -6,11 +6,12 @@ import pytest
 import torch
 import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
+from training_cases import one_microbatch, with_tool
 
 from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import Segment, one_after_the_other
-from agenttrain.training.logprobs import check_head
+from agenttrain.training.logprobs import Scorer, check_head, logit_transform
 
 LAYOUT = (
     Segment(0, 30),
@@ -67,6 +68,30 @@ def test_the_window_is_what_these_families_are_tested_beyond(name: str) -> None:
         whole = packed_hidden(model, ids, segments)
     assert torch.allclose(windowed[:WINDOW], whole[:WINDOW], atol=1e-5)
     assert not torch.allclose(windowed[WINDOW:], whole[WINDOW:], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Cohere2", "Granite", "Qwen3"])
+def test_logprobs_are_of_the_logits_that_the_model_itself_makes(name: str) -> None:
+    """Gemma 2 caps its logits, Cohere and Granite scale them."""
+    own = {"final_logit_softcapping": 2.0, "logit_scale": 0.3, "logits_scaling": 4.0}
+    model = tiny_family(name)
+    for setting in own.keys() & vars(model.config).keys():
+        setattr(model.config, setting, own[setting])
+        setattr(model, setting, own[setting])
+    one = with_tool()
+    logits = model(torch.tensor(one.token_ids)[None]).logits[0] / 0.7
+    expected = logits.log_softmax(-1)[[3, 4, 5, 13, 14], [20, 21, 2, 22, 2]]
+    scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
+    with scorer.ready():
+        logprobs, _ = scorer(one_microbatch(one))
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+    transform = logit_transform(model)
+    assert (transform.scale, transform.softcap) == {
+        "Gemma2": (1.0, 2.0),
+        "Cohere2": (0.3, None),
+        "Granite": (0.25, None),
+        "Qwen3": (1.0, None),
+    }[name]
 
 
 UNPACKABLE = {

@@ -77,8 +77,8 @@ def test_a_shared_prompt_counts_once_in_the_budget() -> None:
 
 
 def test_a_short_prompt_is_not_worth_sharing_in_a_small_model() -> None:
-    # 10e6 operations of a call over 72 x 64^2 = 294,912 of a token in a layer: 33.9
-    assert least_prompt(64) == 34
+    # 18e6 operations of a call over 72 x 64^2 = 294,912 of a token in a layer: 61.04
+    assert least_prompt(64) == 62
     assert least_prompt(4096) == 1
 
 
@@ -160,9 +160,9 @@ def test_the_same_rollouts_are_packed_the_same_way_every_time() -> None:
         assert torch.equal(gradient, runs[1][1][name])
 
 
-@pytest.mark.parametrize(("prompt", "shared"), [(40, False), (200, True)])
+@pytest.mark.parametrize(("prompt", "shared"), [(200, False), (260, True)])
 def test_auto_shares_long_prompts(prompt: int, shared: bool) -> None:
-    model = tiny.model()  # hidden size 32: prompts of 136 tokens and more
+    model = tiny.model()  # hidden size 32: prompts of 245 tokens and more
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1)
     rows = [make_row(answer([7] * prompt, [8, 2], sample=sample)) for sample in range(2)]
     (microbatch,) = scorer.pack(rows, 1000, CPU)
