@@ -40,6 +40,7 @@ from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resume
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.types import Task
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
@@ -77,6 +78,7 @@ examples
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
@@ -102,9 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        if verb == "export":
-            return _export(rest)
-        return _view(rest) if verb == "view" else _run(parse(arguments))
+        own = {"view": _view, "tools": _tools, "export": _export}.get(verb)
+        return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -322,6 +323,27 @@ def _view(arguments: Sequence[str]) -> int:
 
     print(write_page(composed.config, folders[0], step))
     return 0
+
+
+def _tools(arguments: Sequence[str]) -> int:
+    """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
+    from agenttrain.tools import command as tools
+
+    options, overrides = tools.parse(arguments)
+    command = parse(overrides)
+    if command.sweep:
+        raise ConfigError("tools -m: shows the tools of one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+
+    def first_task() -> Task:
+        from agenttrain.data.build import build_rows
+        from agenttrain.data.source import TaskSource
+
+        rows = build_rows(composed.config.data.train, "data.train")
+        return TaskSource(rows).tasks(0, 1)[0]
+
+    return tools.show(composed.config, options, first_task)
 
 
 def _templates(arguments: Sequence[str]) -> int:
