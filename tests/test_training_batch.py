@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_cases import rollout, with_tool
 
-from agenttrain.training.attention import make_blocks
-from agenttrain.training.batch import make_row, pack, split
+from agenttrain.training.batch import Bundle, Microbatch, Row, make_row, split
+from agenttrain.training.batch import pack as pack_bundles
+from agenttrain.training.layout import Segment, make_blocks, one_after_the_other
 from agenttrain.types import LedgerError, Origin
 
 CPU = torch.device("cpu")
+
+
+def pack(rows: list[Row], token_budget: int, device: torch.device = CPU) -> list[Microbatch]:
+    return pack_bundles([Bundle((row,)) for row in rows], token_budget, device)
 
 
 def of_length(length: int, sample: int = 0):
@@ -36,7 +41,7 @@ def test_a_packed_microbatch() -> None:
     long = make_row(with_tool(logprob=-0.25))
     (microbatch,) = pack([short, long], token_budget=100, device=CPU)
     # 16 tokens of the longer rollout first, then 5 6 9 2
-    assert microbatch.bounds == (0, 16, 20)
+    assert microbatch.segments == (Segment(0, 16), Segment(16, 4))
     assert microbatch.token_ids_T[16:].tolist() == [5, 6, 9, 2]
     assert microbatch.targets_S.tolist() == [3, 4, 5, 13, 14, 17, 18]
     assert microbatch.labels_S.tolist() == [20, 21, 2, 22, 2, 9, 2]
@@ -61,25 +66,23 @@ def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> N
     assert sorted(row.rollout.sample for row in packed) == list(range(len(lengths)))
     for microbatch in microbatches:
         tokens = microbatch.token_ids_T.numel()
-        assert tokens == microbatch.bounds[-1] == sum(row.length for row in microbatch.rows)
+        assert tokens == microbatch.segments[-1].end == sum(row.length for row in microbatch.rows)
         assert tokens <= budget or len(microbatch.rows) == 1
-        assert microbatch.bounds == tuple(
-            sum(row.length for row in microbatch.rows[:index])
-            for index in range(len(microbatch.rows) + 1)
-        )
+        lengths = [row.length for row in microbatch.rows]
+        assert microbatch.segments == one_after_the_other(lengths)
 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
-    bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-    packed = torch.arange(bounds[-1])
-    blocks = make_blocks(bounds, CPU)
+    segments = one_after_the_other(lengths)
+    packed = torch.arange(sum(lengths))
+    blocks = make_blocks(segments, CPU)
     back = torch.cat([packed[block.gather][block.scatter] for block in blocks])
     assert back.tolist() == packed.tolist()
-    assert sum(block.rollouts for block in blocks) == len(lengths)
+    assert sum(block.segments for block in blocks) == len(lengths)
     for block in blocks:
-        assert block.gather.numel() == block.rollouts * block.length
+        assert block.gather.numel() == block.segments * block.length
 
 
 def test_groups_are_split_whole() -> None:

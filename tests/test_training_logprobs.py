@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from training_cases import policy, random_groups, rollout, with_tool
+from training_cases import one_microbatch, policy, random_groups, rollout, with_tool
 
 from agenttrain.algorithms.loss import LossInputs, policy_loss
-from agenttrain.config.schema import AlgorithmConfig
+from agenttrain.config.schema import AlgorithmConfig, SharePrefix
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
-from agenttrain.training.batch import make_row, pack, stand_in
-from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
+from agenttrain.training.batch import make_row, stand_in
+from agenttrain.training.head import LogitTransform
+from agenttrain.training.hidden import packed_hidden, separate_hidden
+from agenttrain.training.layout import one_after_the_other
 from agenttrain.training.logprobs import Scorer, UnsupportedModel, head_logprobs
 from agenttrain.types import Origin, Rollout
 
@@ -26,7 +28,7 @@ def scored(model: torch.nn.Module, rollouts: list[Rollout], *, token_budget: int
     model.zero_grad()
     found = {}
     with scorer.ready():
-        for microbatch in pack([make_row(r) for r in rollouts], token_budget, CPU):
+        for microbatch in scorer.pack([make_row(r) for r in rollouts], token_budget, CPU):
             logprobs_S, entropy_S = scorer(microbatch)
             logprobs_S.sum().backward()
             lengths = [row.sampled_length for row in microbatch.rows]
@@ -54,7 +56,7 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
     model, one = tiny.model(), with_tool()
     one.advantage = 0.5
     config = AlgorithmConfig(name="test")
-    (microbatch,) = pack([make_row(one)], 100, CPU)
+    microbatch = one_microbatch(one)
 
     def loss(logprobs_S: torch.Tensor) -> torch.Tensor:
         inputs = LossInputs(
@@ -86,12 +88,16 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
 
 
 def test_logits_exist_for_sampled_tokens_only() -> None:
+    """A head that someone watches is called, and only with what was sampled."""
     model, seen = tiny.model(), []
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1024)
-    model.lm_head.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
+    microbatch = one_microbatch(with_tool())
     with scorer.ready():
-        scorer(pack([make_row(with_tool())], 100, CPU)[0])
-    assert seen == [(5, model.config.vocab_size)]
+        plain, _ = scorer(microbatch)
+        model.lm_head.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
+        called, _ = scorer(microbatch)
+    assert set(seen) == {(1, model.config.vocab_size), (5, model.config.vocab_size)}
+    assert torch.allclose(plain, called, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,9 +122,9 @@ def test_a_packed_rollout_cannot_see_its_neighbours() -> None:
     model = tiny.model()
     first, second = torch.arange(10, 30), torch.arange(40, 60)
     with packing(model), torch.no_grad():
-        bounds = (0, 20, 40)
-        hidden = packed_hidden(model, torch.cat((first, second)), bounds)
-        changed = packed_hidden(model, torch.cat((first + 100, second)), bounds)
+        segments = one_after_the_other([20, 20])
+        hidden = packed_hidden(model, torch.cat((first, second)), segments)
+        changed = packed_hidden(model, torch.cat((first + 100, second)), segments)
     assert torch.equal(hidden[20:], changed[20:])
     assert not torch.allclose(hidden[:20], changed[:20])
 
@@ -141,7 +147,7 @@ def test_chunks_and_recomputation_change_nothing() -> None:
         head.zero_grad()
         inputs = hidden.clone().requires_grad_()
         logprobs, entropies = head_logprobs(
-            inputs, head, labels, temperature=0.5, logits_budget_mb=budget
+            inputs, head, labels, transform=LogitTransform(temperature=0.5), logits_budget_mb=budget
         )
         (logprobs * torch.arange(200)).sum().backward()
         results.append((logprobs, entropies, inputs.grad, head.weight.grad.clone()))
@@ -157,14 +163,12 @@ def test_recomputed_logits_are_not_kept() -> None:
     ):
         hidden = torch.randn(200, 4, requires_grad=True)
         labels = torch.zeros(200, dtype=torch.long)
-        head_logprobs(hidden, head, labels, temperature=1.0, logits_budget_mb=1)
+        head_logprobs(hidden, head, labels, transform=LogitTransform(), logits_budget_mb=1)
     assert max(kept, default=0) < 3000 * 87
 
 
 ASKED = {
-    "sliding_window": 4,
-    "softcap": 30.0,
-    "s_aux": torch.zeros(4),
+    "sliding_window": 4,  # without the mask that goes with it
     "dropout": 0.1,
     "position_bias": torch.zeros(1),
     "is_causal": False,
@@ -195,14 +199,17 @@ def test_attention_refuses_masks_and_caches() -> None:
         packed_attention(torch.nn.Identity(), states, longer, longer, None, blocks=())
 
 
-def windowed() -> torch.nn.Module:
-    return tiny.model(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+def recurrent() -> torch.nn.Module:
+    """Every position of the first layer sees a sum over those before it, as in linear attention."""
+    model = tiny.model()
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.cumsum(1))
+    return model
 
 
 def test_a_model_that_cannot_be_packed_runs_one_rollout_at_a_time() -> None:
-    model = windowed()
+    model = recurrent()
     rollouts = [one for group in random_groups(0) for one in group]
-    with pytest.warns(UserWarning, match=r"one forward pass per rollout.*sliding_window"):
+    with pytest.warns(UserWarning, match=r"one forward pass per rollout.*hidden states differ"):
         found, _ = scored(model, rollouts)
     for one in rollouts:
         logits = model(torch.tensor(one.token_ids)[None]).logits[0]
@@ -212,12 +219,14 @@ def test_a_model_that_cannot_be_packed_runs_one_rollout_at_a_time() -> None:
         assert torch.allclose(found[one.rollout_id][0], expected, atol=1e-5)
 
 
-def test_a_model_that_carries_a_state_along_the_sequence_is_not_packed() -> None:
-    model = tiny.model()
-    assert why_not_packed(model) is None
-    # what a linear-attention layer does: every position sees a sum over those before it
-    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.cumsum(1))
-    assert "hidden states differ" in why_not_packed(model)
+def test_a_shared_prompt_that_the_model_cannot_take_is_refused_where_asked() -> None:
+    with pytest.raises(UnsupportedModel, match=r"share_prefix=always.*cannot be packed"):
+        Scorer(
+            recurrent(),
+            temperature=1.0,
+            logits_budget_mb=1,
+            share_prefix=SharePrefix.always,
+        )
 
 
 def test_a_head_that_is_not_the_last_word_is_refused() -> None:
@@ -237,7 +246,7 @@ def test_a_head_that_is_not_the_last_word_is_refused() -> None:
 def test_separate_forwards_use_no_other_rollout() -> None:
     model, ids = tiny.model(), torch.arange(20, 30)
     with torch.no_grad():
-        both = separate_hidden(model, torch.cat((ids, ids)), (0, 10, 20))
+        both = separate_hidden(model, torch.cat((ids, ids)), one_after_the_other([10, 10]))
     assert torch.equal(both[:10], both[10:])
 
 
@@ -248,7 +257,7 @@ def test_an_empty_reply_span_costs_nothing() -> None:
 
 def test_a_row_that_stands_in_has_a_backward_pass_that_adds_nothing() -> None:
     model = tiny.model()
-    (microbatch,) = pack([stand_in()], 10, torch.device("cpu"))
+    microbatch = one_microbatch(stand_in())
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1)
     with scorer.ready():
         logprobs_S, entropy_S = scorer(microbatch)

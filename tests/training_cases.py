@@ -8,6 +8,7 @@ import tiny
 import torch
 
 from agenttrain.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
+from agenttrain.training.batch import Bundle, Microbatch, Row, make_row, pack
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
 
@@ -61,6 +62,13 @@ def with_tool(**settings: object) -> Rollout:
         ],
         **settings,
     )
+
+
+def one_microbatch(*rows: Rollout | Row) -> Microbatch:
+    """Rollouts packed together, none of whose prompts is shared."""
+    made = [make_row(row) if isinstance(row, Rollout) else row for row in rows]
+    (microbatch,) = pack([Bundle((row,)) for row in made], 10_000, torch.device("cpu"))
+    return microbatch
 
 
 def random_groups(seed: int, groups: int = 2, size: int = 4, longest: int = 30) -> list[list]:

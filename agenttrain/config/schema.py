@@ -82,6 +82,16 @@ class Schedule(StrEnum):
     """Flat, then down within the last `num_decay_steps` of schedule_options."""
 
 
+class SharePrefix(StrEnum):
+    """Whether the rollouts of a group are computed with their common prompt once."""
+
+    auto = "auto"
+    """Where the model's layers allow it and the prompt is long enough to gain from it."""
+    always = "always"
+    """Whatever the prompt's length; a model that cannot is refused."""
+    never = "never"
+
+
 class WeightSyncMode(StrEnum):
     """What happens to rollouts in flight when weights change."""
 
@@ -254,9 +264,11 @@ class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
 
     token_budget: int = 16384
-    """Tokens of one microbatch; a rollout longer than this is a microbatch alone."""
+    """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
     logits_budget_mb: int = 1024
-    """Logits held at once; above it they are recomputed in the backward pass."""
+    """Logits kept for the backward pass; above it they are computed again, tile by tile."""
+    share_prefix: SharePrefix = SharePrefix.auto
+    """The loss is the same; time and memory are not."""
     mixed_precision: str = "no"
     """accelerate's `no`, `bf16` or `fp16`."""
     gradient_checkpointing: bool = False

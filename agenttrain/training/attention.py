@@ -2,31 +2,29 @@
 
 Two ways that transformers offers are silently wrong on its `sdpa` attention: `cu_seq_lens` keywords
 are ignored, and packing is not detected from position ids while `use_cache` is on. This attention
-takes the rollouts' bounds explicitly, and refuses every keyword that it does not honour.
+takes the layout explicitly, honours sliding windows, soft caps and sinks, and refuses every keyword
+and mask that it does not know.
 
 Shapes: 1 x heads x T x head size for queries, keys and values; T tokens of all rollouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agenttrain.training.attend import Scoring, attend
+from agenttrain.training.layout import Block
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
-SHORTEST = 0.85
-"""Rollouts at least this long, relative to a block's longest, share its call. Measured on CPU with
-96 rollouts of 80-250 tokens: 0.8 to 0.95 differ little, one call per rollout is 4 % slower."""
 
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions"}
 """Keywords that carry nothing the attention itself would have to act on."""
@@ -36,44 +34,15 @@ class UnsupportedAttention(AgenttrainError):
     """The model asks its attention for something that packing does not honour."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Neighbouring rollouts of similar length, attended to in one padded call.
+@dataclass(frozen=True, slots=True)
+class WindowMask:
+    """What layers with a sliding window get as their mask; the others get None.
 
-    Padding stands at the end, where causal attention never sees it, and its queries are dropped.
+    The mask decides, as in transformers' own attention: some models (PhiMoE, Qwen2-MoE) make one
+    and never pass the keyword `sliding_window`.
     """
 
-    rollouts: int
-    length: int
-    """Of the longest."""
-    gather: Tensor
-    """[rollouts x length] Packed position of every padded one; padding repeats the last token."""
-    scatter: Tensor
-    """[tokens of the block] Padded position of every packed one."""
-
-
-def make_blocks(bounds: Sequence[int], device: torch.device) -> tuple[Block, ...]:
-    """Blocks of the rollouts between `bounds`, in packed order."""
-    lengths = [end - start for start, end in pairwise(bounds)]
-    blocks, first = [], 0
-    for index in range(1, len(lengths) + 1):
-        if index < len(lengths) and SHORTEST * lengths[first] <= lengths[index] <= lengths[first]:
-            continue
-        blocks.append(_make_block(bounds[first:index], lengths[first:index], device))
-        first = index
-    return tuple(blocks)
-
-
-def _make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Block:
-    steps_L = torch.arange(lengths[0], device=device)
-    lengths_B1 = torch.tensor(lengths, device=device)[:, None]
-    starts_B1 = torch.tensor(starts, device=device)[:, None]
-    return Block(
-        rollouts=len(lengths),
-        length=lengths[0],
-        gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
-        scatter=(steps_L < lengths_B1).flatten().nonzero()[:, 0],
-    )
+    window: int
 
 
 def packed_attention(
@@ -81,53 +50,66 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: WindowMask | None,
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     blocks: tuple[Block, ...] | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: [1, T, heads, head size] and no weights.
 
-    Raises UnsupportedAttention for masks, caches, dropout, windows, caps and sinks.
+    `sliding_window` counts the token itself, `s_aux` [heads] are the sinks' scores. Raises
+    UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
-    _refuse(module, query, key, attention_mask, keywords)
+    window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
+    if window is None:
+        keywords["attention_mask"] = attention_mask
+    if sliding_window != window and sliding_window is not None:
+        keywords[f"sliding_window={sliding_window} with a mask for {window}"] = sliding_window
+    _refuse(module, query, key, keywords)
     if blocks is None:
         raise UnsupportedAttention(
             f"{type(module).__name__} does not pass the keyword `blocks` on to its attention"
         )
-    heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    outputs = [_attend(block, *heads, scaling=scaling) for block in blocks]
+    scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
+    states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    outputs = [_attend_block(block, *states, scoring=scoring) for block in blocks]
     return torch.cat(outputs)[None], None
 
 
-def _attend(
-    block: Block, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None
+def _attend_block(
+    block: Block, query: Tensor, key: Tensor, value: Tensor, *, scoring: Scoring
 ) -> Tensor:
-    def padded(tensor: Tensor) -> Tensor:
+    """[tokens of the block, heads, head size]"""
+
+    def own(tensor: Tensor) -> Tensor:
+        if block.segments == 1:
+            return tensor[block.start : block.start + block.tokens][None].transpose(1, 2)
         rows = tensor.index_select(0, block.gather)
-        return rows.unflatten(0, (block.rollouts, block.length)).transpose(1, 2)
+        return rows.unflatten(0, (block.segments, block.length)).transpose(1, 2)
 
-    output = scaled_dot_product_attention(
-        padded(query), padded(key), padded(value), is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).flatten(0, 1).index_select(0, block.scatter)
+    def whole(tensor: Tensor) -> Tensor:
+        if not block.prefix_length:
+            return own(tensor)
+        prefix = tensor[block.prefix : block.prefix + block.prefix_length].transpose(0, 1)
+        return torch.cat((prefix.expand(block.segments, -1, -1, -1), own(tensor)), dim=2)
+
+    output = attend(own(query), whole(key), whole(value), scoring)
+    flat = output.transpose(1, 2).flatten(0, 1)
+    return flat if block.segments == 1 else flat.index_select(0, block.scatter)
 
 
-def _refuse(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    keywords: dict[str, Any],
-) -> None:
+def _refuse(module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]) -> None:
     causal = keywords.pop("is_causal", None)
-    found = {name: value for name, value in keywords.items() if name not in HARMLESS}
-    found["attention_mask"] = attention_mask
     asked = sorted(
         name
-        for name, value in found.items()
-        if value is not None and not (isinstance(value, int | float) and value == 0)
+        for name, value in keywords.items()
+        if name not in HARMLESS
+        and value is not None
+        and not (isinstance(value, int | float) and value == 0)
     )
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         asked.append("is_causal=False")
@@ -140,8 +122,29 @@ def _refuse(
         )
 
 
+def packed_mask(
+    *,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> WindowMask | None:
+    """As transformers' mask functions: the window of a causal mask, if it has one.
+
+    Raises UnsupportedAttention for chunked masks, a model's own masks, and padding.
+    """
+    if attention_mask is not None or use_vmap:
+        raise UnsupportedAttention("the model adds to the causal mask what packing does not honour")
+    if local_size is None:
+        return None
+    if local_size != getattr(config, "sliding_window", None):
+        raise UnsupportedAttention("the model asks for a local mask that is no sliding window")
+    return WindowMask(local_size)
+
+
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+AttentionMaskInterface.register(NAME, packed_mask)
 
 
 @contextmanager

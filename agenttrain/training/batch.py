@@ -4,9 +4,11 @@ Shapes: T all tokens of a microbatch, B its rollouts, S its sampled tokens. A mi
 rollouts ``p p s s t s`` and ``p s s`` (p prompt, s sampled, t tool)::
 
     token_ids_T    p p s s t s | p s s
-    bounds         0             6     9
+    segments       Segment(0, 6)  Segment(6, 3)
     targets_S        1 2   4   | 6 7        positions whose NEXT token was sampled
     row_S            0 0   0   | 1 1
+
+Rollouts of a group may share their prompt, whose tokens then stand once: see `layout.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from agenttrain.training.layout import Segment
 from agenttrain.types import LedgerError, Rollout, Task
 
 Item = TypeVar("Item")
@@ -96,8 +99,8 @@ class Microbatch:
 
     rows: tuple[Row, ...]
     token_ids_T: Tensor
-    bounds: tuple[int, ...]
-    """[B + 1] Rollout b is tokens bounds[b] … bounds[b + 1] - 1."""
+    segments: tuple[Segment, ...]
+    """The tokens' layout: one segment per rollout, and one per shared prompt."""
     targets_S: Tensor
     labels_S: Tensor
     """The sampled tokens."""
@@ -109,51 +112,133 @@ class Microbatch:
     ref_logprobs_S: Tensor | None
 
 
-def pack(rows: Sequence[Row], token_budget: int, device: torch.device) -> list[Microbatch]:
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Rows that are packed together because they share their first tokens; or one row alone."""
+
+    rows: tuple[Row, ...]
+    """The longest first."""
+    shared: int = 0
+    """Tokens of the shared prefix, a part of every row."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens when the prefix stands once."""
+        return self.shared + sum(row.length - self.shared for row in self.rows)
+
+
+def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> list[Microbatch]:
     """Microbatches of at most `token_budget` tokens; a longer row is a microbatch alone.
 
     Neighbours are of similar length, which the packed attention profits from. The microbatch with
     the most tokens comes first, so that memory runs out at once if it does. Rows of one length
     keep the order in which they were given.
     """
-    by_length = sorted(rows, key=lambda row: -row.length)
+    fitting = [part for bundle in bundles for part in _fit(bundle, token_budget)]
+    by_length = sorted(fitting, key=lambda bundle: -bundle.rows[0].length)
     microbatches = [_pack_one(part, device) for part in _within(by_length, token_budget)]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
 
-def _within(rows: Sequence[Row], token_budget: int) -> Iterator[tuple[Row, ...]]:
+def _fit(bundle: Bundle, token_budget: int) -> Iterator[Bundle]:
+    """The bundle in parts of at most `token_budget` tokens each, as far as rows allow."""
     part: list[Row] = []
+    tokens = bundle.shared
+    for row in bundle.rows:
+        own = row.length - bundle.shared
+        if part and tokens + own > token_budget:
+            yield _bundle(part, bundle.shared)
+            part, tokens = [], bundle.shared
+        part.append(row)
+        tokens += own
+    yield _bundle(part, bundle.shared)
+
+
+def _bundle(rows: list[Row], shared: int) -> Bundle:
+    return Bundle(tuple(rows), shared if len(rows) > 1 else 0)
+
+
+def _within(bundles: Sequence[Bundle], token_budget: int) -> Iterator[tuple[Bundle, ...]]:
+    part: list[Bundle] = []
     tokens = 0
-    for row in rows:
-        if part and tokens + row.length > token_budget:
+    for bundle in bundles:
+        if part and tokens + bundle.tokens > token_budget:
             yield tuple(part)
             part, tokens = [], 0
-        part.append(row)
-        tokens += row.length
+        part.append(bundle)
+        tokens += bundle.tokens
     if part:
         yield tuple(part)
 
 
-def _pack_one(rows: tuple[Row, ...], device: torch.device) -> Microbatch:
-    bounds = [0]
-    for row in rows:
-        bounds.append(bounds[-1] + row.length)
-    token_ids_T = torch.cat([row.token_ids_T for row in rows])
-    targets_S = torch.cat([row.targets_S + start for row, start in zip(rows, bounds, strict=False)])
-    refs = [row.ref_logprobs_S for row in rows if row.ref_logprobs_S is not None]
+def _pack_one(bundles: tuple[Bundle, ...], device: torch.device) -> Microbatch:
+    layout = _Layout()
+    prefixes = layout.add_roots(bundles)
+    for bundle, prefix in zip(bundles, prefixes, strict=True):
+        layout.add_continuations(bundle, prefix)
+    rows = tuple(row for row, _ in layout.placed)
     counts_B = torch.tensor([row.sampled_length for row in rows])
+    refs = [row.ref_logprobs_S for row in rows if row.ref_logprobs_S is not None]
+    labels = [row.token_ids_T[row.targets_S + 1] for row in rows]
     return Microbatch(
         rows=rows,
-        token_ids_T=token_ids_T.to(device),
-        bounds=tuple(bounds),
-        targets_S=targets_S.to(device),
-        labels_S=token_ids_T[targets_S + 1].to(device),
+        token_ids_T=torch.cat(layout.pieces).to(device),
+        segments=tuple(layout.segments),
+        targets_S=torch.cat([_packed(row.targets_S, at) for row, at in layout.placed]).to(device),
+        labels_S=torch.cat(labels).to(device),
         behaviour_S=torch.cat([row.behaviour_S for row in rows]).to(device),
         row_S=torch.repeat_interleave(torch.arange(len(rows)), counts_B).to(device),
         advantages_B=torch.tensor([row.advantage for row in rows]).to(device),
         weights_B=torch.tensor([row.weight for row in rows]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
     )
+
+
+class _Layout:
+    """A microbatch that grows segment by segment: starts of rollouts, then what follows them."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.pieces: list[Tensor] = []
+        self.placed: list[tuple[Row, Segment]] = []
+        """Every row with its last segment."""
+
+    def add_roots(self, bundles: Sequence[Bundle]) -> list[Segment | None]:
+        """Rows alone and shared prefixes, the longest first; each bundle's prefix, if it has one.
+
+        Together, so that attention takes those of similar length in one call.
+        """
+        found: dict[int, Segment] = {}
+        lengths = [bundle.shared or bundle.rows[0].length for bundle in bundles]
+        for index in sorted(range(len(bundles)), key=lambda index: -lengths[index]):
+            bundle = bundles[index]
+            first = bundle.rows[0]
+            segment = self._append(first.token_ids_T[: lengths[index]])
+            if bundle.shared:
+                found[index] = segment
+            else:
+                self.placed.append((first, segment))
+        return [found.get(index) for index in range(len(bundles))]
+
+    def add_continuations(self, bundle: Bundle, prefix: Segment | None) -> None:
+        """What the rows of a bundle do not share."""
+        if prefix is not None:
+            for row in bundle.rows:
+                own = row.token_ids_T[prefix.length :]
+                self.placed.append((row, self._append(own, prefix.start, prefix.length)))
+
+    def _append(self, token_ids: Tensor, prefix: int = 0, prefix_length: int = 0) -> Segment:
+        start = self.segments[-1].end if self.segments else 0
+        segment = Segment(start, token_ids.numel(), prefix, prefix_length)
+        self.segments.append(segment)
+        self.pieces.append(token_ids)
+        return segment
+
+
+def _packed(positions: Tensor, segment: Segment) -> Tensor:
+    """Packed positions of a row's own ones, where the row ends with `segment`."""
+    own = positions - segment.prefix_length
+    return torch.where(own < 0, positions + segment.prefix, own + segment.start)
 
 
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:

@@ -7,23 +7,32 @@ language-model head. Shapes: T all tokens of a microbatch, S sampled tokens, H h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agenttrain.config.schema import SharePrefix
 from agenttrain.training.attention import packing
-from agenttrain.training.batch import Microbatch
+from agenttrain.training.batch import Microbatch, Row, pack
+from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
+from agenttrain.training.layout import one_after_the_other
+from agenttrain.training.share import bundle_rows, least_prompt
 from agenttrain.types import AgenttrainError
 
 LOGIT_BYTES = 4
 """Of a logit in fp32, in which they are normalised."""
 MEGABYTE = 2**20
+CHUNK_LOGITS = 2**24
+"""Logits at once of a head that is a module of its own (64 MiB in fp32)."""
 
 
 class UnsupportedModel(AgenttrainError):
@@ -33,10 +42,9 @@ class UnsupportedModel(AgenttrainError):
 class Scorer(nn.Module):
     """Microbatch -> (logprobs_S, entropy_S), both fp32.
 
-    The entropy carries a gradient with `entropy_grad` only.
-
     A module, so that accelerate can wrap what is called. A model whose attention or layers cannot
-    be packed runs one forward pass per rollout, and a warning says so.
+    be packed runs one forward pass per rollout, and a warning says so. The entropy carries a
+    gradient only with `entropy_grad`.
     """
 
     def __init__(
@@ -45,21 +53,43 @@ class Scorer(nn.Module):
         *,
         temperature: float,
         logits_budget_mb: int,
+        share_prefix: SharePrefix = SharePrefix.auto,
         entropy_grad: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        self.transform = replace(logit_transform(model), temperature=temperature)
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
         check_head(model)
         reason = why_not_packed(model)
         self.packed = reason is None
         if reason is not None:
-            warnings.warn(
-                f"{type(model).__name__} is trained with one forward pass per rollout: {reason}.",
-                stacklevel=2,
+            self._say_separate(reason, share_prefix)
+        self.least_shared = _least_shared(model, share_prefix) if self.packed else None
+
+    def _say_separate(self, reason: str, share_prefix: SharePrefix) -> None:
+        name = type(self.model).__name__
+        if share_prefix is SharePrefix.always:
+            raise UnsupportedModel(
+                f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
+                "training.share_prefix=auto."
             )
+        warnings.warn(
+            f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
+        )
+
+    def pack(
+        self, rows: Sequence[Row], token_budget: int, device: torch.device
+    ) -> list[Microbatch]:
+        """Microbatches of at most `token_budget` tokens each, in the layout that the model takes.
+
+        Groups whose prompt is worth it share it; its tokens count once.
+        """
+        share = self.least_shared is not None
+        return pack(
+            bundle_rows(rows, share=share, least=self.least_shared or 1), token_budget, device
+        )
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -80,15 +110,23 @@ class Scorer(nn.Module):
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability of every sampled token and entropy where it was sampled, [S] each."""
         hidden = packed_hidden if self.packed else separate_hidden
-        hidden_TH = hidden(self.model, microbatch.token_ids_T, microbatch.bounds)
+        hidden_TH = hidden(self.model, microbatch.token_ids_T, microbatch.segments)
         return head_logprobs(
             hidden_TH[microbatch.targets_S],
             self.model.get_output_embeddings(),
             microbatch.labels_S,
-            temperature=self.temperature,
+            transform=self.transform,
             logits_budget_mb=self.logits_budget_mb,
             entropy_grad=self.entropy_grad,
         )
+
+
+def _least_shared(model: PreTrainedModel, share_prefix: SharePrefix) -> int | None:
+    if share_prefix is SharePrefix.never:
+        return None
+    if share_prefix is SharePrefix.always:
+        return 1
+    return least_prompt(model.config.get_text_config().hidden_size)
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -117,55 +155,91 @@ def head_logprobs(
     head: nn.Module,
     labels_S: Tensor,
     *,
-    temperature: float,
+    transform: LogitTransform,
     logits_budget_mb: int,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden) / temperature) at the labels, and the entropies, [S] each.
+    """log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
 
-    Logits beyond the budget are computed in chunks, and once more in the backward pass; within it
-    they are kept.
+    Logits beyond the budget are computed once more in the backward pass; within it they are kept.
+    A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
     """
-    vocabulary = head.get_parameter("weight").shape[0]
-    chunk = max(1, logits_budget_mb * MEGABYTE // (vocabulary * LOGIT_BYTES))
-    if labels_S.numel() <= chunk:
-        return _head_logprobs(hidden_SH, head, labels_S, temperature, entropy_grad)
-    fixed = (temperature, entropy_grad)
+    if isinstance(head, nn.Linear) and _is_plain(head):
+        logits = labels_S.numel() * head.out_features
+        return linear_logprobs(
+            hidden_SH,
+            head.weight,
+            head.bias,
+            labels_S,
+            transform,
+            keep=logits * LOGIT_BYTES <= logits_budget_mb * MEGABYTE,
+            entropy_grad=entropy_grad,
+        )
     parts = [
-        checkpoint(_head_logprobs, hidden, head, labels, *fixed, use_reentrant=False)
-        for hidden, labels in zip(hidden_SH.split(chunk), labels_S.split(chunk), strict=True)
+        checkpoint(_called, hidden, head, labels, transform, entropy_grad, use_reentrant=False)
+        for hidden, labels in _chunks(hidden_SH, head, labels_S)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _head_logprobs(
-    hidden_SH: Tensor, head: nn.Module, labels_S: Tensor, temperature: float, entropy_grad: bool
+def _is_plain(head: nn.Module) -> bool:
+    """Whether calling the head is a product with its weight and nothing else."""
+    hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    return type(head) is nn.Linear and not hooked and not isinstance(head.weight, DTensor)
+
+
+def _chunks(hidden_SH: Tensor, head: nn.Module, labels_S: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    with torch.no_grad():
+        vocabulary = head(hidden_SH[:1]).shape[-1]
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    return zip(hidden_SH.split(size), labels_S.split(size), strict=True)
+
+
+def _called(
+    hidden_SH: Tensor,
+    head: nn.Module,
+    labels_S: Tensor,
+    transform: LogitTransform,
+    entropy_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    logprobs_SV = (head(hidden_SH).float() / temperature).log_softmax(-1)
-    if entropy_grad:
-        # entr(p) has no finite derivative where p underflows to 0.
+    output_SV = head(hidden_SH)
+    logits_SV = transform(output_SV.to(torch.promote_types(torch.float32, output_SV.dtype)))
+    logprobs_SV = logits_SV.log_softmax(-1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
-    else:
-        with torch.no_grad():
-            entropy_S = torch.special.entr(logprobs_SV.exp()).sum(-1)
     return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
 
 
-def check_head(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if the model does more to its logits than its head does.
+def logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """What the model's config says it does to the output of its head, at temperature 1."""
+    config: Any = model.config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale *= _number(config, name)
+    divisor = _number(config, "logits_scaling")
+    scale *= divisor if config.model_type == "hyperclovax" else 1 / divisor
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
-    Caps and scales between the head and the logits would be lost here, silently.
+
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name, None)
+    return 1.0 if value is None else float(value)
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel if the model does more to its logits than we know of.
+
+    It would be lost here, silently.
     """
     token_ids_T = torch.arange(4, device=model.device)
     with torch.no_grad():
         logits_TV = model(input_ids=token_ids_T[None], use_cache=False).logits[0]
-        hidden_TH = separate_hidden(model, token_ids_T, (0, 4))
-        bare_TV = model.get_output_embeddings()(hidden_TH)
-    gap = (logits_TV - bare_TV).abs().max().item()
+        hidden_TH = separate_hidden(model, token_ids_T, one_after_the_other([4]))
+        known_TV = logit_transform(model)(model.get_output_embeddings()(hidden_TH))
+    gap = (logits_TV - known_TV).abs().max().item()
     if not gap <= 1e-2 * logits_TV.abs().max().item():
         raise UnsupportedModel(
             f"model.path: {type(model).__name__} changes its logits after the language-model head "
-            f"(by up to {gap:.3g}; a cap or a scale), which training does not do yet. Choose a "
-            "model without one."
+            f"(by up to {gap:.3g}) in a way that training does not know of. Choose another model."
         )

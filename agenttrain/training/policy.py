@@ -22,7 +22,7 @@ from agenttrain.algorithms.metrics import extremes, mean_parts, metric_names
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
-from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
+from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
 from agenttrain.training.optimizers import build_optimizer
@@ -80,6 +80,7 @@ class Policy:
             temperature=temperature,
             logits_budget_mb=training.logits_budget_mb,
             entropy_grad=algorithm.has_bonus,
+            share_prefix=training.share_prefix,
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
@@ -254,7 +255,7 @@ class Policy:
         averages.add("loss", torch.stack((losses.sum(), self._once(1.0))))
 
     def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
-        return pack(rows, self._training.token_budget, self.accelerator.device)
+        return self._scorer.pack(rows, self._training.token_budget, self.accelerator.device)
 
     def _total(self, count: int) -> int:
         """The sum over all processes."""

@@ -1,0 +1,280 @@
+"""Log-probabilities and entropies of labels under a linear head, tile by tile.
+
+No [tokens x vocabulary] tensor stands in memory unless `keep` asks for the logits to be kept for
+the backward pass; then they are its only one. Shapes: S tokens, H hidden, V vocabulary, C tokens
+and N vocabulary entries of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CPU_TILE = (256, 2**19)
+"""Tokens, and logits, of a tile: 2 MiB in fp32, which stay in a CPU core's cache."""
+GPU_TILE = (4096, 2**25)
+"""128 MiB in fp32: large enough for a GPU's matrix products."""
+LOWEST = -1e30
+"""Below every logit, and far enough from infinity to subtract from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What stands between the head's output y and the distribution sampled from.
+
+    ``logits = scale * y``, then ``softcap * tanh(logits / softcap)``, then ``/ temperature``.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """The logits, of the type of `output`."""
+        if self.softcap is None:
+            slope = self.scale / self.temperature
+            return output if slope == 1 else output * slope
+        capped = torch.tanh(output * (self.scale / self.softcap))
+        return capped * (self.softcap / self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d output, from the logits."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        return slope * (1 - (logits * (self.temperature / self.softcap)).square())
+
+
+def linear_logprobs(
+    hidden_SH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_S: Tensor,
+    transform: LogitTransform,
+    *,
+    keep: bool,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(transform(hidden @ weight.T + bias)) at the labels, and the entropies, [S] each.
+
+    Products are of the type of `hidden` (of autocast's within it), everything else in fp32 at
+    least. The entropies carry a gradient only where asked.
+    """
+    logprobs_S, entropy_S = _LinearLogprobs.apply(
+        hidden_SH, weight_VH, bias_V, labels_S, transform, keep and torch.is_grad_enabled()
+    )
+    return logprobs_S, entropy_S if entropy_grad else entropy_S.detach()
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_S: Tensor,
+        transform: LogitTransform,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        product = _Product.of(hidden_SH, weight_VH, bias_V)
+        statistics = _Statistics.empty(labels_S, product.exact)
+        kept = []
+        for vocabulary in product.vocabulary_tiles():
+            for tokens in product.token_tiles():
+                logits = transform(product(tokens, vocabulary))
+                statistics.fold(logits, tokens, vocabulary)
+                if keep:
+                    kept.append(logits)
+        normaliser_S, entropy_S = statistics.normaliser(), statistics.entropy()
+        ctx.save_for_backward(
+            hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
+        )
+        ctx.transform, ctx.type = transform, product.type
+        return statistics.label_S - normaliser_S, entropy_S
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_S: Tensor | None, grad_entropy_S: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept = ctx.saved_tensors
+        product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
+        slopes = _Slopes(labels_S, normaliser_S, entropy_S, grad_logprobs_S, grad_entropy_S)
+        grads = _Gradients.zeros(product, ctx.needs_input_grad)
+        tiles = iter(kept)
+        for vocabulary in product.vocabulary_tiles():
+            for tokens in product.token_tiles():
+                logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
+                slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
+                grads.add(slope, tokens, vocabulary)
+        # Autograd casts each to the type of its input.
+        return *grads.sums, None, None, None
+
+
+class _Product:
+    """hidden @ weight.T + bias in tiles; products in `type`, results in fp32 at least."""
+
+    def __init__(
+        self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, type: torch.dtype
+    ) -> None:
+        self.type = type
+        self.exact = torch.promote_types(torch.float32, type)
+        self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
+        tokens, logits = CPU_TILE if hidden_SH.device.type == "cpu" else GPU_TILE
+        self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
+        self.entries = max(1, logits // self.tokens)
+
+    @classmethod
+    def of(cls, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> _Product:
+        device = hidden_SH.device.type
+        cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
+        type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
+        return cls(hidden_SH, weight_VH, bias_V, type)
+
+    def vocabulary_tiles(self) -> Iterator[slice]:
+        return _slices(self.weight_VH.shape[0], self.entries)
+
+    def token_tiles(self) -> Iterator[slice]:
+        return _slices(self.hidden_SH.shape[0], self.tokens)
+
+    def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
+        """[C, N]"""
+        output = torch.mm(self.hidden_SH[tokens], self.weight_VH[vocabulary].to(self.type).T)
+        output = output.to(self.exact)
+        return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Statistics:
+    """What is known of each token's softmax after some tiles; d is logit - highest_S."""
+
+    labels_S: Tensor
+    highest_S: Tensor
+    exp_S: Tensor
+    """Sum of exp(d)."""
+    product_S: Tensor
+    """Sum of exp(d) * d."""
+    label_S: Tensor
+    """The label's logit."""
+
+    @classmethod
+    def empty(cls, labels_S: Tensor, type: torch.dtype) -> _Statistics:
+        zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
+        return cls(
+            labels_S=labels_S,
+            highest_S=zeros_S + LOWEST,
+            exp_S=zeros_S,
+            product_S=zeros_S.clone(),
+            label_S=zeros_S.clone(),
+        )
+
+    def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
+        """Take in the logits [C, N] of a tile."""
+        before, exp, product = self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens]
+        highest = torch.maximum(before, logits.amax(-1))
+        shift = before - highest
+        distance = logits - highest[:, None]
+        weight = distance.exp()
+        product.add_(exp * shift).mul_(shift.exp()).add_((distance.mul_(weight)).sum(-1))
+        exp.mul_(shift.exp()).add_(weight.sum(-1))
+        before.copy_(highest)
+        index, inside = _in_tile(self.labels_S[tokens], vocabulary)
+        here = logits.gather(-1, index[:, None])[:, 0]
+        self.label_S[tokens] += torch.where(inside, here, 0.0)
+
+    def normaliser(self) -> Tensor:
+        """[S] log sum exp of the logits."""
+        return self.highest_S + self.exp_S.log()
+
+    def entropy(self) -> Tensor:
+        """[S] -sum p log p = log sum exp(d) - sum p d."""
+        return self.exp_S.log() - self.product_S / self.exp_S
+
+
+def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
+    """Place of each label in the tile (anywhere, if it is not), and whether it is in it."""
+    local = labels_C - vocabulary.start
+    size = vocabulary.stop - vocabulary.start
+    return local.clamp(0, size - 1), (local >= 0) & (local < size)
+
+
+class _Slopes:
+    """d loss / d logits of a tile, from what comes back for logprobs and entropies.
+
+    d logprob / d logit_j = [j is the label] - p_j
+    d entropy / d logit_j = -p_j * (log p_j + entropy)
+    """
+
+    def __init__(
+        self,
+        labels_S: Tensor,
+        normaliser_S: Tensor,
+        entropy_S: Tensor,
+        grad_logprobs_S: Tensor | None,
+        grad_entropy_S: Tensor | None,
+    ) -> None:
+        self.labels_S, self.normaliser_S, self.entropy_S = labels_S, normaliser_S, entropy_S
+        none_S = torch.zeros_like(normaliser_S)
+        self.grad_logprobs_S = none_S if grad_logprobs_S is None else grad_logprobs_S
+        self.grad_entropy_S = grad_entropy_S
+
+    def __call__(self, logits: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
+        grad = self.grad_logprobs_S[tokens, None]
+        log_p = logits - self.normaliser_S[tokens, None]
+        if self.grad_entropy_S is None:
+            slope = log_p.exp_().mul_(-grad)
+        else:
+            of_entropy = self.grad_entropy_S[tokens, None]
+            factor = of_entropy * (log_p + self.entropy_S[tokens, None]) + grad
+            slope = log_p.exp_().mul_(factor.neg_())
+        index, inside = _in_tile(self.labels_S[tokens], vocabulary)
+        at_label = torch.where(inside, self.grad_logprobs_S[tokens], 0.0)
+        return slope.scatter_add_(-1, index[:, None], at_label[:, None])
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias, summed over tiles in fp32 at least."""
+
+    def __init__(
+        self, product: _Product, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
+        self.product, self.sums = product, (hidden, weight, bias)
+
+    @classmethod
+    def zeros(cls, product: _Product, needed: tuple[bool, ...]) -> _Gradients:
+        inputs = (product.hidden_SH, product.weight_VH, product.bias_V)
+        sums = [
+            torch.zeros_like(tensor, dtype=product.exact) if need and tensor is not None else None
+            for tensor, need in zip(inputs, needed, strict=False)
+        ]
+        return cls(product, *sums)
+
+    def add(self, slope: Tensor, tokens: slice, vocabulary: slice) -> None:
+        """Take in d loss / d output [C, N] of a tile."""
+        product = self.product
+        hidden_SH, weight_VH, bias_V = self.sums
+        typed = slope.to(product.type)
+        if hidden_SH is not None:
+            _add_product(hidden_SH[tokens], typed, product.weight_VH[vocabulary].to(product.type))
+        if weight_VH is not None:
+            _add_product(weight_VH[vocabulary], typed.T, product.hidden_SH[tokens])
+        if bias_V is not None:
+            bias_V[vocabulary] += slope.sum(0)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype is left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
