@@ -15,7 +15,8 @@ from agenttrain.chat.template import Chat
 from agenttrain.check import certified
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import build_rows
+from agenttrain.data.build import build_tasks
+from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
@@ -38,6 +39,8 @@ class Prepared:
     certificate: Certificate
     train_tasks: TaskSource
     test_tasks: TaskSource
+    data_notes: tuple[str, ...]
+    """What to tell of the rows: those left out, those held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +64,21 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    train = TaskSource(
-        build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
-    )
-    test = TaskSource(build_rows(config.data.test, "data.test"))
-    check_columns(test, {"eval.group_by": config.eval.group_by})
+    tasks = build_tasks(config.data, seed=config.seed)
+    check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    rubric = build_rubric(config.reward)
+    rubric.check_tools(found.toolbox.names)
+    check_reward_columns(tasks.train, rubric.columns, "data.train")
+    check_reward_columns(tasks.test, rubric.columns, "data.test")
     return Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
-        rubric=build_rubric(config.reward),
+        rubric=rubric,
         certificate=found.certificate,
-        train_tasks=train,
-        test_tasks=test,
+        train_tasks=tasks.train,
+        test_tasks=tasks.test,
+        data_notes=tasks.notes,
     )
 
 

@@ -39,6 +39,12 @@ NEEDS_A_PATH = {
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
+    "reward=format": ["reward.format.pattern=Answer.*"],
+    "reward=jmespath": ["reward.jmespath.expression=turns"],
+    "reward=json_schema": ["reward.json_schema.column=shape"],
+    "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
+    "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
 }
 DEFAULTS = {
     *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),

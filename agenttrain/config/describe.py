@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from agenttrain.config.arithmetic import arithmetic
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import RewardSettings, RunConfig
 
 
 def describe(config: RunConfig) -> str:
@@ -19,7 +20,7 @@ def describe(config: RunConfig) -> str:
         "stop tools": ", ".join(config.stop_tools) or "none",
         "train data": _call(config.data.train),
         "test data": _call(config.data.test),
-        "reward": ", ".join(f"{name} {_call(part)}" for name, part in config.reward.items()),
+        "reward": "\n            ".join(_rewards(config.reward)),
         "algorithm": f"{algorithm.name}: advantage {algorithm.advantage}, scale {algorithm.scale}, "
         f"ratio {algorithm.ratio}, clip -{algorithm.clip_low:g} +{algorithm.clip_high:g}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}",
@@ -30,6 +31,17 @@ def describe(config: RunConfig) -> str:
     }
     lines = [f"{name:<12}{text}" for name, text in parts.items()]
     return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _rewards(rewards: Mapping[str, Any]) -> list[str]:
+    """One line per reward: its weight, and what it is without the settings of ours."""
+    ours = {field.name for field in fields(RewardSettings)}
+    width = max(map(len, rewards), default=0)
+    return [
+        f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
+        + _call({key: value for key, value in part.items() if key not in ours})
+        for name, part in rewards.items()
+    ]
 
 
 def _call(section: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ def _missing(key: str, groups: Mapping[str, Sequence[str]]) -> str:
     # The options `file` and `folder` are those that ask for a path.
     options = [option for option in groups.get(section, ()) if option not in ("file", "folder")]
     remedy = f"set it: {key}=…"
-    if options:
+    if options and section != "reward":  # another reward would leave the key as it is
         remedy += f", or choose {section}={'|'.join(options)}"
     return f"{key}: has no value; {remedy}"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.config.components import data_problems, reward_problems, tool_problems
+from agenttrain.config.data_settings import data_setting_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
@@ -212,6 +213,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, _algorithm),
-    *(tool_problems, reward_problems, data_problems, _model, _files, _names),
+    *(tool_problems, reward_problems, data_problems, data_setting_problems),
+    *(_model, _files, _names),
     *(_optimizer, _evaluation),
 )

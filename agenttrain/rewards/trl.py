@@ -39,3 +39,8 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _no_log(name: str, value: object) -> None: ...
+
+
+def batch_names() -> tuple[str, ...]:
+    """What TRL's functions are given beside the row's columns."""
+    return tuple(batch_arguments(()))
