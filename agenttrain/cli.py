@@ -77,6 +77,7 @@ examples
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        return _view(rest) if verb == "view" else _run(parse(arguments))
+        own = {"view": _view, "data": _data}.get(verb)
+        return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -319,6 +321,19 @@ def _view(arguments: Sequence[str]) -> int:
 
     print(write_page(composed.config, folders[0], step))
     return 0
+
+
+def _data(arguments: Sequence[str]) -> int:
+    """`data [--rows N] [overrides]`: the rows as the model will see them."""
+    from agenttrain import show_data
+
+    options, overrides = show_data.parse(arguments)
+    command = parse(overrides)
+    if command.sweep:
+        raise ConfigError("data -m: shows the rows of one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return show_data.show(composed.config, options)
 
 
 def _templates(arguments: Sequence[str]) -> int:

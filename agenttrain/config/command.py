@@ -27,6 +27,7 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }

@@ -183,7 +183,7 @@ def _unreadable(error: OverrideParseException) -> str:
     if "=" not in error.override and not error.override.startswith("~"):
         return f"{error.override}: settings are written key=value"
     return (
-        f"{error.override}: cannot be read; put a value with blanks, commas, brackets or = in "
+        f"{error.override.removeprefix('++')}: cannot be read; put a value with blanks, commas, brackets or = in "
         "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
     )
 
