@@ -12,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+
 from agenttrain.config.row_file import check_row_file
 from agenttrain.config.schema import DataConfig, OnBadRow
 from agenttrain.data.build import build_rows, build_tasks

@@ -182,8 +182,9 @@ def _broken_yaml(error: MarkedYAMLError) -> str:
 def _unreadable(error: OverrideParseException) -> str:
     if "=" not in error.override and not error.override.startswith("~"):
         return f"{error.override}: settings are written key=value"
+    typed = error.override.removeprefix("++")  # which open_keys puts there
     return (
-        f"{error.override.removeprefix('++')}: cannot be read; put a value with blanks, commas, brackets or = in "
+        f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
         "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.rewards.base import RewardUnavailable
 
@@ -37,7 +38,10 @@ class RewardModel:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
-        self._folder = model_folder(path)
+        try:
+            self._folder = model_folder(path)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("model.")) from error
         self._path, self._label, self._device_name = path, label, device
         self._dtype, self._batch_size = dtype, batch_size
 
