@@ -25,6 +25,7 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
+from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 
 
@@ -82,16 +83,6 @@ def prepare(config: RunConfig) -> Prepared:
     )
 
 
-def precision_advice(config: RunConfig) -> str | None:
-    """What is wrong with training in `model.dtype`; None if nothing is."""
-    if config.model.dtype == "float32":
-        return None
-    return (
-        f"model.dtype={config.model.dtype}: the optimizer's updates are rounded to it too, and "
-        "small ones are lost. model.dtype=float32 training.mixed_precision=bf16 keeps them."
-    )
-
-
 def seed_all(seed: int) -> None:
     """Seed the generators that anyone's tool, reward or data may draw from."""
     import numpy as np
@@ -113,6 +104,8 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
     )
+    if config.model.lora.rank:
+        add_lora(model, config.model.lora)
     policy = Policy(
         model,
         algorithm=config.algorithm,

@@ -79,6 +79,7 @@ examples
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        own = {"view": _view, "data": _data}.get(verb)
+        own = {"view": _view, "data": _data, "export": _export}.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
@@ -338,6 +339,12 @@ def _data(arguments: Sequence[str]) -> int:
 
 def _templates(arguments: Sequence[str]) -> int:
     from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from agenttrain.training.export import main
 
     return main(arguments)
 

@@ -29,6 +29,7 @@ VERBS = {
     "check": "compose, check and count; nothing is run and no folder is made",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 WITH_VALUE = (
