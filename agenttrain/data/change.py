@@ -33,13 +33,15 @@ class Change:
     def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
         """The changed row; raises BadRow with the setting that does not fit it.
 
-        `fills_missing`: keys of the messages that are None may be made up, and are dropped.
+        `fills_missing`: keys of messages and tools that are None may be made up, and are dropped.
         """
         changed = {**row, **{name: self._value(name, row) for name in self._map}}
         changed = {name: value for name, value in changed.items() if value is not None}
         messages = self._messages(changed)
         if isinstance(messages, list | tuple):
             changed["messages"] = [_message(m, fills_missing=fills_missing) for m in messages]
+        if fills_missing and "tools" in changed:
+            changed["tools"] = _without_none(changed["tools"])
         return changed
 
     def _value(self, name: str, row: Mapping[str, Any]) -> Any:

@@ -38,7 +38,7 @@ class ChangedRows:
 class SomeRows:
     """Some of the rows of a dataset; a row without a `task_id` is named by its number in it."""
 
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+    def __init__(self, rows: ChangedRows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices
 
     def __len__(self) -> int:
@@ -47,6 +47,10 @@ class SomeRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         number = self._indices[index]
         return {"task_id": number, **self._rows[number]}
+
+    def where(self, index: int) -> str:
+        """How an error message names the row."""
+        return self._rows.where(self._indices[index])
 
 
 @dataclass(slots=True)
