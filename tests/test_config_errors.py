@@ -56,7 +56,8 @@ UNREADABLE = {
     "algorithm.beta=${lr}": "'lr' not found",
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
-    "data=hub": "data.path: has no value",
+    "data=file": "data.train.path=null: has no value; set data.path=…",
+    "data=hub": "data.train.path=null: has no value; set data.path=…",
     "reward=format": "reward.format.pattern: has no value; set it: reward.format.pattern=…",
     "~algorithm": "choose algorithm=grpo|rloo",
 }
