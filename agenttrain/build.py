@@ -12,7 +12,7 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified
+from agenttrain.check import certified, rewards_of
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import build_tasks
@@ -20,7 +20,6 @@ from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
-from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.tools.toolbox import Toolbox
@@ -67,8 +66,7 @@ def prepare(config: RunConfig) -> Prepared:
     found.tokenizer.chat_template = found.chat.saved_template
     tasks = build_tasks(config.data, seed=config.seed)
     check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    rubric = build_rubric(config.reward)
-    rubric.check_tools(found.toolbox.names)
+    rubric = rewards_of(config, found)
     check_reward_columns(tasks.train, rubric.columns, "data.train")
     check_reward_columns(tasks.test, rubric.columns, "data.test")
     return Prepared(

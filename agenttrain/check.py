@@ -10,6 +10,8 @@ from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.rewards.build import build_rubric
+from agenttrain.rewards.rubric import Rubric
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 
@@ -33,3 +35,10 @@ def certified(config: RunConfig) -> Certified:
     toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
     certificate = certify(chat, toolbox.schemas())
     return Certified(tokenizer=tokenizer, chat=chat, toolbox=toolbox, certificate=certificate)
+
+
+def rewards_of(config: RunConfig, found: Certified) -> Rubric:
+    """The run's rewards; raises ValueError for one on a tool that the run does not have."""
+    rubric = build_rubric(config.reward)
+    rubric.check_tools(found.toolbox.names)
+    return rubric

@@ -150,21 +150,21 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
-    from agenttrain.check import certified  # tokenizers come with it
+    from agenttrain.check import Certified, certified, rewards_of  # tokenizers come with it
     from agenttrain.types import AgenttrainError
 
     parts = ("model", "chat_template", "response_schema", "tools", "stop_tools")
-    shown: dict[str, bool] = {}
+    shown: dict[str, Certified] = {}
     for run in runs:
         try:
             key = repr([getattr(run.config, part) for part in parts])
             if key not in shown:
-                certificate = certified(run.config).certificate
-                shown[key] = certificate.passed
-                print("\n" + "\n".join(certificate.lines()))
+                shown[key] = certified(run.config)
+                print("\n" + "\n".join(shown[key].certificate.lines()))
+            rewards_of(run.config, shown[key])
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-    return 0 if all(shown.values()) else 1
+    return 0 if all(found.certificate.passed for found in shown.values()) else 1
 
 
 def _hint(command: Command, runs: Sequence[Composed]) -> str | None:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import Certified, certified
+from agenttrain.check import Certified, certified, rewards_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import Splits, build_tasks
 from agenttrain.data.required import column_names
 from agenttrain.data.source import LOOKED_AT, TaskSource
-from agenttrain.rewards.build import build_rubric
 from agenttrain.types import AgenttrainError, Task
 
 MEASURED = 500
@@ -58,7 +57,7 @@ def show(config: RunConfig, options: Options) -> int:
     try:
         found = certified(config)
         tasks = build_tasks(config.data, seed=config.seed)
-        rewards = build_rubric(config.reward).columns
+        rewards = rewards_of(config, found).columns
         context = _context(config)
         for line in _summary(tasks, found, config, context):
             print(line)

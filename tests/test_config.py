@@ -285,3 +285,10 @@ def test_the_readmes_experiment_composes(tmp_path: Path) -> None:
         "test",
         {"answer": "split(answer, '#### ')[-1]"},
     )
+
+
+def test_the_summary_shows_rewards_with_their_weights() -> None:
+    config = compose("reward=[exact_match,stop_tool_called]", "reward.exact_match.weight=2").config
+    text = describe(config)
+    assert "reward      exact_match       weight 2  agenttrain.rewards.exact_match.Exact" in text
+    assert "\n            stop_tool_called  weight 1  agenttrain.rewards.stop_tool_called" in text

@@ -85,6 +85,7 @@ def test_rows_without_end(capsys):
         ([*OURS, "data.prompt={question}"], "data.prompt"),
         (["reward.exact_match.on_unavailable=dorp"], "(did you mean 'drop'?)"),
         (["reward=[jmespath]", 'reward.jmespath.expression="a["'], "(position 2, at its end)"),
+        (["tools=[sql]", "stop_tools=[]"], "tool=final_answer: is not a tool of this run, so the"),
         (["reward=[stop_tool_called]", "stop_tools=[]"], "would always be 0 with stop_tools=[]"),
     ],
     ids=str,
