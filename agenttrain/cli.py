@@ -40,6 +40,7 @@ from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resume
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.types import Task
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
@@ -78,6 +79,7 @@ examples
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
+  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        own = {"view": _view, "data": _data, "export": _export}.get(verb)
+        own = {"view": _view, "tools": _tools, "data": _data, "export": _export}.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
@@ -335,6 +337,25 @@ def _data(arguments: Sequence[str]) -> int:
     with hydra_session(command.source):
         (composed,) = compose_all(command)
     return show_data.show(composed.config, options)
+
+
+def _tools(arguments: Sequence[str]) -> int:
+    """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
+    from agenttrain.tools import command as tools
+
+    options, overrides = tools.parse(arguments)
+    command = parse(overrides)
+    if command.sweep:
+        raise ConfigError("tools -m: shows the tools of one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+
+    def first_task() -> Task:
+        from agenttrain.data.build import build_tasks
+
+        return build_tasks(composed.config.data, seed=composed.config.seed).train.tasks(0, 1)[0]
+
+    return tools.show(composed.config, options, first_task)
 
 
 def _templates(arguments: Sequence[str]) -> int:

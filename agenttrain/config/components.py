@@ -5,12 +5,14 @@ Nothing of other people's is imported: what a `_target_` takes is read from its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from inspect import isclass
 from math import isfinite
 from typing import Any
 
+from agenttrain.config.corpus import SEARCH, check_corpus
+from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
 from agenttrain.config.reward_settings import setting_problems
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, HUB_ROWS, check_hub, check_row_file
 from agenttrain.config.schema import RewardSettings, RunConfig, ToolLimits
@@ -20,6 +22,10 @@ from agenttrain.config.targets import look_up
 
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
+TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
+    MCP_SERVER: check_mcp_server,
+    SEARCH: check_corpus,
+}
 
 
 def is_number(value: Any, *, whole: bool = False) -> bool:
@@ -32,7 +38,8 @@ def is_number(value: Any, *, whole: bool = False) -> bool:
 def tool_problems(config: RunConfig) -> Iterator[str]:
     limits = tuple(field.name for field in fields(ToolLimits))
     for name, section in config.tools.items():
-        yield from _component(f"tools.{name}", section, extra=limits, others=config.tools)
+        problems = list(_component(f"tools.{name}", section, extra=limits, others=config.tools))
+        yield from problems or _tool_arguments(f"tools.{name}", section, limits)
         for limit in limits:
             value = section.get(limit, 1) if isinstance(section, Mapping) else 1
             whole = limit == "concurrency"
@@ -40,13 +47,38 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
                 wanted = "a whole number of at least 1" if whole else "a number above 0"
                 yield f"tools.{name}.{limit}={value}: must be {wanted}"
     for name in config.stop_tools:
-        if name not in config.tools:
+        if name not in config.tools and not _more_tools(config):
             hint = did_you_mean(name, config.tools)
             known = ", ".join(config.tools) or "none"
             yield (
                 f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}; "
                 "stop_tools=[] is none (as with experiment=none)"
             )
+
+
+def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the arguments of our own tools that depend on what is outside."""
+    check = TOOL_CHECKS.get(section["_target_"])
+    bound = {k: v for k, v in section.items() if k != "_target_" and k not in limits}
+    try:
+        if check is not None:
+            check(**bound)
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+        return
+    if check is check_mcp_server:
+        patience, limit = section.get("reconnect_s", 5.0), section.get("timeout_s", 10.0)
+        if is_number(limit) and patience >= limit:
+            yield (
+                f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={limit}, or a call "
+                "times out before its server counts as unreachable"
+            )
+
+
+def _more_tools(config: RunConfig) -> bool:
+    """Whether a server says which tools there are: then `build` checks stop_tools."""
+    sections = [section for section in config.tools.values() if isinstance(section, Mapping)]
+    return any(section.get("_target_") == MCP_SERVER for section in sections)
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:

@@ -13,7 +13,11 @@ from agenttrain.config.suggest import did_you_mean
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.hub.HubRows"
-ENDLESS = ("agenttrain.data.shop.row", "agenttrain.data.calculator.row")
+ENDLESS = (
+    "agenttrain.data.shop.row",
+    "agenttrain.data.calculator.row",
+    "agenttrain.data.encyclopedia.row",
+)
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"
 

@@ -15,13 +15,14 @@ from typing import Any
 
 from agenttrain.config.components import data_problems, reward_problems, tool_problems
 from agenttrain.config.data_settings import data_setting_problems
+from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
 from agenttrain.config.suggest import did_you_mean
 
-ENGINES = ("transformers",)
+ENGINES = ("transformers", "vllm")
 TRACKERS = ("trackio", "none")
 MIXED_PRECISION = ("no", "bf16", "fp16")
 SEEDS = 2**63
@@ -51,7 +52,7 @@ NOT_NEGATIVE = (
 )
 POSITIVE = (
     *("rollout.temperature", "rollout.timeout_s"),
-    *("optimizer.lr", "optimizer.max_grad_norm"),
+    *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
 )
 
 
@@ -203,5 +204,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, _algorithm),
     *(tool_problems, reward_problems, data_problems, data_setting_problems),
     *(_model, _files, _names),
-    *(optimizer_problems, weight_problems, _evaluation),
+    *(optimizer_problems, weight_problems, engine_problems, _evaluation),
 )

@@ -77,6 +77,11 @@ class Toolbox:
         """Names of the tools of abandoned calls that still run, one per call."""
         return (*self._threads.stuck, *self._abandoned.values())
 
+    def limits(self, name: str) -> ToolLimits:
+        """The limits of a tool; those of a tool that is not there limit nothing but its time."""
+        entry = self._entries.get(name)
+        return ToolLimits() if entry is None else entry.limits
+
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The schemas of these tools, or of all; raises ValueError for an unknown name."""
         for name in names or ():
