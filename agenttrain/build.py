@@ -12,13 +12,14 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified, prompt_lengths, task_sources
+from agenttrain.check import certified, prompt_lengths, rewards_of
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.data.build import build_tasks
+from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
-from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.tools.toolbox import Toolbox
@@ -38,6 +39,8 @@ class Prepared:
     certificate: Certificate
     train_tasks: TaskSource
     test_tasks: TaskSource
+    data_notes: tuple[str, ...]
+    """What to tell of the rows: those left out, those held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +64,21 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    sources = task_sources(config)
-    check_columns(sources["data.test"], {"eval.group_by": config.eval.group_by})
-    prompt_lengths(found, sources)
+    tasks = build_tasks(config.data, seed=config.seed)
+    check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    rubric = rewards_of(config, found)
+    check_reward_columns(tasks.train, rubric.columns, "data.train")
+    check_reward_columns(tasks.test, rubric.columns, "data.test")
+    prompt_lengths(found, tasks.by_key)
     return Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
-        rubric=build_rubric(config.reward),
+        rubric=rubric,
         certificate=found.certificate,
-        train_tasks=sources["data.train"],
-        test_tasks=sources["data.test"],
+        train_tasks=tasks.train,
+        test_tasks=tasks.test,
+        data_notes=tasks.notes,
     )
 
 

@@ -13,8 +13,9 @@ from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import build_rows
 from agenttrain.data.source import TaskSource
+from agenttrain.rewards.build import build_rubric
+from agenttrain.rewards.rubric import Rubric
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AssistantTurn, Finish, Message, Task
@@ -45,16 +46,6 @@ def certified(config: RunConfig) -> Certified:
     )
     certificate = certify(chat, toolbox.schemas())
     return Certified(tokenizer=tokenizer, chat=chat, toolbox=toolbox, certificate=certificate)
-
-
-def task_sources(config: RunConfig) -> dict[str, TaskSource]:
-    """The run's tasks by key, `data.train` and `data.test`."""
-    train, test = (build_rows(getattr(config.data, s), f"data.{s}") for s in ("train", "test"))
-    shuffle = config.data.shuffle
-    return {
-        "data.train": TaskSource(train, shuffle=shuffle, seed=config.seed),
-        "data.test": TaskSource(test),
-    }
 
 
 def prompt_lengths(found: Certified, sources: Mapping[str, TaskSource]) -> dict[str, list[int]]:
@@ -106,3 +97,10 @@ def _render(chat: Chat, task: Task, schemas: Sequence[dict]) -> int:
             ANSWER, [question], completion_ids=[0], finish=Finish.length, generation_prompt=True
         )
     return length
+
+
+def rewards_of(config: RunConfig, found: Certified) -> Rubric:
+    """The run's rewards; raises ValueError for one on a tool that the run does not have."""
+    rubric = build_rubric(config.reward)
+    rubric.check_tools(found.toolbox.names)
+    return rubric

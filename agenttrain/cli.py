@@ -78,6 +78,7 @@ examples
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
   agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        own = {"view": _view, "tools": _tools, "export": _export}.get(verb)
+        own = {"view": _view, "tools": _tools, "data": _data, "export": _export}.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
@@ -154,7 +155,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
         print(f"\n{hint}", flush=True)
     from agenttrain.types import AgenttrainError
 
-    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools", "data")
+    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools", "data", "reward")
     shown: dict[str, bool] = {}
     for run in runs:
         key = repr([getattr(run.config, part) for part in parts])
@@ -171,14 +172,17 @@ def _certify(run: Composed) -> bool:
     from agenttrain.check import (  # tokenizers come with it
         certified,
         prompt_lengths,
-        task_sources,
+        rewards_of,
         told,
     )
+    from agenttrain.data.build import build_tasks
 
     found = certified(run.config)
     print("\n" + "\n".join(found.certificate.lines()), flush=True)
     if found.certificate.passed:
-        print(told(prompt_lengths(found, task_sources(run.config))))
+        tasks = build_tasks(run.config.data, seed=run.config.seed)
+        print(told(prompt_lengths(found, tasks.by_key)))
+    rewards_of(run.config, found)
     return found.certificate.passed
 
 
@@ -358,6 +362,19 @@ def _view(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _data(arguments: Sequence[str]) -> int:
+    """`data [--rows N] [overrides]`: the rows as the model will see them."""
+    from agenttrain import show_data
+
+    options, overrides = show_data.parse(arguments)
+    command = parse(overrides)
+    if command.sweep:
+        raise ConfigError("data -m: shows the rows of one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return show_data.show(composed.config, options)
+
+
 def _tools(arguments: Sequence[str]) -> int:
     """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
     from agenttrain.tools import command as tools
@@ -370,11 +387,9 @@ def _tools(arguments: Sequence[str]) -> int:
         (composed,) = compose_all(command)
 
     def first_task() -> Task:
-        from agenttrain.data.build import build_rows
-        from agenttrain.data.source import TaskSource
+        from agenttrain.data.build import build_tasks
 
-        rows = build_rows(composed.config.data.train, "data.train")
-        return TaskSource(rows).tasks(0, 1)[0]
+        return build_tasks(composed.config.data, seed=composed.config.seed).train.tasks(0, 1)[0]
 
     return tools.show(composed.config, options, first_task)
 

@@ -189,6 +189,8 @@ def _prepare(job: Job) -> Prepared:
         raise
     write_config(job.folder, job.plain, prepared.certificate.hash)
     record_fix(job.folder, prepared)
+    for note in prepared.data_notes:
+        print(note, flush=True)
     return prepared
 
 

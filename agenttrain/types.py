@@ -298,7 +298,7 @@ class Rollout:
     """Sampled completions so far."""
     stop_reason: StopReason | None = None
     error: str | None = None
-    """What failed, when stop_reason is `error`."""
+    """What failed, when stop_reason is `error`; or why a reward function could not score it."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By reward function; None: not applicable."""
     reward: float | None = None

@@ -41,6 +41,12 @@ NEEDS_A_PATH = {
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
+    "data=hub": ["data.path=someone/questions", "data.test_fraction=0.1"],
+    "reward=format": ["reward.format.pattern=Answer.*"],
+    "reward=jmespath": ["reward.jmespath.expression=turns"],
+    "reward=json_schema": ["reward.json_schema.column=shape"],
+    "reward=judge": ["reward.judge.url=http://localhost:8000/v1", "reward.judge.model=m"],
+    "reward=reward_model": ["reward.reward_model.path=agenttrain/data/models/shop"],
 }
 DEFAULTS = {
     *("chat_template=auto", "response_schema=auto", "model=shop", "data=shop", "algorithm=grpo"),
@@ -265,3 +271,26 @@ def test_a_sweep_may_come_from_a_yaml(tmp_path: Path) -> None:
     with hydra_session(source):
         runs = expand(["experiment=grid"], source)
     assert runs == [["seed=1", "experiment=grid"], ["seed=2", "experiment=grid"]]
+
+
+def test_the_readmes_experiment_composes(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    start = readme.index("# @package _global_\n# my_conf/experiment/gsm8k.yaml")
+    (tmp_path / "experiment").mkdir()
+    text = readme[start : readme.index("```", start)]
+    (tmp_path / "experiment" / "gsm8k.yaml").write_text(text, encoding="utf-8")
+    overrides = ("experiment=gsm8k", "tools=[]", "stop_tools=[]")
+    config = compose(*overrides, source=Source(extra=str(tmp_path))).config
+    validate(config)
+    assert list(config.reward) == ["numeric_close"]
+    assert (config.data.test["split"], config.data.map) == (
+        "test",
+        {"answer": "split(answer, '#### ')[-1]"},
+    )
+
+
+def test_the_summary_shows_rewards_with_their_weights() -> None:
+    config = compose("reward=[exact_match,stop_tool_called]", "reward.exact_match.weight=2").config
+    text = describe(config)
+    assert "reward      exact_match       weight 2  agenttrain.rewards.exact_match.Exact" in text
+    assert "\n            stop_tool_called  weight 1  agenttrain.rewards.stop_tool_called" in text

@@ -56,7 +56,9 @@ UNREADABLE = {
     "algorithm.beta=${lr}": "'lr' not found",
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
-    "data=file": "data.train.path: has no value",
+    "data=file": "data.train.path=null: has no value; set data.path=…",
+    "data=hub": "data.train.path=null: has no value; set data.path=…",
+    "reward=format": "reward.format.pattern: has no value; set it: reward.format.pattern=…",
     "~algorithm": "choose algorithm=bnpo|cispo|dapo",
 }
 
@@ -117,6 +119,11 @@ UNUSABLE = {
     "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
     "response_schema.path=x.yaml": "add response_schema=file",
     "chat_template.name=file": "which one? add chat_template.path=…",
+    "data.path=rows.jsonl": "is not used by these rows; add data=file",
+    "data.subset=main": "is not used by these rows; add data=hub",
+    "data.test_fraction=0.1": "data.test has rows of its own; leave it out",
+    "data.test_fraction=1.5": "must be between 0 and 1",
+    "data.test_seed=3": "has no effect without data.test_fraction",
     "reward={}": "choose one: reward=[exact_match]",
     # Components.
     "model.path=/no/such/model": "there is no config.json",

@@ -15,7 +15,7 @@ LAYERS = (
     ("chat", "tools", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
     ("check", "evaluate"),
-    ("trainer",),
+    ("trainer", "show_data"),
     ("build",),
     ("launch",),
     ("cli",),

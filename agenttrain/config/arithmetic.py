@@ -81,7 +81,8 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0
-    rows = known_rows(config.data.test)
+    held_out = config.data.test_fraction is not None
+    rows = None if held_out else known_rows(config.data.test)
     questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
     return Arithmetic(
         steps=config.steps,

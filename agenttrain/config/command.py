@@ -27,6 +27,7 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",

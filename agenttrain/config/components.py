@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from inspect import isclass
 from math import isfinite
 from typing import Any
 
 from agenttrain.config.corpus import SEARCH, check_corpus
 from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
-from agenttrain.config.row_file import ENDLESS, FILE_ROWS, check_row_file
+from agenttrain.config.reward_settings import setting_problems
+from agenttrain.config.row_file import ENDLESS, FILE_ROWS, HUB_ROWS, check_hub, check_row_file
 from agenttrain.config.sandbox import INTERPRETER, interpreter_problems
-from agenttrain.config.schema import RunConfig, ToolLimits
+from agenttrain.config.schema import RewardSettings, RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
 
+OUR_REWARDS = "agenttrain.rewards."
+STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
 TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
     MCP_SERVER: check_mcp_server,
     SEARCH: check_corpus,
@@ -84,11 +88,31 @@ def _more_tools(config: RunConfig) -> bool:
 def reward_problems(config: RunConfig) -> Iterator[str]:
     if not config.reward:
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+    settings = tuple(field.name for field in fields(RewardSettings))
     for name, section in config.reward.items():
-        yield from _component(f"reward.{name}", section, extra=("weight",), others=config.reward)
-        weight = section.get("weight", 1) if isinstance(section, Mapping) else 1
-        if not is_number(weight):
-            yield f"reward.{name}.weight={weight}: must be a finite number"
+        key = f"reward.{name}"
+        problems = list(_component(key, section, extra=settings, others=config.reward))
+        if isinstance(section, Mapping):
+            problems += setting_problems(key, section)
+        yield from problems or _reward_arguments(key, section, config)
+
+
+def _reward_arguments(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """What is wrong with the arguments of our own rewards, which import nothing heavy."""
+    target, ours = section["_target_"], {field.name for field in fields(RewardSettings)}
+    if target == STOP_TOOL_CALLED and not config.stop_tools:
+        yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
+    if not target.startswith(OUR_REWARDS):
+        return
+    bound = {k: v for k, v in section.items() if k not in ours and k != "_target_"}
+    found = locate(target, key=f"{key}._target_")
+    try:
+        if isclass(found):
+            found(**bound)
+    except TypeError as error:
+        yield f"{key}: {error}"
+    except ValueError as error:
+        yield about_argument(error, key, bound)
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
@@ -105,6 +129,8 @@ def _arguments(key: str, section: Mapping[str, Any]) -> Iterator[str]:
     try:
         if target == FILE_ROWS:
             check_row_file(**bound)
+        elif target == HUB_ROWS:
+            check_hub(**bound)
         elif target in ENDLESS:
             locate(target, key=f"{key}._target_")(index=0, **bound)
     except TypeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.algorithm_checks import shown
 from agenttrain.config.arithmetic import arithmetic
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import RewardSettings, RunConfig
 
 
 def describe(config: RunConfig) -> str:
@@ -22,7 +22,7 @@ def describe(config: RunConfig) -> str:
         "stop tools": ", ".join(config.stop_tools) or "none",
         "train data": _call(config.data.train),
         "test data": _call(config.data.test),
-        "reward": ", ".join(f"{name} {_call(part)}" for name, part in config.reward.items()),
+        "reward": "\n            ".join(_rewards(config.reward)),
         "algorithm": _algorithm(config.algorithm),
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
@@ -46,6 +46,17 @@ def _algorithm(config: AlgorithmConfig) -> str:
         if field.name not in (*AXES, *COUNTED) and value != field.default:
             told.append(f"{field.name} {shown(value)}")
     return f"{config.name}: {', '.join(told)}"
+
+
+def _rewards(rewards: Mapping[str, Any]) -> list[str]:
+    """One line per reward: its weight, and what it is without the settings of ours."""
+    ours = {field.name for field in fields(RewardSettings)}
+    width = max(map(len, rewards), default=0)
+    return [
+        f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
+        + _call({key: value for key, value in part.items() if key not in ours})
+        for name, part in rewards.items()
+    ]
 
 
 def _call(section: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ def _missing(key: str, groups: Mapping[str, Sequence[str]]) -> str:
     # The options `file` and `folder` are those that ask for a path.
     options = [option for option in groups.get(section, ()) if option not in ("file", "folder")]
     remedy = f"set it: {key}=…"
-    if options:
+    if options and section != "reward":  # another reward would leave the key as it is
         remedy += f", or choose {section}={'|'.join(options)}"
     return f"{key}: has no value; {remedy}"
 
@@ -182,8 +182,9 @@ def _broken_yaml(error: MarkedYAMLError) -> str:
 def _unreadable(error: OverrideParseException) -> str:
     if "=" not in error.override and not error.override.startswith("~"):
         return f"{error.override}: settings are written key=value"
+    typed = error.override.removeprefix("++")  # which open_keys puts there
     return (
-        f"{error.override}: cannot be read; put a value with blanks, commas, brackets or = in "
+        f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
         "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
     )
 

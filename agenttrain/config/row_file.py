@@ -1,35 +1,85 @@
-"""Files of rows: what can be said of one before it is read."""
+"""Where rows come from: what can be said of it before it is read."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agenttrain.config.suggest import did_you_mean
+
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
+HUB_ROWS = "agenttrain.data.hub.HubRows"
 ENDLESS = tuple(
     f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code", "encyclopedia")
 )
 """The bundled generators: they have a row for every number."""
+NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"
 
 
-def check_row_file(path: object, limit: object = None) -> Path:
-    """The file at `path`; raises ValueError beginning with ``path=`` or ``limit=`` otherwise.
+def check_row_file(path: object, split: object = None, limit: object = None) -> Path:
+    """The file or folder at `path`; raises ValueError that begins with the argument otherwise.
 
-    A file has to be there, of a kind that can be read, and not empty.
+    A file has to be there, of a kind that can be read, and not empty; a folder must be one that
+    `save_to_disk` of `datasets` wrote, and have the `split`.
     """
+    if path is None:
+        raise ValueError(NO_PATH)
+    check_limit(limit)
     file = Path(str(path)).expanduser()
+    if file.is_dir():
+        _check_saved(file, path, split)
+        return file
     if not file.is_file():
         raise ValueError(f"path={path}: there is no such file")
     if file.suffix not in FORMATS:
         raise ValueError(f"path={path}: its ending must be one of {', '.join(FORMATS)}")
     if file.stat().st_size == 0:
         raise ValueError(f"path={path}: the file has no rows")
+    if split is not None:
+        raise ValueError(f"split={split}: {path} is one file and has no splits; leave it out")
+    return file
+
+
+def check_limit(limit: object) -> None:
+    """Raise ValueError unless `limit` is a number of rows, or None for all."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit={limit}: must be a whole number of at least 1, or null for all")
-    return file
+
+
+def check_hub(
+    path: object,
+    subset: object = None,
+    split: object = "train",
+    revision: object = None,
+    limit: object = None,
+) -> None:
+    """Raise ValueError for arguments of a hub dataset that cannot be right."""
+    if path is None or not str(path):
+        raise ValueError(NO_PATH)
+    if not isinstance(split, str) or not split:
+        raise ValueError(f"split={split}: give a split's name, e.g. train")
+    check_limit(limit)
+
+
+def _check_saved(folder: Path, path: object, split: object) -> None:
+    """Check a folder of `save_to_disk`: one dataset, or several by split."""
+    listing = folder / "dataset_dict.json"
+    if listing.is_file():
+        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
+        if split not in splits:
+            hint = did_you_mean(str(split), splits)
+            raise ValueError(f"split={split}: {path} has {', '.join(splits)}{hint}")
+    elif not (folder / "state.json").is_file():
+        raise ValueError(
+            f"path={path}: is a folder, and none that save_to_disk wrote; a folder of data files "
+            "is read by data=hub"
+        )
+    elif split is not None:
+        raise ValueError(f"split={split}: {path} is one dataset and has no splits; leave it out")
 
 
 def known_rows(section: Mapping[str, Any]) -> int | None:

@@ -48,6 +48,24 @@ class OnMalformedCall(StrEnum):
     """As if it had not been written."""
 
 
+class OnUnavailable(StrEnum):
+    """What a reward that could not be had does (its judge is down, it took too long)."""
+
+    stop = "stop"
+    """Stop the run."""
+    drop = "drop"
+    """Leave the rollout out of its group, count it (`rollout/dropped`), go on."""
+
+
+class OnBadRow(StrEnum):
+    """What a row that cannot become a task does."""
+
+    error = "error"
+    """Stop the run before it begins, naming the first such rows."""
+    skip = "skip"
+    """Leave it out; how many were is told."""
+
+
 class OnParallelCalls(StrEnum):
     """What several calls in a turn do where the chat template renders only one."""
 
@@ -163,8 +181,21 @@ class ToolLimits:
 
 
 @dataclass
+class RewardSettings:
+    """Settings of one reward; they stand beside its `_target_`."""
+
+    weight: float = 1.0
+    """Factor in the rollout's reward, which is the sum; may be negative."""
+    timeout_s: float | None = 300.0
+    """Seconds that one call may take; None: no limit."""
+    concurrency: int | None = None
+    """Calls at once; None: one after the other for a sync function, all for an async one."""
+    on_unavailable: OnUnavailable = OnUnavailable.stop
+
+
+@dataclass
 class DataConfig:
-    """Where tasks come from: a bundled task generator (`_target_`) or a file of rows."""
+    """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
 
     train: dict[str, Any] = MISSING
     """`_target_` of a callable returning rows, with its arguments."""
@@ -172,6 +203,23 @@ class DataConfig:
     """Rows of the evaluation, likewise."""
     shuffle: bool = False
     """Draw rows in an order seeded by (seed, epoch)."""
+    path: str | None = None
+    """data=file: a file or a `save_to_disk` folder; data=hub: a dataset's id. For both splits."""
+    subset: str | None = None
+    """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
+    revision: str | None = None
+    """data=hub: a commit, branch or tag; None: the newest."""
+    test_fraction: float | None = None
+    """Share of the rows held out for evaluation, where train and test read the same ones."""
+    test_seed: int = 0
+    """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
+    map: dict[str, str] = field(default_factory=dict)
+    """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
+    prompt: str | None = None
+    """The user's message as a Jinja text over the columns: "{{ question }} Give a number."."""
+    system: str | None = None
+    """A system message, put before every prompt that has none."""
+    on_bad_row: OnBadRow = OnBadRow.error
 
 
 @dataclass
@@ -341,7 +389,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: dict[str, Any] = field(default_factory=dict)
-    """Name -> `_target_`, `weight` and bound arguments."""
+    """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

@@ -1,13 +1,55 @@
-"""The `data:` section of a configuration -> rows."""
+"""The `data:` section of a configuration -> tasks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.config.schema import DataConfig
 from agenttrain.config.target import about_argument, locate_section
-from agenttrain.data.source import GeneratedRows, Rows
+from agenttrain.data.change import Change
+from agenttrain.data.source import GeneratedRows, Rows, TaskSource
+from agenttrain.data.usable import ChangedRows, SomeRows, left_out, look_through, split_off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """The tasks of a run."""
+
+    train: TaskSource
+    test: TaskSource
+    notes: tuple[str, ...]
+    """What to tell the user: rows left out, rows held out."""
+
+    @property
+    def by_key(self) -> dict[str, TaskSource]:
+        """Both by the keys that declare them."""
+        return {"data.train": self.train, "data.test": self.test}
+
+
+def build_tasks(config: DataConfig, *, seed: int) -> Splits:
+    """The tasks that a `data:` section declares; every row of a finite dataset is tried first.
+
+    Raises ValueError with key, value and remedy; for rows that cannot be tasks with the place and
+    the reason of the first ten.
+    """
+    change = Change(config)
+    notes: list[str] = []
+    train_rows = build_rows(config.train, "data.train")
+    train: Rows
+    test: Rows
+    if config.test_fraction is not None:
+        train, test = _held_out(train_rows, change, config, notes)
+    else:
+        train = _usable(train_rows, change, config, "data.train", notes)
+        test = _usable(build_rows(config.test, "data.test"), change, config, "data.test", notes)
+    return Splits(
+        train=TaskSource(train, shuffle=config.shuffle, seed=seed),
+        test=TaskSource(test),
+        notes=tuple(notes),
+    )
 
 
 def build_rows(section: Mapping[str, Any], key: str) -> Rows:
@@ -35,3 +77,34 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     if len(rows) == 0:
         raise ValueError(f"{where}: has no rows")
     return rows
+
+
+def _usable(rows: Rows, change: Change, config: DataConfig, key: str, notes: list[str]) -> Rows:
+    changed = ChangedRows(rows, change)
+    if isinstance(rows, GeneratedRows):  # without end: its rows are met one by one
+        return changed
+    found = look_through(changed, change, key)
+    if note := left_out(found, len(rows), key, config.on_bad_row):
+        notes.append(note)
+    return SomeRows(changed, found.good)
+
+
+def _held_out(
+    rows: Rows, change: Change, config: DataConfig, notes: list[str]
+) -> tuple[SomeRows, SomeRows]:
+    if isinstance(rows, GeneratedRows):
+        raise ValueError(
+            f"data.test_fraction={config.test_fraction}: a share of rows without end is none; "
+            "leave it out"
+        )
+    assert config.test_fraction is not None
+    changed = ChangedRows(rows, change)
+    found = look_through(changed, change, "data.train")
+    if note := left_out(found, len(rows), "data.train", config.on_bad_row):
+        notes.append(note)
+    train, test = split_off(found, config.test_fraction, config.test_seed)
+    notes.append(
+        f"data.test_fraction={config.test_fraction}: {len(test)} of {len(found.good)} rows are "
+        "held out for evaluation"
+    )
+    return SomeRows(changed, train), SomeRows(changed, test)

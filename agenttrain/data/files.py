@@ -1,89 +1,97 @@
-"""Rows from a file: JSON lines, JSON, CSV or parquet."""
+"""Rows from a file (JSON lines, JSON, CSV, parquet) or from a folder that `save_to_disk` wrote."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agenttrain.config.row_file import check_row_file
+from agenttrain.data.rows import ArrowRows, BadRow, load, reason
 
 
 class FileRows:
-    """The rows of one local file, by number.
+    """The rows of one local file or folder, by number.
 
     JSON is read here, so that a mistake has a line number and a row has the columns that its own
-    line has; CSV and parquet are read by `datasets`, with None in a cell without a value.
+    line has; the rest is read by `datasets`, with None in a cell without a value.
     """
 
-    def __init__(self, path: str, limit: int | None = None) -> None:
-        """Keep the first `limit` rows, None: all.
+    def __init__(self, path: str, split: str | None = None, limit: int | None = None) -> None:
+        """Keep the first `limit` rows, None: all; `split` of a folder that has several.
 
-        Raises ValueError, naming the line where there is one, for a file that is missing, has no
-        rows, is of an unknown kind or cannot be read.
+        Raises ValueError, beginning with the argument, for what is missing, has no rows, is of an
+        unknown kind or cannot be read. A line that is no row raises BadRow when it is asked for.
         """
-        file = check_row_file(path, limit)
-        self._texts: list[str] | None = None
-        self._rows: Sequence[Any] = ()
-        if file.suffix in (".jsonl", ".json"):
-            self._texts = self._rows = list(_json_rows(file, path))[:limit]
+        file = check_row_file(path, split, limit)
+        self._path = path
+        self._table: ArrowRows | None = None
+        self._lines: list[tuple[str, str]] = []
+        if file.suffix in (".jsonl", ".json") and file.is_file():
+            self._lines = list(_json_texts(file, path))[:limit]
         else:
-            self._rows = _table(file, path, limit)
-        if len(self._rows) == 0:
+            self._table = ArrowRows(_table(file, path, split), name=path, limit=limit)
+        if len(self) == 0:
             raise ValueError(f"path={path}: the file has no rows")
 
+    @property
+    def fills_missing(self) -> bool:
+        """Whether keys that are None may be made up; see `ArrowRows`."""
+        return self._table is not None
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A row of the caller's own: changing it changes no other."""
-        return dict(self._rows[index] if self._texts is None else json.loads(self._texts[index]))
+        return self._table[index] if self._table is not None else _row(self._lines[index][1])
+
+    def where(self, index: int) -> str:
+        """How an error message names the row."""
+        if self._table is not None:
+            return self._table.where(index)
+        return f"{self._path}, {self._lines[index][0]}"
 
 
-def _json_rows(file: Path, path: str) -> Iterator[str]:
-    """The text of each row, checked: a file of lines, or (`.json`) one list of rows."""
+def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
+    """Place and text of each row: of a file of lines, or (`.json`) of one list of rows."""
     try:
         content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"path={path}: is not UTF-8 text: {error}") from error
     if file.suffix == ".json" and content.lstrip().startswith("["):
-        for index, row in enumerate(_parse(content, f"path={path}", lines=True)):
-            yield json.dumps(_row(row, f"path={path}, row {index}"))
+        try:
+            rows = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"path={path}, line {error.lineno}: is not JSON: {error.msg}"
+            ) from error
+        yield from ((f"row {index + 1}", json.dumps(row)) for index, row in enumerate(rows))
         return
     # Not splitlines, which also splits at characters that may stand inside a JSON text.
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            _row(_parse(line, f"path={path}, line {number}"), f"path={path}, line {number}")
-            yield line
+            yield f"line {number}", line
 
 
-def _parse(text: str, where: str, *, lines: bool = False) -> Any:
+def _row(text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        row = json.loads(text)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}" if lines else f"column {error.colno}"
-        raise ValueError(f"{where}, {place}: is not JSON: {error.msg}") from error
-
-
-def _row(row: Any, where: str) -> Mapping[str, Any]:
+        raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: is no row such as {{"prompt": "2+2?", "answer": "4"}}')
+        raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
     return row
 
 
-def _table(file: Path, path: str, limit: int | None) -> Any:
+def _table(file: Path, path: str, split: str | None) -> Any:
     import datasets
-    from datasets.exceptions import DatasetsError
 
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        rows = datasets.load_dataset(file.suffix[1:], data_files=str(file), split="train")
-    except (DatasetsError, ValueError, OSError) as error:
-        reason = str(error.__cause__ or error).partition("\n")[0]
-        raise ValueError(f"path={path}: cannot be read: {reason}") from error
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+    def read() -> Any:
+        if file.is_dir():
+            saved = datasets.load_from_disk(str(file))
+            return saved if split is None else saved[split]
+        return datasets.load_dataset(file.suffix[1:], data_files=str(file), split="train")
+
+    return load(read, lambda error: f"path={path}: cannot be read: {reason(error)}")

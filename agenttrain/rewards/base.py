@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from agenttrain.types import AgenttrainError, Rollout
@@ -25,6 +27,14 @@ class RewardError(AgenttrainError):
     """A reward function failed, or returned what is no reward; ends the run."""
 
 
+class RewardUnavailable(AgenttrainError):
+    """What a reward function needs is broken (a judge's server): a rollout cannot be scored.
+
+    A function raises it instead of returning 0, which would teach something false.
+    `reward.<name>.on_unavailable` says whether the run stops or the rollout is dropped.
+    """
+
+
 class Columns:
     """Picks what a function wants to know about a row."""
 
@@ -40,11 +50,12 @@ class Columns:
         self._all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
         named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
         self._names = [parameter.name for parameter in named]
-        self._required = [p.name for p in named if p.default is kinds.empty]
+        self.required = tuple(p.name for p in named if p.default is kinds.empty)
+        """Columns that every row must have."""
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The columns to pass; raises KeyError naming a required one that is not there."""
-        for name in self._required:
+        for name in self.required:
             if name not in available:
                 raise KeyError(
                     f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
@@ -69,9 +80,17 @@ def checked(value: Any) -> float | None:
 
 
 def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
-    """The error that names the function and the rollout."""
+    """The error that names the function, the rollout, and the line of the function's that raised.
+
+    Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
+    zero (my_agent.py, line 12)``.
+    """
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-    return RewardError(
-        f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: "
-        f"{type(error).__name__}: {text}"
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return RewardError(f"{about(name, rollout)}: {type(error).__name__}: {text}{at}")
+
+
+def about(name: str, rollout: Rollout) -> str:
+    """The beginning of an error about one reward function and one rollout."""
+    return f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from agenttrain.config.schema import OnUnavailable
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.rewards.base import RewardFunction
-from agenttrain.rewards.scorer import Scorer
+from agenttrain.rewards.base import RewardError, RewardFunction, RewardUnavailable, about
+from agenttrain.rewards.scorer import Score, Scorer
 from agenttrain.types import Rollout
 
 
@@ -22,8 +23,13 @@ class Rubric:
         self,
         functions: Mapping[str, RewardFunction | Scorer],
         weights: Mapping[str, float] | None = None,
+        *,
+        on_unavailable: Mapping[str, OnUnavailable] | None = None,
     ) -> None:
-        """Weights default to 1. Raises ValueError for a weight of no function, or not finite."""
+        """Weights default to 1, `on_unavailable` to `stop`.
+
+        Raises ValueError for a weight of no function, or one that is not finite.
+        """
         weights = weights or {}
         for name, weight in weights.items():
             if name not in functions:
@@ -33,21 +39,63 @@ class Rubric:
                 raise ValueError(f"reward.{name}.weight={weight}: expected a finite number")
         self.names = tuple(functions)
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
+        self._on_unavailable = dict(on_unavailable or {})
         self._scorers = [
             function if isinstance(function, Scorer) else Scorer(name, function)
             for name, function in functions.items()
         ]
+        self.columns = {scorer.name: scorer.columns for scorer in self._scorers}
+        """By function: the columns that every row must have."""
 
-    async def score(self, rollouts: Sequence[Rollout]) -> None:
+    def check_tools(self, names: Collection[str]) -> None:
+        """Raise ValueError for a function that needs a tool which is none of the run's `names`."""
+        for scorer in self._scorers:
+            for tool in scorer.tools:
+                if tool not in names:
+                    raise ValueError(
+                        f"reward.{scorer.name}.tool={tool}: is not a tool of this run"
+                        f"{did_you_mean(tool, names)}, so the reward would always be 0; its tools "
+                        f"are: {', '.join(names) or 'none'}; reward.{scorer.name}.tool=null reads "
+                        "the last message instead"
+                    )
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[str]:
         """Fill `rewards` and `reward` of every rollout, one function after the other.
 
-        Raises RewardError, and then leaves all rollouts as they were, when a function raises or
-        returns what is no finite number.
+        Returns why rollouts have no reward although one should apply: `error` of each says so
+        too. Raises RewardError, and then leaves all rollouts as they were, when a function raises,
+        returns what is no finite number, or is unavailable and that stops the run.
         """
-        columns = {scorer.name: await scorer.score(rollouts) for scorer in self._scorers}
+        found = {scorer.name: await self._scores(scorer, rollouts) for scorer in self._scorers}
+        unscored = []
         for index, rollout in enumerate(rollouts):
-            rollout.rewards = {name: values[index] for name, values in columns.items()}
-            rollout.reward = self._sum(rollout.rewards)
+            scores = {name: values[index] for name, values in found.items()}
+            reasons = [
+                f"{about(name, rollout)}: {score}"
+                for name, score in scores.items()
+                if isinstance(score, RewardUnavailable)
+            ]
+            rollout.rewards = {
+                name: None if isinstance(score, RewardUnavailable) else score
+                for name, score in scores.items()
+            }
+            rollout.reward = None if reasons else self._sum(rollout.rewards)
+            if reasons:
+                rollout.error = reasons[0]
+                unscored.append(reasons[0])
+        return unscored
+
+    async def _scores(self, scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Score]:
+        scores = await scorer.score(rollouts)
+        if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
+            return scores
+        for rollout, score in zip(rollouts, scores, strict=True):
+            if isinstance(score, RewardUnavailable):
+                raise RewardError(
+                    f"{about(scorer.name, rollout)}: {score} "
+                    f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)"
+                ) from score
+        return scores
 
     def _sum(self, rewards: Mapping[str, float | None]) -> float | None:
         applicable = [self.weights[n] * value for n, value in rewards.items() if value is not None]

@@ -7,43 +7,82 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from agenttrain.rewards.base import Columns, RewardFunction, checked, failed
-from agenttrain.rewards.trl import batch_arguments, is_trl
+from agenttrain.rewards.base import Columns, RewardFunction, RewardUnavailable, checked, failed
+from agenttrain.rewards.trl import batch_arguments, batch_names, is_trl
 from agenttrain.threads import DaemonThreads, Outcome, attempt, blocks
 from agenttrain.types import Rollout
 
 Call = Callable[[], Any]
+Score = float | None | RewardUnavailable
+"""A reward, None where the function does not apply, or why it could not be had."""
 
 
 class Scorer:
-    """Runs one reward function: a sync one in a thread, an async one on all rollouts at once."""
+    """Runs one reward function: a sync one in threads, an async one on the event loop."""
 
-    def __init__(self, name: str, function: RewardFunction, *, bound: Collection[str] = ()) -> None:
-        """`bound` are parameters of the function that have their value already."""
+    def __init__(
+        self,
+        name: str,
+        function: RewardFunction,
+        *,
+        bound: Collection[str] = (),
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> None:
+        """`bound` are parameters of the function that have their value already.
+
+        `timeout_s` limits one call. At most `concurrency` calls run at once; None: one call after
+        the other for a sync function, so that what it keeps between calls does not depend on
+        timing, and all at once for an async one.
+        """
         self.name = name
         self._function = function
         self._trl = is_trl(function)
         self._blocks = blocks(function)
+        self._timeout_s = timeout_s
+        self._at_once = concurrency or (1 if self._blocks else None)
         self._threads = DaemonThreads()
         first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
         self._columns = Columns(function, taken={*bound, *first})
+        self.columns = self._required()
+        self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
+        """Tools that the function needs."""
 
-    async def score(self, rollouts: Sequence[Rollout]) -> list[float | None]:
+    def _required(self) -> tuple[str, ...]:
+        """Columns that every row must have; a callable may say so in an attribute `columns`."""
+        declared = tuple(getattr(self._function, "columns", ()))
+        given = batch_names() if self._trl else ()
+        return tuple(
+            dict.fromkeys(n for n in (*declared, *self._columns.required) if n not in given)
+        )
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One value per rollout; raises RewardError naming function and rollout."""
         if not rollouts:
             return []
         if self._trl:
             return await self._score_batch(rollouts)
-        outcomes = await self._run([self._call_of(rollout) for rollout in rollouts])
+        gate = asyncio.Semaphore(self._at_once or len(rollouts))
+
+        async def one(rollout: Rollout) -> Outcome:
+            async with gate:
+                return await self._run(self._call_of(rollout))
+
+        if self._at_once == 1:
+            outcomes = [await one(rollout) for rollout in rollouts]
+        else:
+            outcomes = await asyncio.gather(*map(one, rollouts))
         return [self._read(outcome, r) for outcome, r in zip(outcomes, rollouts, strict=True)]
 
     def _call_of(self, rollout: Rollout) -> Call:
         return lambda: self._function(rollout, **self._columns.pick(rollout.task.columns))
 
-    async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[float | None]:
+    async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """TRL's functions see all rollouts in one call."""
         arguments = batch_arguments(rollouts)
-        (outcome,) = await self._run([lambda: self._function(**self._columns.pick(arguments))])
+        outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
+        if isinstance(outcome.error, RewardUnavailable):
+            return [outcome.error] * len(rollouts)
         if outcome.error is not None:
             raise failed(self.name, rollouts[0], outcome.error) from outcome.error
         values = outcome.value
@@ -52,28 +91,28 @@ class Scorer:
             raise failed(self.name, rollouts[0], wrong)
         return [self._read(Outcome(value=v), r) for v, r in zip(values, rollouts, strict=True)]
 
-    async def _run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Outcomes in the order of the calls."""
-        outcomes: list[Outcome] = []
+    async def _run(self, call: Call) -> Outcome:
+        """What one call gave; RewardUnavailable when it took too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self._blocks:
+                    return await _settled(attempt(call))
+                return await _settled(await self._threads.run(call, label=self.name))
+        except TimeoutError:  # ours: what the function raises is an outcome
+            limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
+            return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
 
-        def work() -> None:
-            outcomes.extend(attempt(call) for call in calls)
-
-        if self._blocks:
-            # One thread, one call after the other: what a function keeps between calls does not
-            # depend on timing.
-            await self._threads.run(work, label=self.name)
-        else:
-            work()
-        return list(await asyncio.gather(*(_settled(outcome) for outcome in outcomes)))
-
-    def _read(self, outcome: Outcome, rollout: Rollout) -> float | None:
+    def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
+        if isinstance(outcome.error, RewardUnavailable):
+            return outcome.error
         if outcome.error is not None:
             raise failed(self.name, rollout, outcome.error) from outcome.error
+        if isinstance(outcome.value, RewardUnavailable):  # one of a batch
+            return outcome.value
         try:
             return checked(outcome.value)
         except (TypeError, ValueError) as error:
-            raise failed(self.name, rollout, error) from error
+            raise failed(self.name, rollout, error.with_traceback(None)) from error
 
 
 async def _settled(outcome: Outcome) -> Outcome:

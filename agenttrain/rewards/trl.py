@@ -12,11 +12,14 @@ from typing import Any
 
 from agenttrain.types import Rollout
 
+TRLS = ("prompts", "completions", "completion_ids")
+"""What TRL passes beside the row's columns; a function may want one of them alone."""
+
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Whether its parameters are TRL's: there is `completions`, and no `rollout`."""
+    """Whether its parameters are TRL's: some of `TRLS`, and no `rollout`."""
     names = inspect.signature(function).parameters
-    return "completions" in names and "rollout" not in names
+    return any(name in names for name in TRLS) and "rollout" not in names
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -39,3 +42,8 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _no_log(name: str, value: object) -> None: ...
+
+
+def batch_names() -> tuple[str, ...]:
+    """What TRL's functions are given beside the row's columns."""
+    return tuple(batch_arguments(()))

@@ -51,7 +51,8 @@ class Collected:
     overlong: int = 0
     """Tasks whose prompt leaves no room to sample."""
     dropped: int = 0
-    """Rollouts that are not trained on: failed ones, and groups with a broken ledger."""
+    """Rollouts that are not trained on: failed ones, groups with a broken ledger, and those that
+    a reward function could not score."""
     reward_s: float = 0.0
     """Wall seconds of scoring."""
 
@@ -109,7 +110,10 @@ async def collect(
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
     started = time.perf_counter()
-    await collector.rubric.score(usable)
+    unscored = await collector.rubric.score(usable)
+    if usable and len(unscored) == len(usable):
+        raise NoRollouts(f"not one of {len(usable)} rollouts could be scored; {unscored[0]}")
+    collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
     return collected
 

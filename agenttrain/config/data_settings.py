@@ -1,0 +1,62 @@
+"""Checks of `data:` beside its two sections of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agenttrain.config.expression import compiled
+from agenttrain.config.row_file import ENDLESS
+from agenttrain.config.schema import DataConfig, RunConfig
+from agenttrain.config.text_template import TextTemplate
+
+
+def data_setting_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the settings that both splits share."""
+    yield from _unused(config.data)
+    yield from _held_out(config)
+    yield from _changes(config.data)
+
+
+def _unused(data: DataConfig) -> Iterator[str]:
+    for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
+        value = getattr(data, name)
+        if value is not None and all(s.get(name) != value for s in (data.train, data.test)):
+            yield f"data.{name}={value}: is not used by these rows; add data={group}"
+
+
+def _held_out(config: RunConfig) -> Iterator[str]:
+    data, same = config.data, config.data.train == config.data.test
+    fraction = data.test_fraction
+    if fraction is None:
+        # Whoever names one file twice wants to be tested on what was trained.
+        if data.path is not None and same and config.eval.questions:
+            yield (
+                "data.test: has the same rows as data.train; hold some out with "
+                "data.test_fraction=0.1, or choose others with data.test.split=… or "
+                "data.test.path=…, or eval.questions=0"
+            )
+    elif not 0 < fraction < 1:
+        yield f"data.test_fraction={fraction}: must be between 0 and 1"
+    elif not same or data.train.get("_target_") in ENDLESS:
+        yield (
+            f"data.test_fraction={fraction}: data.test has rows of its own; leave it out, or let "
+            "both read the same: data=file data.path=…"
+        )
+    if fraction is None and data.test_seed:
+        yield f"data.test_seed={data.test_seed}: has no effect without data.test_fraction"
+
+
+def _changes(data: DataConfig) -> Iterator[str]:
+    for name, text in data.map.items():
+        try:
+            compiled(text, f"data.map.{name}")
+        except ValueError as error:
+            yield str(error)
+    if data.prompt is None:
+        return
+    try:
+        TextTemplate(data.prompt, "data.prompt")
+    except ValueError as error:
+        yield str(error)
+    for name in {"messages", "prompt"} & set(data.map):
+        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"

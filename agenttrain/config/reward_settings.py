@@ -1,0 +1,47 @@
+"""The settings of a reward that stand beside its `_target_`, read from plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from agenttrain.config.schema import OnUnavailable, RewardSettings
+from agenttrain.config.suggest import did_you_mean
+
+
+def reward_settings(key: str, section: Mapping[str, Any]) -> RewardSettings:
+    """The settings of the section at `key`; raises ValueError with the first that is wrong."""
+    for problem in setting_problems(key, section):
+        raise ValueError(problem)
+    found = RewardSettings()
+    weight, timeout_s = section.get("weight", found.weight), section.get("timeout_s")
+    return RewardSettings(
+        weight=float(weight),
+        timeout_s=found.timeout_s if "timeout_s" not in section else timeout_s,
+        concurrency=section.get("concurrency"),
+        on_unavailable=OnUnavailable(section.get("on_unavailable", found.on_unavailable)),
+    )
+
+
+def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the settings beside the `_target_` at `key`."""
+    weight = section.get("weight", 1.0)
+    if not _is_number(weight):
+        yield f"{key}.weight={weight!r}: must be a finite number"
+    timeout_s = section.get("timeout_s")
+    if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
+        yield f"{key}.timeout_s={timeout_s}: must be a number above 0, or null for no limit"
+    at_once = section.get("concurrency")
+    if at_once is not None and not (
+        _is_number(at_once) and isinstance(at_once, int) and at_once > 0
+    ):
+        yield f"{key}.concurrency={at_once}: must be a whole number of at least 1, or null"
+    policy, known = section.get("on_unavailable", "stop"), [str(member) for member in OnUnavailable]
+    if policy not in known:
+        hint = did_you_mean(str(policy), known)
+        yield f"{key}.on_unavailable={policy}: expected one of: {', '.join(known)}{hint}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

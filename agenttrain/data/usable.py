@@ -1,0 +1,127 @@
+"""The rows of a dataset that can become tasks, and why the others cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agenttrain.config.schema import OnBadRow
+from agenttrain.data.change import Change
+from agenttrain.data.source import Rows, to_task
+
+TOLD = 10
+"""Bad rows that are named."""
+
+
+class ChangedRows:
+    """Rows after `data.map`, `data.prompt` and `data.system`."""
+
+    def __init__(self, rows: Rows, change: Change) -> None:
+        self._rows, self._change = rows, change
+        self._fills_missing = bool(getattr(rows, "fills_missing", False))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._change(self._rows[index], fills_missing=self._fills_missing)
+
+    def where(self, index: int) -> str:
+        """How an error message names the row."""
+        found = getattr(self._rows, "where", None)
+        return f"row {index + 1}" if found is None else found(index)
+
+
+class SomeRows:
+    """Some of the rows of a dataset; a row without a `task_id` is named by its number in it."""
+
+    def __init__(self, rows: ChangedRows, indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number = self._indices[index]
+        return {"task_id": number, **self._rows[number]}
+
+    def where(self, index: int) -> str:
+        """How an error message names the row."""
+        return self._rows.where(self._indices[index])
+
+
+@dataclass(slots=True)
+class Usable:
+    """What a look at every row found."""
+
+    good: list[int] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    """Place and reason of each bad row."""
+    keys: list[str] = field(default_factory=list)
+    """For each good row what it asks; equal ones ask the same."""
+
+
+def look_through(rows: ChangedRows, change: Change, key: str) -> Usable:
+    """Try every row of the dataset at `key`.
+
+    Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
+    """
+    found, seen = Usable(), set[str]()
+    for index in range(len(rows)):
+        try:
+            row = rows[index]
+            seen.update(row)
+            task = to_task(row, index)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"data row {index}: ")
+            found.bad.append(f"{rows.where(index)}: {reason}")
+            continue
+        found.good.append(index)
+        found.keys.append(json.dumps([task.messages, task.user_turns], default=str, sort_keys=True))
+    for name in change.mapped if found.good else ():
+        if name not in seen:
+            raise ValueError(
+                f"data.map.{name}={change.mapped[name]}: finds nothing in any row of {key}; their "
+                f"columns are: {', '.join(sorted(seen)) or 'none'}"
+            )
+    return found
+
+
+def left_out(found: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
+    """What to say of the bad rows that are left out; raises ValueError where they are not."""
+    if not found.bad:
+        return None
+    shown = [f"  {line}" for line in found.bad[:TOLD]]
+    if len(found.bad) > TOLD:
+        shown.append(f"  … and {len(found.bad) - TOLD} more")
+    told = "\n".join(shown)
+    if policy is OnBadRow.skip and found.good:
+        return (
+            f"{key}: {len(found.bad)} of {total} rows are left out (data.on_bad_row=skip)\n{told}"
+        )
+    remedy = "correct them, or leave them out with data.on_bad_row=skip"
+    if not found.good:
+        remedy = "data.map.…=… and data.prompt=… make tasks of other columns"
+    raise ValueError(f"{key}: {len(found.bad)} of {total} rows cannot be used; {remedy}\n{told}")
+
+
+def split_off(found: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Rows for training, and those held out: a share of `fraction`, whatever their order.
+
+    A row's side depends on what it asks alone: rows that ask the same stay together, and one that
+    is added moves no other. Raises ValueError when a side would be empty.
+    """
+    sides: tuple[list[int], list[int]] = ([], [])
+    for index, key in zip(found.good, found.keys, strict=True):
+        digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
+        sides[int.from_bytes(digest[:8]) < fraction * 2**64].append(index)
+    if not all(sides):
+        side = "training" if not sides[0] else "evaluation"
+        raise ValueError(
+            f"data.test_fraction={fraction}: leaves no row for {side}, of {len(found.good)}; "
+            "change it, or data.test_seed"
+        )
+    return sides

@@ -1,0 +1,154 @@
+"""`agenttrain data`: the rows of a run as the model will see them, without loading weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NoReturn
+
+from agenttrain.check import Certified, certified, rewards_of
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.model_path import model_folder
+from agenttrain.config.schema import RunConfig
+from agenttrain.data.build import Splits, build_tasks
+from agenttrain.data.required import column_names
+from agenttrain.data.source import LOOKED_AT, TaskSource
+from agenttrain.types import AgenttrainError, Task
+
+MEASURED = 500
+"""Prompts whose tokens are counted, from the first row on."""
+SHOWN = 2
+"""Prompts that are printed when nobody says how many."""
+PERCENTILES = (50, 90, 99)
+TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for beside the overrides."""
+
+    rows: int
+    """Prompts to print."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Take ``--rows N`` out of the arguments."""
+    parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
+    parser.add_argument("--rows", type=int, default=SHOWN)
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed, rest = parser.parse_known_args(list(arguments))
+    if parsed.rows < 0:
+        _refuse("")
+    return Options(rows=parsed.rows), rest
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
+
+
+def show(config: RunConfig, options: Options) -> int:
+    """Print the rows. Exit code 1 when the run would refuse them; raises ConfigError.
+
+    A run refuses a template without its certificate and a reward without its columns.
+    """
+    try:
+        found = certified(config)
+        tasks = build_tasks(config.data, seed=config.seed)
+        rewards = rewards_of(config, found).columns
+        context = _context(config)
+        for line in _summary(tasks, found, config, context):
+            print(line)
+        missing = list(_rewards(rewards, tasks))
+        print("\n".join(missing))
+        for task in tasks.train.tasks(0, min(options.rows, len(tasks.train))):
+            print(_prompt(task, found))
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if not found.certificate.passed:
+        print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
+    refused = any(line.endswith("MISSING") for line in missing)
+    return int(refused or not found.certificate.passed)
+
+
+def _summary(
+    tasks: Splits, found: Certified, config: RunConfig, context: int | None
+) -> Iterator[str]:
+    yield from tasks.notes
+    for name, source in (("train", tasks.train), ("test", tasks.test)):
+        endless = len(source) == sys.maxsize
+        target = getattr(config.data, name)["_target_"]
+        yield f"data.{name}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
+        yield f"  columns  {', '.join(_columns(source))}"
+        yield from _lengths(source, found, config, context)
+
+
+def _columns(source: TaskSource) -> list[str]:
+    """Each column with its type, and in how many of the first rows it stands."""
+    first = source.tasks(0, min(len(source), LOOKED_AT))
+    told = []
+    for name in column_names(source):
+        values = [task.columns[name] for task in first if name in task.columns]
+        kinds = sorted({TYPES.get(type(value), "list") for value in values})
+        gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
+        told.append(f"{name} ({' or '.join(kinds)}{gaps})")
+    return told or ["none beside the messages"]
+
+
+def _lengths(
+    source: TaskSource, found: Certified, config: RunConfig, context: int | None
+) -> Iterator[str]:
+    first = source.tasks(0, min(len(source), MEASURED))
+    lengths = sorted(len(prompt_ids(task, found)) for task in first)
+    ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
+    spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
+    of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
+    yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{of}"
+    if context is None:
+        return
+    overlong = sum(length >= context for length in lengths)
+    room = config.rollout.max_turn_tokens
+    tight = sum(length < context < length + room for length in lengths)
+    if overlong:
+        yield f"  overlong  {overlong} of {len(first):,} fill the context of {context} and are left"
+        yield "            out; shorten them, or raise engine.max_context"
+    if tight:
+        yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
+
+
+def prompt_ids(task: Task, found: Certified) -> list[int]:
+    """The ids that a rollout of the task begins with."""
+    return found.chat.prompt_ids(task.messages, found.toolbox.schemas(task.tools))
+
+
+def _context(config: RunConfig) -> int | None:
+    """Tokens of one sequence, as the engine will have them; None when no config names a limit."""
+    from transformers import AutoConfig
+
+    if config.engine.max_context is not None:
+        return config.engine.max_context
+    text = AutoConfig.from_pretrained(model_folder(config.model.path)).get_text_config()
+    return getattr(text, "max_position_embeddings", None)
+
+
+def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:
+    known: dict[str, Any] = {
+        "data.train": column_names(tasks.train),
+        "data.test": column_names(tasks.test),
+    }
+    for reward, names in rewards.items():
+        if not names:
+            yield f"reward.{reward}  needs no column"
+        for name in names:
+            absent = [key for key, columns in known.items() if name not in columns]
+            where = f"in {' and '.join(absent)}: MISSING" if absent else "found"
+            yield f"reward.{reward}  column {name} {where}"
+
+
+def _prompt(task: Task, found: Certified) -> str:
+    ids = prompt_ids(task, found)
+    later = "".join(f"\n(later) {text}" for text in task.user_turns)
+    rule = f"── task {task.task_id}, {len(ids)} tokens "
+    return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{found.chat.decode(ids)}{later}"
