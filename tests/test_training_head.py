@@ -59,7 +59,7 @@ def test_gradients_are_those_of_finite_differences(
         assert torch.allclose(found, expected, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     tokens=st.integers(1, 600),
     vocabulary=st.integers(2, 5000),
@@ -90,8 +90,10 @@ def test_chunked_is_full(
         torch.autograd.grad(sum((weights * part).sum() for part in parts[:terms]), parameters)
         for parts in (found, expected)
     ]
+    # Where the label has nearly all the probability, 1 - p is rounding, in any fp32 softmax.
+    rounding = 2e-6 * hidden.abs().max()
     for got, wanted in zip(*grads, strict=True):
-        assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max() + 1e-9
+        assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max() + rounding
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
