@@ -30,6 +30,11 @@ def certified(config: RunConfig) -> Certified:
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     chat = load_chat(tokenizer, config.chat_template, config.response_schema)
-    toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
+    toolbox = build_toolbox(
+        config.tools,
+        config.stop_tools,
+        threads=config.rollout.concurrency,
+        max_stuck=config.rollout.max_stuck_calls,
+    )
     certificate = certify(chat, toolbox.schemas())
     return Certified(tokenizer=tokenizer, chat=chat, toolbox=toolbox, certificate=certificate)
