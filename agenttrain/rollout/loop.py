@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from agenttrain.chat.template import Chat
-from agenttrain.config.schema import OnMalformedCall, OnParallelCalls, RolloutConfig
+from agenttrain.config.schema import (
+    OnMalformedCall,
+    OnParallelCalls,
+    OnToolFailure,
+    RolloutConfig,
+)
 from agenttrain.engine.base import Engine, EngineError
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.limits import own_copy, refusals, repeated
@@ -53,7 +58,8 @@ async def run_rollout(
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
     `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
-    when the prompt leaves no room to sample, before anything is sampled.
+    when the prompt leaves no room to sample, before anything is sampled; StuckTools; and
+    ToolUnavailable where `limits.on_tool_failure` is `error`.
     """
     schemas = toolbox.schemas(task.tools)
     if prompt_ids is None:
@@ -67,6 +73,8 @@ async def run_rollout(
     try:
         await _within(loop, limits.timeout_s)
     except (EngineError, ToolUnavailable) as error:
+        if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
+            raise
         rollout.stop_reason, rollout.error = StopReason.error, str(error)
     finally:
         rollout.seconds = time.perf_counter() - started

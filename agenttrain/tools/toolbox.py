@@ -107,6 +107,10 @@ class Toolbox:
         """Names of the tools whose calls run on the event loop now, which they can block."""
         return tuple(name for name, count in list(self._awaited.items()) if count)
 
+    def tool(self, name: str) -> Tool:
+        """The tool of this name."""
+        return self._entries[name].tool
+
     def limits(self, name: str) -> ToolLimits:
         """The limits of a tool; those of a tool that is not there limit nothing but its time."""
         entry = self._entries.get(name)

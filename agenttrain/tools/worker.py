@@ -24,6 +24,7 @@ from agenttrain.config.target import locate
 from agenttrain.threads import attempt
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.reply import Reply, failure, reply_of
+from agenttrain.tools.schema import UNSEEN
 from agenttrain.types import ToolContext, ToolUnavailable
 
 
@@ -120,6 +121,7 @@ def serve(connection: Connection) -> None:
 
     sys.path[:] = json.loads(connection.recv_bytes())
     recipe = connection.recv_bytes()
+    UNSEEN.set(True)
     built = attempt(lambda: Server(pickle.loads(recipe)))
     server = built.value
     send({"problem": None if built.error is None else str(built.error)})
