@@ -98,7 +98,7 @@ async def collect(
             "prompts in data.train and data.test."
         )
     limit_s = collector.limits.max_loop_lag_s
-    async with LoopMonitor(limit_s, lambda: collector.toolbox.awaited) as monitor:
+    async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
         rollouts = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
     collected.groups = _whole_groups(attempts, rollouts)
