@@ -24,6 +24,7 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
+from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 
 
@@ -77,16 +78,6 @@ def prepare(config: RunConfig) -> Prepared:
     )
 
 
-def precision_advice(config: RunConfig) -> str | None:
-    """What is wrong with training in `model.dtype`; None if nothing is."""
-    if config.model.dtype == "float32":
-        return None
-    return (
-        f"model.dtype={config.model.dtype}: the optimizer's updates are rounded to it too, and "
-        "small ones are lost. model.dtype=float32 training.mixed_precision=bf16 keeps them."
-    )
-
-
 def seed_all(seed: int) -> None:
     """Seed the generators that anyone's tool, reward or data may draw from."""
     import numpy as np
@@ -108,6 +99,8 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
     )
+    if config.model.lora.rank:
+        add_lora(model, config.model.lora)
     policy = Policy(
         model,
         algorithm=config.algorithm,
@@ -117,7 +110,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         max_completion_tokens=config.rollout.max_completion_tokens,
         steps=config.steps,
     )
-    engine = TransformersEngine(policy.model, config.engine)
+    engine = _engine(config, policy)
     collector = Collector(
         engine=engine,
         chat=prepared.chat,
@@ -126,3 +119,17 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         limits=config.rollout,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def _engine(config: RunConfig, policy: Policy) -> Engine:
+    if config.engine.name == "transformers":
+        return TransformersEngine(policy.model, config.engine)
+    from agenttrain.engine.vllm import VllmEngine
+
+    # vLLM loads the base model's folder; adapters reach it merged, with the first sync.
+    return VllmEngine(
+        model_folder(config.model.path),
+        config.engine,
+        dtype=config.model.dtype,
+        mode=config.weight_sync.mode,
+    )

@@ -40,6 +40,7 @@ from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resume
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.types import Task
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
@@ -77,7 +78,9 @@ examples
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
@@ -101,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        return _view(rest) if verb == "view" else _run(parse(arguments))
+        own = {"view": _view, "tools": _tools, "export": _export}.get(verb)
+        return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -321,8 +325,35 @@ def _view(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _tools(arguments: Sequence[str]) -> int:
+    """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
+    from agenttrain.tools import command as tools
+
+    options, overrides = tools.parse(arguments)
+    command = parse(overrides)
+    if command.sweep:
+        raise ConfigError("tools -m: shows the tools of one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+
+    def first_task() -> Task:
+        from agenttrain.data.build import build_rows
+        from agenttrain.data.source import TaskSource
+
+        rows = build_rows(composed.config.data.train, "data.train")
+        return TaskSource(rows).tasks(0, 1)[0]
+
+    return tools.show(composed.config, options, first_task)
+
+
 def _templates(arguments: Sequence[str]) -> int:
     from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from agenttrain.training.export import main
 
     return main(arguments)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, precision_advice, prepare
+from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
@@ -204,8 +204,6 @@ def record_fix(folder: Path, prepared: Prepared) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    if advice := precision_advice(job.config):
-        print(f"warning: {advice}", file=sys.stderr)
     with _timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
@@ -263,7 +261,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     done = 0
     if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
         done = checkpoints.load_latest(loaded.policy)["step"]
-        await sync(loaded.policy, loaded.engine, version=done)
+        await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = Tracker(
         job.folder,
         config.tracker,

@@ -38,6 +38,8 @@ NEEDS_A_PATH = {
     "chat_template=file": ["chat_template.path=README.md"],
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
+    "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
+    "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
 }
 DEFAULTS = {

@@ -145,6 +145,28 @@ def test_functions_classes_and_factories_with_bound_arguments():
         assert list(schema["function"]["parameters"]["properties"]) == ["value"]
 
 
+class Several:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def tools(self) -> list[Tool]:
+        return [
+            FunctionTool(scale, name="scaled", bound={"factor": self.factor}),
+            FunctionTool(slow),
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:tool slow. a call still runs")
+def test_one_section_may_make_several_tools_with_its_limits():
+    section = {"_target_": f"{HERE}.Several", "factor": 4, "timeout_s": 0.05}
+    toolbox = build_toolbox({"any": section}, ["scaled"])
+    assert toolbox.names == ("scaled", "slow")
+    assert run(toolbox, "scaled", value=2) == "8"
+    assert run(toolbox, "slow") == "Error: timed out after 0.05 s"
+    with pytest.raises(ValueError, match="its tool 'slow' is the second of that name"):
+        build_toolbox({"slow": {"_target_": f"{HERE}.slow"}, "any": section})
+
+
 @pytest.mark.filterwarnings("ignore:tool slow. a call still runs")
 def test_limits_stand_beside_the_target():
     toolbox = build_toolbox({"slow": {"_target_": f"{HERE}.slow", "timeout_s": 0.05}})

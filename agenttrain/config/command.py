@@ -27,7 +27,9 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 WITH_VALUE = (

@@ -5,10 +5,12 @@ Nothing of other people's is imported: what a `_target_` takes is read from its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from agenttrain.config.corpus import SEARCH, check_corpus
+from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, check_row_file
 from agenttrain.config.schema import RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
@@ -16,16 +18,22 @@ from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
 from agenttrain.config.tool_limits import is_number, limit_problems
 
+TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
+    MCP_SERVER: check_mcp_server,
+    SEARCH: check_corpus,
+}
+
 
 def tool_problems(config: RunConfig) -> Iterator[str]:
     limits = tuple(field.name for field in fields(ToolLimits))
     for name, section in config.tools.items():
-        yield from _component(f"tools.{name}", section, extra=limits, others=config.tools)
+        problems = list(_component(f"tools.{name}", section, extra=limits, others=config.tools))
+        yield from problems or _tool_arguments(f"tools.{name}", section, limits)
         if isinstance(section, Mapping):
             yield from limit_problems(f"tools.{name}", section)
             yield from _without_effect(f"tools.{name}", section, config)
     for name in config.stop_tools:
-        if name not in config.tools:
+        if name not in config.tools and not _more_tools(config):
             hint = did_you_mean(name, config.tools)
             known = ", ".join(config.tools) or "none"
             yield (
@@ -46,6 +54,31 @@ def _without_effect(key: str, section: Mapping[str, Any], config: RunConfig) -> 
                 f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
                 f"rollout.{whole}={most}; lower one or raise the other"
             )
+
+
+def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the arguments of our own tools that depend on what is outside."""
+    check = TOOL_CHECKS.get(section["_target_"])
+    bound = {k: v for k, v in section.items() if k != "_target_" and k not in limits}
+    try:
+        if check is not None:
+            check(**bound)
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+        return
+    if check is check_mcp_server:
+        patience, limit = section.get("reconnect_s", 5.0), section.get("timeout_s", 10.0)
+        if is_number(limit) and patience >= limit:
+            yield (
+                f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={limit}, or a call "
+                "times out before its server counts as unreachable"
+            )
+
+
+def _more_tools(config: RunConfig) -> bool:
+    """Whether a server says which tools there are: then `build` checks stop_tools."""
+    sections = [section for section in config.tools.values() if isinstance(section, Mapping)]
+    return any(section.get("_target_") == MCP_SERVER for section in sections)
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:

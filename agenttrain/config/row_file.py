@@ -9,7 +9,11 @@ from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
-ENDLESS = ("agenttrain.data.shop.row", "agenttrain.data.calculator.row")
+ENDLESS = (
+    "agenttrain.data.shop.row",
+    "agenttrain.data.calculator.row",
+    "agenttrain.data.encyclopedia.row",
+)
 """The bundled generators: they have a row for every number."""
 
 

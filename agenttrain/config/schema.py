@@ -104,21 +104,52 @@ class KlIn(StrEnum):
     reward = "reward"
 
 
+class OptimizerName(StrEnum):
+    """What updates the weights."""
+
+    adamw = "adamw"
+    muon = "muon"
+    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+
+
 class Schedule(StrEnum):
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up: transformers' schedules, by their names."""
 
     constant = "constant"
     linear = "linear"
-    """Down to zero at the last step."""
+    """Down to zero after the last step."""
     cosine = "cosine"
-    """Down to zero at the last step."""
+    """Down to zero after the last step."""
+    cosine_with_restarts = "cosine_with_restarts"
+    cosine_with_min_lr = "cosine_with_min_lr"
+    """Down to `min_lr` or `min_lr_rate` of schedule_options."""
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+    """Flat, then down within the last `num_decay_steps` of schedule_options."""
 
 
 class WeightSyncMode(StrEnum):
     """What happens to rollouts in flight when weights change."""
 
     drain = "drain"
-    """None are in flight: the step's rollouts are complete."""
+    """They end first."""
+    abort_resume = "abort_resume"
+    """They go on, and the new weights read all their tokens again."""
+    in_flight = "in_flight"
+    """They go on with the keys and values that they have, of both weights."""
+
+
+@dataclass
+class LoraSettings:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
+
+    rank: int = 0
+    """Of each adapter's matrices; 0: no adapters, all weights are trained."""
+    alpha: float = 32.0
+    """An adapter's output is scaled by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
 
 
 @dataclass
@@ -128,7 +159,8 @@ class ModelConfig:
     path: str = MISSING
     """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
     dtype: Dtype = Dtype.float32
-    """Number format of the weights while training."""
+    """Number format of the weights; the optimizer keeps float32 copies of others."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass
@@ -262,14 +294,33 @@ class RolloutConfig:
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
     concurrency: int = 512
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
-    deterministic: bool = True
-    """With engine=transformers: the same batch at every decode step, so that a run repeats."""
+    deterministic: bool | None = None
+    """The same batch at every decode step, so that a run repeats; None: where the engine can
+    (transformers)."""
     temperature: float = 1.0
     on_break: OnBreak = OnBreak.error
     on_tool_failure: OnToolFailure = OnToolFailure.drop
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
     on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
+
+
+@dataclass
+class VllmSettings:
+    """What only vLLM knows."""
+
+    memory_share: float = 0.5
+    """Of a GPU's memory, for weights and cache; the rest is the trainer's."""
+    kv_cache_mb: int | None = None
+    """Size of the cache of keys and values; None: what memory_share leaves."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the engine's weights."""
+    quantization: str | None = None
+    """Of the engine's weights, by vLLM's names, e.g. fp8."""
+    enforce_eager: bool = False
+    """No CUDA graphs: starts faster, samples slower."""
+    sleep: bool = False
+    """Give the GPU's memory back while the policy is updated, once per step."""
 
 
 @dataclass
@@ -284,18 +335,25 @@ class EngineConfig:
     rejoin_steps: int = 2
     """Decode steps between a completion and its rollout's return; no effect with
     rollout.deterministic=false."""
+    vllm: VllmSettings = field(default_factory=VllmSettings)
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.99)
+    """Of AdamW."""
+    momentum: float = 0.95
+    """Of Muon."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    """Of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this L2 norm."""
 
@@ -310,6 +368,8 @@ class TrainingConfig:
     """Logits held at once; above it they are recomputed in the backward pass."""
     mixed_precision: str = "no"
     """accelerate's `no`, `bf16` or `fp16`."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
 
 
 @dataclass
@@ -317,6 +377,9 @@ class WeightSyncConfig:
     """How the engine gets new weights."""
 
     mode: WeightSyncMode = WeightSyncMode.drain
+    tolerance: float | None = None
+    """Largest gap of log-probabilities between engine and policy after a sync, for an engine with
+    weights of its own; None: 1e-3 in float32, 0.2 in bfloat16."""
 
 
 @dataclass

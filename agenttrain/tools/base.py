@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from agenttrain.threads import blocks
 from agenttrain.tools.schema import function_schema, takes_context
@@ -31,6 +31,15 @@ class Tool(Protocol):
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; `arguments` fit the schema and belong to the tool."""
+        ...
+
+
+@runtime_checkable
+class Tools(Protocol):
+    """What a section's `_target_` makes when it makes several tools."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools, each under its own name."""
         ...
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.schema import Isolation, ToolLimits
-from agenttrain.config.target import locate_section
+from agenttrain.config.target import Located, about_argument, locate_section
 from agenttrain.config.tool_limits import take_limits
-from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.base import FunctionTool, Tool, Tools
 from agenttrain.tools.process import ProcessTool
 from agenttrain.tools.toolbox import Toolbox
 
@@ -27,21 +27,33 @@ def build_toolbox(
     Example: ``{"lookup": {"_target_": "my_pkg.lookup", "timeout_s": 2.0, "table": "a.csv"}}`` is a
     tool `lookup` of two seconds whose parameter `table` is bound. `_target_` names a function, a
     class whose instances are callable (built once, with the bound arguments), or a function
-    annotated to return a Tool or a callable. Raises ValueError with key, value and remedy.
+    annotated to return a Tool or a callable. A class with a method ``tools() -> list[Tool]`` makes
+    several tools, each with the section's limits. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limits[name] = take_limits(key, located.bound)
-        if limits[name].isolation is Isolation.process:
-            built[name] = ProcessTool(name, partial(_rebuild, name, dict(section)), limits[name])
-        else:
-            built[name] = _build(located.found, name, located.bound, located.where)
+        limit = take_limits(key, located.bound)
+        for tool in _made(located, name, section, limit):
+            if tool.name in built:
+                raise ValueError(
+                    f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
+                    "one of the two (those of an MCP server: with prefix)"
+                )
+            built[tool.name], limits[tool.name] = tool, limit
     return Toolbox(
         built, limits=limits, stop_tools=stop_tools, threads=threads, max_stuck=max_stuck
     )
+
+
+def _made(
+    located: Located, name: str, section: Mapping[str, Any], limits: ToolLimits
+) -> Sequence[Tool]:
+    if limits.isolation is Isolation.process:
+        return [ProcessTool(name, partial(_rebuild, name, dict(section)), limits)]
+    return _build(located, name)
 
 
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
@@ -49,24 +61,37 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     key = f"tools.{name}"
     located = locate_section(section, key=key)
     take_limits(key, located.bound)
-    return _build(located.found, name, located.bound, located.where)
+    tools = _build(located, name)
+    if len(tools) != 1:
+        raise ValueError(
+            f"{key}.isolation=process: it makes {len(tools)} tools, which cannot be moved to "
+            "another process; leave isolation=thread"
+        )
+    return tools[0]
 
 
-def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Tool:
+def _build(located: Located, name: str) -> list[Tool]:
+    target, bound, where = located.found, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     if not inspect.isclass(target) and not _makes_tool(target):
-        return _wrap(target, name, bound, where)
+        return [_wrap(target, name, bound, where)]
     try:
         inspect.signature(target).bind(**bound)
         made = target(**bound)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise ValueError(f"{where} with {bound}: {error}") from error
+    except ValueError as error:
+        if str(error).partition("=")[0] in bound:
+            raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
+        raise ValueError(f"{where} with {bound}: {error}") from error
+    if isinstance(made, Tools):
+        return list(made.tools())
     if hasattr(made, "schema") and hasattr(made, "name"):
-        return made
+        return [made]
     if not callable(made):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
-    return _wrap(made, name, {}, where)
+    return [_wrap(made, name, {}, where)]
 
 
 def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], where: str) -> Tool:

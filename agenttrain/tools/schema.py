@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, get_args, get_type_hints
 
@@ -137,6 +139,23 @@ def _json_schema(shape: Function, where: str) -> dict[str, Any]:
     )
 
     try:
-        return get_json_schema(shape)
+        with _torch_as_it_is():
+            return get_json_schema(shape)
     except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
         raise ValueError(f"{where}: no JSON schema can be made of it: {error}") from error
+
+
+@contextmanager
+def _torch_as_it_is() -> Iterator[None]:
+    """transformers imports torch to know tensors in annotations; without it none can be one."""
+    from transformers.utils import chat_template_utils as utils
+
+    if "torch" in sys.modules:
+        yield
+        return
+    asked = utils.is_torch_available
+    utils.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_torch_available = asked

@@ -1,0 +1,197 @@
+"""The tools of an MCP server (modelcontextprotocol.io), through the `mcp` SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agenttrain.config.mcp_server import check_mcp_server, expanded
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.tools.base import Tool, ToolFailure
+from agenttrain.tools.mcp_connection import CannotConnect, Connection
+from agenttrain.tools.mcp_transport import StderrTail, http_transport, process_transport
+from agenttrain.types import ToolContext
+
+
+class McpServer:
+    """A server whose tools become tools of the run, with the server's own schemas.
+
+    They are listed once, when the run is built. A broken connection is made again and the call is
+    sent again; a server that stays away ends the rollout without a score. Example::
+
+        McpServer(command=["python", "files_server.py"], allow=["read", "list"], prefix="files_")
+        McpServer(url="http://127.0.0.1:8000/mcp", headers={"Authorization": "Bearer $TOKEN"})
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+        allow: Sequence[str] | None = None,
+        prefix: str = "",
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        start_timeout_s: float = 30.0,
+        reconnect_s: float = 5.0,
+    ) -> None:
+        """Start `command` (stdio) or connect to `url` (streamable HTTP), and list the tools.
+
+        Only tools in `allow` are taken (None: all), under `prefix` + their name. The command sees
+        PATH, HOME, the other variables that the SDK passes on, and `env`; ``$NAME`` in `env` and
+        `headers` is our environment's NAME. A broken connection is tried again for `reconnect_s`
+        seconds, which count in a call's timeout_s. Raises ValueError for settings that cannot
+        work and for a server that does not answer within `start_timeout_s`.
+        """
+        check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
+        _check_installed()
+        self._command = None if command is None else [str(word) for word in command]
+        self._url, self._prefix = url, prefix
+        self._env, self._headers = expanded("env", env), expanded("headers", headers)
+        self._stderr, self._refused = StderrTail(), list[int]()
+        self._connection = Connection(
+            self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
+        )
+        try:
+            self._listed = _allowed(self._connection.start(), allow)
+        except CannotConnect as error:
+            self._connection.close()
+            raise ValueError(self._cannot_connect(error)) from error
+        except ValueError:
+            self._connection.close()
+            raise
+
+    def tools(self) -> list[Tool]:
+        """One tool for each of the server's."""
+        return [McpTool(tool, self._prefix, self._connection) for tool in self._listed]
+
+    def _client(self) -> Any:
+        from mcp import Client
+
+        if self._command is not None:
+            return Client(process_transport(self._command, self._env, self._stderr))
+        self._refused.clear()
+        return Client(http_transport(str(self._url), self._headers, self._refused))
+
+    def _cannot_connect(self, error: CannotConnect) -> str:
+        if self._command is None:
+            status = f" (HTTP {self._refused[-1]})" if self._refused else ""
+            return (
+                f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
+                "there, and does it take these headers?"
+            )
+        said = self._stderr.last_line()
+        told = f"its last words: {said}" if said else "it said nothing on stderr"
+        return (
+            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {told}; "
+            "run the command in a terminal to see why"
+        )
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, tool: Any, prefix: str, connection: Connection) -> None:
+        """`tool` is an `mcp_types.Tool`."""
+        self.name = f"{prefix}{tool.name}"
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": tool.description or tool.title or "",
+                "parameters": inlined(tool.input_schema),
+            },
+        }
+        self._remote_name, self._connection = tool.name, connection
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the tool; what the server refuses is an error that the model reads."""
+        from mcp import MCPError
+
+        try:
+            result = await self._connection.call(self._remote_name, arguments)
+        except MCPError as error:
+            raise ToolFailure(error.message) from error
+        return result_value(result)
+
+    async def close(self) -> None:
+        """Close the connection, which the server's other tools share."""
+        await self._connection.aclose()
+
+
+def result_value(result: Any) -> object:
+    """What an `mcp_types.CallToolResult` tells the model: its texts, else its structured content.
+
+    Raises ToolFailure for an error result, and for images and sounds: to train on a result that
+    the model cannot see is worse than an error.
+    """
+    texts = [_block_text(block) for block in result.content]
+    if result.is_error:
+        raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
+    return result.structured_content if not texts else "\n".join(texts)
+
+
+def _block_text(block: Any) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type == "resource_link":
+        return f"{block.name}: {block.uri}"
+    if block.type == "resource" and hasattr(block.resource, "text"):
+        return block.resource.text
+    kind = getattr(block, "mime_type", None) or getattr(block.resource, "mime_type", None)
+    raise ToolFailure(
+        f"the result holds something that is not text ({kind or block.type}), and only text can "
+        "be read"
+    )
+
+
+def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with what its ``$ref`` name in its own ``$defs`` put in their place.
+
+    Chat templates that list parameters one by one know no references. A schema that refers to
+    itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
+    "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
+    """
+    rest = {key: value for key, value in schema.items() if key != "$defs"}
+    try:
+        return _inline(rest, schema.get("$defs", {}), ())
+    except (KeyError, RecursionError):
+        return dict(schema)
+
+
+def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions, inside) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    reference = node.get("$ref")
+    if not isinstance(reference, str):  # a property may be called `$ref`
+        return {key: _inline(value, definitions, inside) for key, value in node.items()}
+    name = reference.removeprefix("#/$defs/")
+    if name in inside:
+        raise RecursionError(f"{name} refers to itself")
+    beside = {key: value for key, value in node.items() if key != "$ref"}
+    return {**_inline(definitions[name], definitions, (*inside, name)), **beside}
+
+
+def _allowed(listed: Sequence[Any], allow: Sequence[str] | None) -> list[Any]:
+    """The tools to take, in the server's order."""
+    names = [tool.name for tool in listed]
+    if not names:
+        raise ValueError("the MCP server has no tools")
+    for name in allow or ():
+        if name not in names:
+            raise ValueError(
+                f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool {name!r}"
+                f"{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
+            )
+    return [tool for tool in listed if allow is None or tool.name in allow]
+
+
+def _check_installed() -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "MCP servers need the `mcp` package: pip install 'agenttrain[mcp]'"
+        ) from error

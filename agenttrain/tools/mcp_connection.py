@@ -1,0 +1,242 @@
+"""A connection to an MCP server that all calls share, and that is made again when it breaks.
+
+It lives on an event loop of its own in a daemon thread: a run may start several event loops, one
+after the other, and the server has to survive them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, TypeVar
+
+from agenttrain.types import AgenttrainError, ToolUnavailable
+
+T = TypeVar("T")
+Open = Callable[[], AbstractAsyncContextManager[Any]]
+"""Makes a fresh `mcp.Client`; entering it connects."""
+
+ATTEMPTS = 3
+"""Times that one call is sent, if the server breaks off each time."""
+PAUSES_S = (0.05, 1.0)
+"""Between two attempts to connect: at first, and at most."""
+CLOSE_S = 10.0
+"""More than the SDK takes to end a server that does not want to."""
+HTTP_REFUSED = "Server returned an error response"
+"""The SDK's words for an HTTP status that it has no other words for, such as 502 or 429."""
+
+
+class CannotConnect(AgenttrainError):
+    """The server does not start, does not answer, or does not speak MCP."""
+
+
+class _Link:
+    """One session with the server: a task that enters the client and stays until it is over.
+
+    Client and transport have to be left by the task that entered them.
+    """
+
+    def __init__(self, open_client: Open) -> None:
+        self.client: Any = None
+        self._over = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._error: BaseException | None = None
+        self.task = asyncio.create_task(self._hold(open_client))
+
+    @property
+    def alive(self) -> bool:
+        return self.client is not None and not self._over.is_set() and not self.task.done()
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until the session stands; raises CannotConnect."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            self.task.cancel()
+            raise CannotConnect(f"no answer within {timeout_s:g} s") from None
+        if self.client is None:
+            raise CannotConnect(_reason(self._error)) from self._error
+
+    def drop(self) -> None:
+        """End the session."""
+        self._over.set()
+
+    async def end(self) -> None:
+        """End the session and wait until nothing of it is left."""
+        self.drop()
+        await asyncio.wait({self.task})
+
+    async def _hold(self, open_client: Open) -> None:
+        try:
+            async with open_client() as client:
+                self.client = client
+                self._ready.set()
+                await self._over.wait()
+        except BaseException as error:  # groups of errors and cancellations, as anyio has them
+            self._error = error
+        finally:
+            self._ready.set()
+
+
+class Connection:
+    """Calls to one server from any event loop; `close` it, or it is closed at exit."""
+
+    def __init__(self, open_client: Open, *, start_timeout_s: float, reconnect_s: float) -> None:
+        """A first connection may take `start_timeout_s`, a broken one is tried for `reconnect_s`
+        seconds."""
+        # Without a handler of anybody's, Python prints the SDK's warnings into our display.
+        logging.getLogger("mcp").addHandler(logging.NullHandler())
+        self._open, self._start_s, self._reconnect_s = open_client, start_timeout_s, reconnect_s
+        self._link: _Link | None = None
+        self._connecting: asyncio.Task[_Link] | None = None
+        self._closed, self._closing = False, threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def start(self) -> list[Any]:
+        """Connect and list the server's tools; raises CannotConnect."""
+        return self._submit(self._start()).result()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool: an `mcp_types.CallToolResult`.
+
+        A call that the server breaks off is sent again. Raises ToolUnavailable when the server
+        does not come back, MCPError for an error of the protocol.
+        """
+        if self._closed:
+            raise ToolUnavailable("the connection to the MCP server is closed")
+        return await asyncio.wrap_future(self._submit(self._call(name, arguments)))
+
+    async def aclose(self) -> None:
+        """`close`, without holding up the caller's event loop."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def close(self) -> None:
+        """End the session and a server that was started; wait until it is gone."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            atexit.unregister(self.close)
+            with suppress(TimeoutError):
+                self._submit(self._shut()).result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _start(self) -> list[Any]:
+        try:
+            link = self._link = await self._connect(self._start_s)
+            async with asyncio.timeout(self._start_s):
+                return await _list_tools(link.client)
+        except CannotConnect:
+            raise
+        except TimeoutError:
+            raise CannotConnect(f"its tools are not listed within {self._start_s:g} s") from None
+        except Exception as error:
+            raise CannotConnect(f"its tools cannot be listed: {_reason(error)}") from error
+
+    async def _connect(self, timeout_s: float) -> _Link:
+        link = _Link(self._open)
+        try:
+            await link.connect(timeout_s)
+        except BaseException:
+            await link.end()
+            raise
+        return link
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            link = await self._live()
+            try:
+                return await link.client.call_tool(name, arguments)
+            except Exception as error:
+                if _lost(error) or not link.alive:
+                    link.drop()
+                elif str(error) == HTTP_REFUSED:
+                    await asyncio.sleep(PAUSES_S[0] * 2**attempt)
+                else:
+                    raise
+                reason = _reason(error)
+        raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
+
+    async def _live(self) -> _Link:
+        """The session, made again if it is broken; all calls wait for the same attempt."""
+        if self._link is not None and self._link.alive:
+            return self._link
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._reconnect())
+            # The callers may all have given up by then.
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._connecting)
+
+    async def _reconnect(self) -> _Link:
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + self._reconnect_s, PAUSES_S[0]
+        if self._link is not None:
+            await self._link.end()  # one server process at a time
+        while True:
+            try:
+                left = max(deadline - loop.time(), PAUSES_S[0])
+                self._link = await self._connect(min(left, self._start_s))
+                return self._link
+            except CannotConnect as error:
+                if loop.time() + pause >= deadline:
+                    raise ToolUnavailable(
+                        f"the MCP server did not come back within {self._reconnect_s:g} s: {error}"
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES_S[1])
+
+    async def _shut(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+        if self._link is not None:
+            await self._link.end()
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    found, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found.extend(page.tools)
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
+def _lost(error: Exception) -> bool:
+    """Whether the session, and not the call, is what failed."""
+    import anyio
+    import httpx2
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
+
+    if isinstance(error, MCPError):
+        # A server that was started anew does not know our session.
+        gone = error.code == INVALID_REQUEST and error.message == "Session terminated"
+        return gone or error.code == CONNECTION_CLOSED
+    closed = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError)
+    return isinstance(error, (*closed, ConnectionError))
+
+
+def _reason(error: BaseException | None) -> str:
+    """The first error of a group, in a line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = str(error).partition("\n")[0]
+    return text or type(error).__name__
