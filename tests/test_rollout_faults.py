@@ -359,6 +359,35 @@ def test_a_stuck_tool_is_named_once_and_too_many_of_them_stop_the_run():
     release.set()
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_calls_that_ended_rollouts_leave_behind_within_their_time_are_not_stuck(blocking):
+    release = threading.Event()
+
+    def nap() -> str:
+        """Take a while, but not too long."""
+        release.wait(60)
+        return "rested"
+
+    async def doze() -> str:
+        """Take a while."""
+        await asyncio.sleep(60)
+        return "rested"
+
+    function = nap if blocking else doze
+    name = function.__name__
+    tools = Toolbox({name: FunctionTool(function)}, max_stuck=0)
+    tasks = [Task(task_id=f"t{i}", messages=parts.TASK.messages) for i in range(4)]
+    made = replace(collector(tools, call(name, "{}"), timeout_s=0.2), toolbox=tools)
+    made = replace(made, engine=ScriptedEngine(parts.script(call(name, "{}")), max_context=4096))
+    for _ in range(2):  # the second batch looks at what the first left behind
+        collected = asyncio.run(acollect(made, tasks))
+        assert [r.stop_reason for r in collected.rollouts] == [StopReason.timeout] * 4
+        made = replace(
+            made, engine=ScriptedEngine(parts.script(call(name, "{}")), max_context=4096)
+        )
+    release.set()
+
+
 def test_an_async_tool_that_ignores_its_cancellation_does_not_block_exit():
     program = """
         import asyncio, warnings

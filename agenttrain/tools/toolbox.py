@@ -94,14 +94,14 @@ class Toolbox:
         self._endings = Endings()
         self._told: set[str] = set()
         self._steps = Steps()
-        self._abandoned: dict[asyncio.Task[Reply], str] = {}
+        self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
 
     @property
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools of abandoned calls that still run, one per call."""
-        return (*self._threads.stuck, *self._abandoned.values())
+        return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
         """The async tool that has held the event loop for longer than `limit_s`; any thread."""
@@ -163,7 +163,10 @@ class Toolbox:
 
     def _check_stuck(self) -> None:
         """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
-        stuck = Counter(self.stuck)
+        now = time.monotonic()
+        late = (name for name, deadline in self._abandoned.values() if deadline <= now)
+        # Calls that a rollout's end left behind, within their own time, are none.
+        stuck = Counter((*self._threads.overdue, *late))
         for name in stuck.keys() - self._told:
             self._told.add(name)
             warnings.warn(
@@ -242,13 +245,16 @@ class Toolbox:
         self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
     ) -> Reply:
         """Run one call for at most its time limit; then leave it to itself."""
-        task = asyncio.create_task(self._reply(entry, tool, arguments, context))
+        # A little early, so that the check after the limit sees it.
+        deadline = time.monotonic() + entry.limits.timeout_s - CANCEL_S / 5
+        task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             await asyncio.wait({task}, timeout=entry.limits.timeout_s)
         finally:
             if expired := not task.done():
-                self._abandoned[task] = tool.name
+                patience = time.monotonic() + CANCEL_S / 2
+                self._abandoned[task] = tool.name, max(deadline, patience)
                 task.add_done_callback(self._left)
                 task.cancel()
         if expired:
@@ -267,14 +273,19 @@ class Toolbox:
             task.exception()
 
     async def _reply(
-        self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
+        self,
+        entry: _Entry,
+        tool: Tool,
+        arguments: dict[str, Any],
+        context: ToolContext,
+        deadline: float,
     ) -> Reply:
         try:
             function = _blocks(tool)
             if function is None:
                 value = await self._steps.run(tool.name, tool(arguments, context))
             else:
-                value = await self._in_thread(entry, function, arguments, context)
+                value = await self._in_thread(entry, function, arguments, context, deadline)
             return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
         except (asyncio.CancelledError, KeyboardInterrupt):
             # On the event loop's own thread a KeyboardInterrupt is the user's.
@@ -288,6 +299,7 @@ class Toolbox:
         tool: FunctionTool,
         arguments: dict[str, Any],
         context: ToolContext,
+        deadline: float,
     ) -> object:
         def work() -> object:
             value = tool.call(arguments, context)
@@ -296,7 +308,7 @@ class Toolbox:
             return value if waits else reply_of(value, max_chars=self._max_chars)
 
         try:
-            outcome = await self._threads.run(work, label=tool.name)
+            outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
         except RuntimeError as error:  # "can't start new thread"
             raise ToolUnavailable(f"tool {tool.name}: {error}") from error
         if outcome.error is not None:
