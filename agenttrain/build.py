@@ -12,10 +12,9 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified
+from agenttrain.check import certified, prompt_lengths, task_sources
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import build_rows
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
@@ -62,19 +61,17 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    train = TaskSource(
-        build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
-    )
-    test = TaskSource(build_rows(config.data.test, "data.test"))
-    check_columns(test, {"eval.group_by": config.eval.group_by})
+    sources = task_sources(config)
+    check_columns(sources["data.test"], {"eval.group_by": config.eval.group_by})
+    prompt_lengths(found, sources)
     return Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
         rubric=build_rubric(config.reward),
         certificate=found.certificate,
-        train_tasks=train,
-        test_tasks=test,
+        train_tasks=sources["data.train"],
+        test_tasks=sources["data.test"],
     )
 
 
@@ -109,6 +106,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         temperature=config.rollout.temperature,
         max_completion_tokens=config.rollout.max_completion_tokens,
         steps=config.steps,
+        reward_weights=prepared.rubric.weights,
     )
     engine = _engine(config, policy)
     collector = Collector(

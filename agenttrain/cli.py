@@ -139,6 +139,7 @@ def _run(command: Command) -> int:
         return _show(command)
     with hydra_session(command.source):
         runs = compose_all(command)
+    _check_files(runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
@@ -151,21 +152,53 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
-    from agenttrain.check import certified  # tokenizers come with it
     from agenttrain.types import AgenttrainError
 
-    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools")
+    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools", "data")
     shown: dict[str, bool] = {}
     for run in runs:
-        try:
-            key = repr([getattr(run.config, part) for part in parts])
-            if key not in shown:
-                certificate = certified(run.config).certificate
-                shown[key] = certificate.passed
-                print("\n" + "\n".join(certificate.lines()))
-        except (AgenttrainError, OSError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        key = repr([getattr(run.config, part) for part in parts])
+        if key not in shown:
+            try:
+                shown[key] = _certify(run)
+            except (AgenttrainError, OSError, ValueError) as error:
+                raise ConfigError(str(error)) from error
     return 0 if all(shown.values()) else 1
+
+
+def _certify(run: Composed) -> bool:
+    """Print a run's certificate, and how long its first prompts are; whether it passed."""
+    from agenttrain.check import (  # tokenizers come with it
+        certified,
+        prompt_lengths,
+        task_sources,
+        told,
+    )
+
+    found = certified(run.config)
+    print("\n" + "\n".join(found.certificate.lines()), flush=True)
+    if found.certificate.passed:
+        print(told(prompt_lengths(found, task_sources(run.config))))
+    return found.certificate.passed
+
+
+def _check_files(runs: Sequence[Composed]) -> None:
+    """Refuse a template or response schema of the user's that cannot be read, before the rest."""
+    templates = {run.config.chat_template.path for run in runs} - {None}
+    schemas = {run.config.response_schema.path for run in runs} - {None}
+    if not templates and not schemas:
+        return
+    from agenttrain.chat.carried import read_template  # only here: tokenizers come with it
+    from agenttrain.chat.specs import read_spec
+    from agenttrain.types import AgenttrainError
+
+    try:
+        for path in templates:
+            read_template(str(path))
+        for path in schemas:
+            read_spec(Path(str(path)))
+    except AgenttrainError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _hint(command: Command, runs: Sequence[Composed]) -> str | None:

@@ -193,14 +193,16 @@ def _prepare(job: Job) -> Prepared:
 
 
 def record_fix(folder: Path, prepared: Prepared) -> None:
-    """Say once what was changed in the chat template, and keep it with the run."""
-    changes = prepared.chat.fix.text()
-    if changes:
+    """Say once which chat template it is and what was changed in it, and keep that with the run."""
+    fix = prepared.chat.fix
+    if fix.chosen:
+        print(f"chat template: {fix.chosen}")
+    if changes := fix.text():
         file = folder / "chat_template.diff"
         file.write_text(changes, encoding="utf-8")
         print(f"{changes.splitlines()[0]} ({file})")
-        for warning in prepared.certificate.warnings:
-            print(f"  {warning}")
+    for warning in prepared.certificate.warnings:
+        print(f"  {warning}")
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
@@ -258,9 +260,10 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     checkpoints = Checkpoints(
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
-    done = 0
+    done = cursor = 0
     if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
-        done = checkpoints.load_latest(loaded.policy)["step"]
+        state = checkpoints.load_latest(loaded.policy)
+        done, cursor = state["step"], state["cursor"]
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = Tracker(
         job.folder,
@@ -283,6 +286,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         tracker=tracker,
         checkpoints=checkpoints,
         done=done,
+        cursor=cursor,
     )
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.source import TaskSource
 from agenttrain.evaluate import Evaluation, evaluate
-from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.resample import Drawn, draw
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints
@@ -25,7 +26,7 @@ from agenttrain.types import Sampling
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run in one process. `done` counts finished steps; all else follows from it."""
+    """One run in one process. `done` counts finished steps, `cursor` the tasks that they drew."""
 
     config: RunConfig
     collector: Collector
@@ -35,6 +36,7 @@ class Trainer:
     tracker: Tracker
     checkpoints: Checkpoints
     done: int = 0
+    cursor: int = 0
     _clock: Clock = field(default_factory=lambda: Clock())
 
     async def train(self) -> None:
@@ -54,28 +56,28 @@ class Trainer:
         self._clock = clock = Clock()
         self.tracker.phase("rollout")
         with clock("rollout"):
-            collected = await self._collect(number)
+            drawn = await self._draw(number)
         self.tracker.phase("train")
         with clock("train"):
             await rest(self.collector.engine)
-            training = self.policy.update(collected.groups)
+            training = self.policy.update(drawn.trained)
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
-        return self._metrics(collected, training, clock), collected
+        self.cursor += drawn.tasks
+        return self._metrics(drawn, training, clock), drawn.collected
 
-    async def _collect(self, number: int) -> Collected:
-        count = self.config.tasks_per_step
-        return await collect(
+    async def _draw(self, number: int) -> Drawn:
+        return await draw(
             self.collector,
-            self.train_tasks.tasks((number - 1) * count, count),
-            samples=self.config.algorithm.group_size,
+            lambda start, count: self.train_tasks.tasks(self.cursor + start, count),
+            count=self.config.tasks_per_step,
+            config=self.config.algorithm,
             sampling=Sampling(temperature=self.config.rollout.temperature),
             seed_path=(self.config.seed, "train", number),
         )
 
-    def _metrics(
-        self, collected: Collected, training: dict[str, float], clock: Clock
-    ) -> dict[str, float]:
+    def _metrics(self, drawn: Drawn, training: dict[str, float], clock: Clock) -> dict[str, float]:
+        collected = drawn.collected
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         return {
             **rollout_metrics(
@@ -84,6 +86,7 @@ class Trainer:
                 rewards=self.collector.rubric.names,
             ),
             **training,
+            **(drawn.metrics() if self.config.algorithm.resamples else {}),
             "rollout/dropped": collected.dropped,
             "tools/stuck": len(self.collector.toolbox.stuck),
             "time/loop_lag_max_s": collected.loop_lag_s,
@@ -110,7 +113,8 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        path = self.checkpoints.save(self.policy, step=self.done)
+        state = {"cursor": self.cursor}
+        path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.tracker.checkpoint(path)
         return path
 

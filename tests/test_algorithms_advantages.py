@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenttrain.algorithms.advantages import advantages
-from agenttrain.config.schema import Advantage, Scale
+from agenttrain.algorithms.advantages import advantages, normalized_advantages
+from agenttrain.config.algorithm import Advantage, Scale
 
 NAN = math.nan
 # two reward functions weighted 1 and 0.5, over two groups of four; the fourth has no reward:
@@ -73,7 +74,7 @@ groups = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(rewards=groups, shift=st.sampled_from([-3.0, 0.5, 8.0]))
-@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("baseline", [Advantage.group, Advantage.leave_one_out])
 @pytest.mark.parametrize("scale", [Scale.group, Scale.none])
 def test_a_groups_rewards_may_be_shifted(
     baseline: Advantage, scale: Scale, rewards: list[list[float]], shift: float
@@ -101,5 +102,74 @@ def test_rollouts_without_reward_change_nothing(
     second = advantages(wider, baseline=baseline, scale=scale)[:, 1:]
     assert first.flatten().tolist() == pytest.approx(second.flatten().tolist(), nan_ok=True)
     assert torch.equal(first.isnan(), values.isnan())
-    # a group's advantages add up to zero
-    assert first.nansum(1).tolist() == pytest.approx([0.0] * len(rewards), abs=1e-9)
+    # what is compared adds up to zero
+    compared = first.reshape(1, -1) if baseline is Advantage.batch else first
+    assert compared.nansum(1).tolist() == pytest.approx([0.0] * len(compared), abs=1e-9)
+
+
+def test_reinforce_pp_compares_with_the_batch() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [2.0, NAN]], dtype=torch.float64)
+    # mean 1, deviation 1 over [1, 0, 2]
+    plain = advantages(rewards, baseline=Advantage.batch, scale=Scale.none)
+    assert plain.flatten().tolist() == pytest.approx([0, -1, 1, NAN], nan_ok=True)
+    scaled = advantages(rewards, baseline=Advantage.batch, scale=Scale.batch)
+    expected = [0, -1 / 1.0001, 1 / 1.0001, NAN]
+    assert scaled.flatten().tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_single_rollouts_are_compared_with_the_batch() -> None:
+    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]], dtype=torch.float64)
+    result = advantages(rewards, baseline=Advantage.batch, scale=Scale.none)
+    assert result.flatten().tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+# f1 and f2 of TRL's example: [1, 0, .5, none | 0, 0, 0, 0], [0, 2, none, none | 1, 3, 1, 3]
+EACH = torch.tensor(
+    [
+        [[1.0, 0.0, 0.5, NAN], [0.0, 0.0, 0.0, 0.0]],
+        [[0.0, 2.0, NAN, NAN], [1.0, 3.0, 1.0, 3.0]],
+    ],
+    dtype=torch.float64,
+)
+
+
+def test_gdpo_normalises_each_function_in_its_group() -> None:
+    result = normalized_advantages(EACH, [1.0, 0.5], scale=Scale.none)
+    # f1, group 0: mean .5, deviation .5: [1, -1, 0, none] x .5 / .5001; group 1: zeros
+    # f2, group 0: mean 1, deviation sqrt 2: [-1, 1] / 1.4143136; group 1: mean 2, deviation
+    # sqrt(4 / 3): [-1, 1, -1, 1] / 1.1548005
+    a, b, c = 0.5 / 0.5001, 0.5 / (math.sqrt(2) + 1e-4), 0.5 / (math.sqrt(4 / 3) + 1e-4)
+    expected = [a - b, -a + b, 0, NAN, -c, c, -c, c]
+    assert result.flatten().tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_gdpo_over_the_batch_is_trls_formula() -> None:
+    """`normalize_then_sum` of TRL 1.16: (x - mean) / (deviation + 1e-4) of those seven."""
+    result = normalized_advantages(EACH, [1.0, 0.5], scale=Scale.batch).flatten()
+    plain = normalized_advantages(EACH, [1.0, 0.5], scale=Scale.none).flatten()
+    known = [value for value in plain.tolist() if not math.isnan(value)]
+    mean, deviation = statistics.fmean(known), statistics.stdev(known)
+    expected = [(value - mean) / (deviation + 1e-4) for value in plain.tolist()]
+    assert result.tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_gdpo_does_not_see_the_size_of_a_functions_rewards() -> None:
+    rewards = torch.tensor([[[1.0, 0.0]], [[0.0, 10.0]]], dtype=torch.float64)
+    first = normalized_advantages(rewards, [1.0, 0.5], scale=Scale.none)
+    rewards[1] /= 10
+    second = normalized_advantages(rewards, [1.0, 0.5], scale=Scale.none)
+    # .70711 x (1 - .5)
+    assert first[0].tolist() == pytest.approx([0.353553, -0.353553], abs=1e-4)
+    assert first[0].tolist() == pytest.approx(second[0].tolist(), abs=1e-3)
+
+
+def test_leave_one_out_over_single_rows_would_be_zero_had_rows_been_filtered() -> None:
+    """[1, 0, 0, 0] with its zeros dropped row by row would leave one rollout and no signal."""
+    whole = advantages(
+        torch.tensor([[1.0, 0.0, 0.0, 0.0]]), baseline=Advantage.leave_one_out, scale=Scale.none
+    )
+    filtered = advantages(
+        torch.tensor([[1.0, NAN, NAN, NAN]]), baseline=Advantage.leave_one_out, scale=Scale.none
+    )
+    assert whole[0, 0] == 1.0
+    assert filtered[0, 0] == 0.0

@@ -27,18 +27,13 @@ QUERY = {
 }
 SCHEMAS = [ADD, QUERY]
 PROBES = [
-    *(
-        "generation prompt",
-        "end of turn",
-        "tools in the prompt",
-        "no call",
-        "reasoning without a call",
-    ),
+    *("generation prompt", "same each time", "end of turn", "tools in the prompt"),
+    *("system message", "no call", "reasoning without a call"),
     *("control tokens in a user reply", "call of add", "call of sql", "parallel calls"),
     *("three turns", "content beside a call", "reasoning", "empty reply", "error reply"),
     *("unicode reply", "long reply", "control tokens in a tool reply", "later user message"),
 ]
-LOOKING_ON = [*PROBES[9:12], *PROBES[12:]]
+LOOKING_ON = PROBES[11:]
 """Probes of more than one turn with calls."""
 
 
@@ -50,7 +45,7 @@ def refused(template: str) -> dict[str, str]:
     """Reasons by the names of the probes that the template fails."""
     certificate = certify(built(template), SCHEMAS)
     assert not certificate.passed
-    return {probe.name: probe.reason for probe in certificate.probes if not probe.passed}
+    return {probe.name: probe.why for probe in certificate.probes if not probe.passed}
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -67,7 +62,7 @@ def test_templates_that_fit(name: str) -> None:
 
 def test_no_tools_need_no_tools_in_the_template() -> None:
     names = [probe.name for probe in certify(chat(), []).probes]
-    assert names == PROBES[:6]
+    assert names == PROBES[:8]
 
 
 def test_the_hash_depends_on_template_tools_and_variables() -> None:
@@ -94,7 +89,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 def test_a_template_that_is_prefixed_by_the_count_of_messages_is_refused() -> None:
     reasons = refused("{{- messages | length }}" + TEMPLATE)
-    assert set(reasons) == set(PROBES[3:])
+    assert set(reasons) == set(PROBES[5:])
 
 
 def test_a_template_that_leaves_the_turns_header_to_the_model_is_refused() -> None:
@@ -122,7 +117,7 @@ def test_a_template_that_drops_a_reply_is_refused() -> None:
     reasons = refused(
         TEMPLATE.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
     )
-    assert set(reasons) == set(PROBES[6:])
+    assert set(reasons) == set(PROBES[8:])
     assert "does not show each of 1 replies" in reasons["call of add"]
 
 
@@ -144,9 +139,73 @@ def test_a_template_without_tools_is_refused_with_the_reason() -> None:
     certify(built(bare), []).raise_if_refused()
 
 
-def test_calls_that_the_parser_cannot_read_are_refused() -> None:
-    reasons = refused(TEMPLATE.replace('{"name": "', '{"tool": "'))
-    assert "set response_schema to the format of the template" in reasons["call of add"]
+MISREAD = "the response schema does not read the calls that the template renders"
+
+
+def test_calls_that_no_parser_reads_ask_for_a_response_schema_of_ones_own() -> None:
+    chat = built(TEMPLATE.replace('{"name": "', '{"tool": "'))
+    certificate = certify(chat, SCHEMAS)
+    probe = next(probe for probe in certificate.probes if probe.name == "call of add")
+    assert (probe.reason, probe.misfit) == (MISREAD, "response_schema")
+    assert certificate.remedy.startswith("Set `response_schema=file")
+
+
+def test_a_response_schema_that_is_not_the_templates_is_what_the_remedy_names() -> None:
+    chat = Chat(tokenizer(), TEMPLATE, load_spec("llama3"), eos_token_ids=[2])
+    certificate = certify(chat, SCHEMAS)
+    assert certificate.remedy == "Set response_schema=hermes, which reads the template's calls."
+    lines = [line.split() for line in certificate.lines() if line.startswith("  refused")]
+    assert len(lines) == 12
+    assert " ".join(lines[0]).startswith(f"refused call of add {MISREAD}: '<tool_call>")
+    assert {" ".join(line[-4:]) for line in lines[1:]} == {"as `call of add`"}
+    with pytest.raises(CertificateError) as raised:
+        certificate.raise_if_refused()
+    assert str(raised.value).count(MISREAD) == 1
+    assert "- call of add, call of sql, parallel calls, three turns," in str(raised.value)
+
+
+def test_a_certificate_as_data() -> None:
+    found = certify(chat(), SCHEMAS).as_json()
+    assert (found["status"], found["remedy"], found["one_call_per_turn"]) == ("passed", None, False)
+    assert [probe["name"] for probe in found["probes"]] == PROBES
+    table = certify(chat(), SCHEMAS).markdown().splitlines()
+    assert table[2] == "| generation prompt | passed |  |"
+    assert table[4] == "| end of turn | passed | a completion ends with <\\|im_end\\|> |"
+
+
+def passed(template: str, name: str) -> str:
+    certificate = certify(built(template), SCHEMAS)
+    certificate.raise_if_refused()
+    return next(probe.reason for probe in certificate.probes if probe.name == name)
+
+
+SYSTEM = "{%- if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{%- endif %}"
+
+
+def test_a_template_without_system_messages_passes_and_says_so() -> None:
+    assert passed(SYSTEM + TEMPLATE, "system message") == (
+        "the template refuses system messages (No system role): the data must have none"
+    )
+    skipping = TEMPLATE.replace("messages[0].role == 'system'", "false")
+    reason = "the template leaves out system messages: the data must have none"
+    assert passed(skipping, "system message") == reason
+    assert passed(TEMPLATE, "system message") == ""
+
+
+def test_the_time_of_day_is_refused_and_the_date_is_warned_of() -> None:
+    reasons = refused("{{- strftime_now('%H:%M') }}" + TEMPLATE)
+    assert reasons["same each time"].startswith("the template writes the time of day, strftime_now")
+    certificate = certify(built("{{- strftime_now('%d %b %Y') }}" + TEMPLATE), SCHEMAS)
+    certificate.raise_if_refused()
+    assert certificate.warnings == (
+        "prompts hold the day's date, so a run repeats exactly on the same day only",
+    )
+
+
+def test_chance_in_a_template_is_refused() -> None:
+    reasons = refused("{{- range(1000) | random }}" + TEMPLATE)
+    different = "the template renders the same messages differently each time"
+    assert reasons["same each time"] == different
 
 
 def test_refusal_is_an_error_with_reason_and_remedy() -> None:
@@ -155,5 +214,6 @@ def test_refusal_is_an_error_with_reason_and_remedy() -> None:
         certificate.raise_if_refused()
     assert isinstance(raised.value, AgenttrainError)
     message = str(raised.value)
-    assert "- three turns: earlier messages are rendered anew" in message
+    assert "three turns, content beside a call, " in message
+    assert "later user message: earlier messages are rendered anew: the full" in message
     assert "chat_template=file chat_template.path=" in message

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tiny import TEMPLATE, tokenizer
+from transformers import AutoTokenizer
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.load import load_chat
@@ -110,9 +111,49 @@ def test_errors_say_key_value_and_remedy(template: dict, response: dict, message
         load(template=template, response=response)
 
 
-def test_a_tokenizer_without_a_template() -> None:
-    with pytest.raises(ChatError, match="carries no chat template"):
-        load(with_template(None))
+@pytest.mark.parametrize("carried", [None, "", {}, []])
+def test_a_tokenizer_without_a_template(carried: Any) -> None:
+    with pytest.raises(ChatError, match="carries no chat template; set `chat_template=file"):
+        load(with_template(carried))
+
+
+WITHOUT_TOOLS = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
+SEVERAL = {"default": WITHOUT_TOOLS, "tool_use": TEMPLATE, "rag": "{{ 1 }}"}
+
+
+@pytest.mark.parametrize("tools", [True, False])
+@pytest.mark.parametrize("form", [dict, list])
+def test_a_tokenizer_with_several_templates(form: type, tools: bool) -> None:
+    carried: Any = SEVERAL
+    if form is list:
+        carried = [{"name": name, "template": text} for name, text in SEVERAL.items()]
+    chat = load_chat(
+        with_template(carried), ChatTemplateConfig(), ResponseSchemaConfig(), tools=tools
+    )
+    name = "tool_use" if tools else "default"
+    # Saved and deployed is the one that was trained with.
+    assert chat.saved_template == chat.template == SEVERAL[name]
+    run = "a run with tools" if tools else "a run without tools"
+    assert chat.fix.chosen == (
+        f"of the templates that the tokenizer carries (default, rag, tool_use), {run} takes "
+        f"{name}; it is the one that is saved with checkpoints"
+    )
+
+
+def test_several_templates_without_the_one_that_is_needed() -> None:
+    with pytest.raises(ChatError, match=r"carries the chat templates rag, and none named default"):
+        load(with_template({"rag": TEMPLATE}))
+
+
+def test_several_templates_are_saved_as_the_one_that_was_trained_with(tmp_path: Path) -> None:
+    tok = with_template(SEVERAL)
+    tok.save_pretrained(tmp_path / "model")
+    tok = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tok.chat_template == SEVERAL
+    tok.chat_template = load(tok).saved_template
+    tok.save_pretrained(tmp_path / "checkpoint")
+    again = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert again.get_chat_template() == again.get_chat_template(tools=[{}]) == TEMPLATE
 
 
 @pytest.mark.parametrize(
@@ -126,6 +167,31 @@ def test_a_tokenizer_without_a_template() -> None:
 def test_a_template_that_computes_what_cannot_be_is_refused_in_words(template: str) -> None:
     with pytest.raises(ChatError, match="the chat template refuses messages"):
         load(with_template(template))
+
+
+def test_a_syntax_error_is_told_as_one(tmp_path: Path) -> None:
+    broken = "{%- if messages %}\n{{ messages }\n"
+    problem = r"the chat template has a syntax error in line 2: unexpected '}'"
+    with pytest.raises(ChatError, match=problem + "; correct it, or set chat_template"):
+        load(with_template(broken))
+    path = tmp_path / "mine.jinja"
+    path.write_text(broken)
+    with pytest.raises(ChatError, match=rf"chat_template.path={path}: {problem}"):
+        load(template={"name": "file", "path": str(path)})
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ChatError, match="is a folder; name the file in it"):
+        load(template={"name": "file", "path": str(tmp_path)})
+
+
+def test_blocks_for_transformers_own_masks_are_no_syntax_errors(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    text = TEMPLATE.replace(
+        "{%- for call in", "{% generation %}{%- endgeneration -%}{%- for call in"
+    )
+    path.write_text(text)
+    assert load(template={"name": "file", "path": str(path)}).template == text
 
 
 def test_a_tokenizer_that_is_not_fast() -> None:

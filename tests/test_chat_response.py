@@ -66,6 +66,7 @@ def test_content_and_reasoning(text: str, content: str, reasoning: str | None, c
 
 def test_reasoning_that_the_prompt_has_opened() -> None:
     assert parse("a</think>Hi.", in_reasoning=True) == parse("<think>a</think>Hi.")
+    assert parse("\n<think>\na</think>Hi.", in_reasoning=True) == parse("<think>a</think>Hi.")
     assert parse("a" + GOOD, in_reasoning=True) == parse("<think>a" + GOOD)
 
 
@@ -96,27 +97,30 @@ def test_arguments_may_be_missing() -> None:
     ("body", "name", "problem"),
     [
         ("", "", "invalid JSON at line 1 column 1: Expecting value"),
-        ('{"name": "f",}', "", "invalid JSON at line 1 column 14: "),
+        ('{"name": "f",}', "f", "invalid JSON at line 1 column 14: "),
         ('{"name": "f}', "", "invalid JSON at line 1 column 10: Unterminated string"),
-        ("\n{'name': 'f'}", "", "invalid JSON at line 2 column 2: "),
+        ("\n{'name': 'f'}", "f", "invalid JSON at line 2 column 2: "),
         ('{"name": "f\n"}', "", "Invalid control character at"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "", "invalid JSON: NaN is not a JSON number"),
-        ('{"name": "f", "arguments": {"x": 1e999}}', "", "1e999 is not a JSON number"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "f", "invalid JSON: NaN is not a JSON number"),
+        ('{"name": "f", "arguments": {"x": 1e999}}', "f", "1e999 is not a JSON number"),
         ("[" * 100_000, "", "invalid JSON: nested too deeply"),
-        ('{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}", "", "invalid JSON: "),
+        ('{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}", "f", "invalid JSON: "),
         ('{"name": "f"}}', "f", "text after the call: '}'"),
         ('["f"]', "", "the call must be a JSON object, not an array"),
         ('"f"', "", "the call must be a JSON object, not a string"),
         ("null", "", "the call must be a JSON object, not null"),
         ('{"arguments": {}}', "", '"name" must be the name of a tool'),
+        ('{"id": "a", name: \'f\', "arguments": {"name": "g"', "f", "invalid JSON"),
+        ('{"arguments": {"name": "g"', "", "invalid JSON"),
+        ('{"arguments": oops, "name": "g"}', "", "invalid JSON"),
         ('{"name": ["f"]}', "", '"name" must be the name of a tool'),
         ('{"name": "f", "arguments": [1]}', "f", '"arguments" must be a JSON object, not an array'),
         ('{"name": "f", "arguments": 3}', "f", '"arguments" must be a JSON object, not a number'),
         ('{"name": "f", "arguments": true}', "f", "not a boolean"),
         ('{"name": "f", "arguments": "[1]"}', "f", "not an array"),
         ('{"name": "f", "arguments": "x = 1"}', "f", "is a string without a JSON object: 'x = 1'"),
-        ('{"name": "f", "arguments": {"x": "\\ud800"}}', "", "values that JSON text cannot carry"),
-        ('{"name": "f", "arguments": {"x": ' + "[" * 99 + "]" * 99 + "}}", "", "cannot carry"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}', "f", "values that JSON text cannot carry"),
+        ('{"name": "f", "arguments": {"x": ' + "[" * 99 + "]" * 99 + "}}", "f", "cannot carry"),
     ],
 )
 def test_malformed_calls_stand_beside_good_ones(body: str, name: str, problem: str) -> None:

@@ -81,7 +81,7 @@ def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str])
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "train      train an agent" in text
-    assert "algorithm        grpo, rloo" in text
+    assert "algorithm        bnpo, cispo, dapo, dr_grpo" in text
     assert "only steps, eval, checkpoint, tracker, engine may change" in text
     assert max(len(line) for line in text.splitlines()) <= 100 + len(str(ROOT))
 

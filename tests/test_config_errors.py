@@ -32,7 +32,7 @@ UNREADABLE = {
     "zzz=1": "unknown key; the keys are: model, chat_template",
     "algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
     "+algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
-    "algorithm=gpro": "no such option (did you mean 'grpo'?); the options are: grpo, rloo",
+    "algorithm=rlo": "no such option (did you mean 'rloo'?); the options are: bnpo, cispo",
     "tools=[sql,final_anser]": "tools=final_anser: no such option (did you mean 'final_answer'?)",
     "hydra.zzz=1": "Hydra has no such key",
     # Wrong types.
@@ -43,14 +43,14 @@ UNREADABLE = {
     "rollout.on_tool_failure=dropp": "expected one of: drop, error (did you mean 'drop'?)",
     "rollout.deterministic=perhaps": "expected true or false",
     "stop_tools=final_answer": "expected a list",
-    "algorithm.advantage=grup": "expected one of: group, leave_one_out (did you mean 'group'?)",
+    "algorithm.scale=grup": "expected one of: group, batch, none (did you mean 'group'?)",
     "model.dtype=float16": "expected one of: float32, bfloat16",
     "optimizer.betas=[a,b]": "could not be converted to Float",
     # What cannot be read, or has several meanings.
     "rloo": "settings are written key=value",
     "model.path=[a": "cannot be read",
     "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
-    "experiment=null": "a group takes an option (calculator, none, retrieval, shop)",
+    "experiment=null": "a group takes an option (calculator, ",
     "+experiment=shop": "write experiment=shop",
     "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
     "~zzz": "nothing of that name to leave out",
@@ -58,7 +58,7 @@ UNREADABLE = {
     # Missing values.
     "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
     "data=file": "data.train.path: has no value",
-    "~algorithm": "choose algorithm=grpo|rloo",
+    "~algorithm": "choose algorithm=bnpo|cispo|dapo",
 }
 
 # Overrides that compose to what cannot run.
@@ -124,7 +124,8 @@ UNUSABLE = {
     "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
     # Combinations without a meaning.
     "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
-    "algorithm.kl_in=reward": "has no effect with algorithm.beta=0",
+    "algorithm.kl_in=reward": "has no effect here; it needs algorithm.beta above 0",
+    "algorithm.tau_pos=2": "it needs algorithm.surrogate=sapo",
     "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
     "response_schema.path=x.yaml": "add response_schema=file",
     "chat_template.name=file": "which one? add chat_template.path=…",

@@ -202,6 +202,14 @@ def test_a_stray_mark_after_a_call_makes_no_reasoning_of_it() -> None:
     check(turn, ("</think>", None, [("f", {"x": 1}), "the call is not closed"]))
 
 
+@pytest.mark.parametrize("spec", [TEMPLATES["tags"], SCHEMAS["tags"]])
+def test_the_readable_name_of_a_malformed_call(spec: dict) -> None:
+    bad = '<tool_call>{"name": "g", "arguments": {"x": oops}}</tool_call>'
+    turn = parse_response(bad + GOOD + bad[:24], spec_of(spec, source="tags"), turn=0)
+    assert [call.name for call in turn.calls] == ["g", "f", "g"]
+    assert [call.malformed is None for call in turn.calls] == [False, True, False]
+
+
 def test_response_schema_inside_the_reasoning() -> None:
     spec = spec_of(SCHEMAS["tags"], source="tags")
     assert spec.opens_reasoning("<|im_start|>assistant\n<think>\n")

@@ -149,7 +149,15 @@ def pair(key: str, value: str) -> str:
         ("<tool_call></tool_call>", ("", None, ["must be the name of a tool"])),
         (
             "<tool_call>f\n<arg_key>x</arg_key></tool_call>",
-            ("", None, ["text after the call: '<arg_key>x</arg_key>'"]),
+            ("", None, ["the <arg_key> 'x' has no value"]),
+        ),
+        (
+            "<tool_call>f\n<arg_key>x</tool_call>",
+            ("", None, ["the <arg_key> is not closed"]),
+        ),
+        (
+            f"<tool_call>f{pair('x', '1')}\n<arg_key>y</arg_key>\n</tool_call>",
+            ("", None, ["the <arg_key> 'y' has no value"]),
         ),
         (
             f"<tool_call>f{pair('x', '1')}\n<tool_call>g\n</tool_call>",
@@ -186,6 +194,48 @@ CALL = '{"name": "f", "parameters": {"x": 1}}'
 )
 def test_llama(text: str, expected: Expected) -> None:
     check(parse("llama3", text), expected)
+
+
+@pytest.mark.parametrize("between", ["", ";", "; ", "\n", " ;\n"])
+def test_llama_calls_behind_each_other(between: str) -> None:
+    bad = CALL.replace("1", "True")
+    turn = parse("llama3", f"Hi. {CALL}{between}{bad}{between}{CALL}{between}")
+    check(turn, ("Hi.", None, [("f", {"x": 1}), "write true, not True", ("f", {"x": 1})]))
+    assert [(call.name, call.text) for call in turn.calls] == [("f", CALL), ("f", bad), ("f", CALL)]
+
+
+def test_a_second_llama_call_that_is_cut_is_no_content() -> None:
+    head = '{"name": "get", "parameters": {'
+    for cut in range(1, len(head)):
+        turn = parse("llama3", f"{CALL}; {head[:cut]}")
+        check(turn, ("", None, [("f", {"x": 1}), "invalid JSON" if cut > 28 else "is not closed"]))
+        assert turn.calls[1].text == head[:cut].rstrip()
+        # the name's last quote is character 14
+        assert turn.calls[1].name == ("get" if cut > 13 else "")
+    for text in ("so", '{"name": "Bob", "age', "{x"):
+        assert parse("llama3", f"{CALL} {text}").content == text
+    assert parse("llama3", '{"name": "get", "para').calls == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "name"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>', "f"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {x}}]', "f"),
+        ("llama3", '{"name": "f", "parameters": {x}}', "f"),
+        ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": x}]<|tool_call_end|>', "f"),
+        ("lfm2", "<|tool_call_start|>[f(x=oops)]<|tool_call_end|>", "f"),
+        ("gemma4", "<|tool_call>call:f{x:oops}<tool_call|>", "f"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{x}<|call|>", "f"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```", "f"),
+        ("glm4_moe", "<tool_call>f\n<arg_key>x</arg_key></tool_call>", "f"),
+        ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=x>\n1</tool_call>", "f"),
+    ],
+)
+def test_the_readable_name_of_a_malformed_call(family: str, text: str, name: str) -> None:
+    (call,) = parse(family, text).calls
+    assert call.malformed is not None
+    assert (call.name, call.arguments) == (name, {})
 
 
 TO_F = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
@@ -242,6 +292,8 @@ GEMMA = "<|tool_call>call:{}<tool_call|>"
         (GEMMA.format("f{a:True}"), ("", None, ["expected a value, found 'True}'"])),
         (GEMMA.format("f{a:007}"), ("", None, ["expected a value"])),
         (GEMMA.format("f{a:" + "[" * 99 + "}"), ("", None, ["nested more than 64 levels"])),
+        (GEMMA.format("f{a:[" + "{b:1}," * 65_537 + "1]}"), ("", None, ["over 65,536 items"])),
+        (GEMMA.format('f{"a":[' + "1," * 65_537 + "1]}"), ("", None, [("f", {"a": [1] * 65_538})])),
         (GEMMA.format("f"), ("", None, ["expected a value, found the end"])),
         (GEMMA.format("{}"), ("", None, ["must be the name of a tool"])),
         ("<|tool_call>f{}<tool_call|>", ("", None, ["must begin with call:NAME"])),
@@ -313,6 +365,21 @@ BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool
         (f"{BEGIN}{SEP}{{}}{END}", ("", None, ["must begin with the name of a tool"])),
         (f"{BEGIN}function{SEP}f\n```json\n{{}}\n{END}", ("", None, [("f", {})])),
         (f"{BEGIN}function{SEP}f\n```json\n3\n```{END}", ("", None, ["not a number"])),
+        (
+            f"{BEGIN}function{SEP}f\n```json\n{{x}}\n```{END}\n"
+            f'{BEGIN}function{SEP}g\n```json\n{{"x": 1}}\n```{END}<｜tool▁calls▁end｜>',
+            ("", None, ["invalid JSON", ("g", {"x": 1})]),
+        ),
+        (
+            f"{BEGIN}function{SEP}f\n```json\n{{}}\n```{END}\n"
+            f'{BEGIN}function{SEP}g\n```json\n{{"x": 1\n```{END}<｜tool▁calls▁end｜>',
+            ("", None, [("f", {}), "invalid JSON"]),
+        ),
+        (
+            f'{BEGIN}function{SEP}f\n```json\n{{"x": 1}}\n```\n{BEGIN}function{SEP}g\n```json\n'
+            f"{{}}\n```{END}",
+            ("", None, ["is missing", ("g", {})]),
+        ),
     ],
 )
 def test_deepseek(text: str, expected: Expected) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from response_cases import FORECAST, REASONING, WRITERS, all_specs
+from response_cases import FORECAST, REASONING, WRITERS, all_specs, gemma4, hermes, qwen_xml
 
 from agenttrain.chat.response import parse_response
+from agenttrain.chat.response_parts import MAX_CALLS, TOO_MANY
 from agenttrain.types import AssistantTurn, ToolCall
 
 SPECS = all_specs()
@@ -253,6 +255,111 @@ def test_work_grows_with_the_text(name: str, unit: str) -> None:
     # Four times the text: 4 times the work if linear, 16 times if quadratic.
     short = seconds(name, unit * (15_000 // len(unit)))
     assert seconds(name, unit * (60_000 // len(unit))) < 10 * short
+
+
+PREFIXES = {
+    "hermes": '<tool_call>{"name": "f", "arguments": ',
+    "qwen_xml": "<tool_call><function=f>",
+    "glm4_moe": "<tool_call>f",
+    "gemma4": "<|tool_call>call:f{a:[",
+    "lfm2": "<|tool_call_start|>[f(x=[",
+    "mistral": "[TOOL_CALLS][",
+    "llama3": '{"name": "f", "parameters": {"a": "',
+    "deepseek": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{",
+    "gpt_oss": "<|channel|>commentary to=functions.f<|message|>",
+}
+INSIDE = [
+    *("[1,", '{"a":1,', "{'a': 1},", "{a:1},", "1,", "f(),", "{},", "f(x=1),", '\\"', "\\", "'"),
+    *("<tool_call>{}</tool_call>", '{"name": "f", "parameters": {}}', "[TOOL_CALLS]f{}"),
+    *("<|tool_call>call:f{}<tool_call|>", "<arg_key>", "</arg_value>", '<|"|>', "</function>"),
+    *(
+        "<|tool_call_start|>[f()]<|tool_call_end|>",
+        "<|channel|>to=functions.f<|message|>{}<|call|>",
+    ),
+    *(
+        "<SAY></SAY>",
+        "</think>\n",
+        "[/THINK]",
+        "<|python_tag|>",
+        '{"name": "',
+        "```",
+        "<|message|>",
+    ),
+]
+
+
+def operations(name: str, text: str) -> int:
+    """Calls of functions, Python's and C's, that a parse makes: the same on every machine."""
+    count = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        parse_response(text, SPECS[name], turn=0, schemas=[FORECAST])
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_operations_grow_with_the_text(name: str) -> None:
+    starts = ["", PREFIXES[name]] if name in PREFIXES else [""]
+    for start in starts:
+        for unit in UNITS + INSIDE:
+            short = operations(name, start + unit * (2_000 // len(unit)))
+            long = operations(name, start + unit * (8_000 // len(unit)))
+            # Four times the text: 4 times the calls if linear, 16 times if quadratic. A text of few
+            # marks has not yet been tried up to the 16th, which a longer one is.
+            assert long < 6 * short + 500, (start, unit)
+
+
+WHOLE_CALLS = {
+    **{name: write("f", {}) for name, write in WRITERS.items()},
+    "template/tags": hermes("f", {}),
+    "template/parameters": qwen_xml("f", {}),
+    "template/delimited": gemma4("f", {}),
+    "template/list": '<ACT>[{"tool": "f", "input": {}}]</ACT>',
+    "template/lines": "<CALL f></CALL>",
+    "schema/tags": hermes("f", {}),
+    "schema/parameters": qwen_xml("f", {}),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_CALLS)
+def test_calls_beyond_a_limit_are_one_malformed_call(name: str) -> None:
+    calls = check(name, WHOLE_CALLS[name] * (MAX_CALLS + 3)).calls
+    assert len(calls) == MAX_CALLS + 1
+    assert {(call.name, call.malformed) for call in calls[:-1]} == {("f", None)}
+    assert calls[-1].malformed == TOO_MANY
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "item", "closing"),
+    [
+        ("lfm2", "<|tool_call_start|>[", "f(), ", "f()]<|tool_call_end|>"),
+        ("mistral", "[TOOL_CALLS][", '{"name": "f"}, ', '{"name": "f"}]'),
+        (
+            "template/list",
+            "<ACT>[",
+            '{"tool": "f", "input": {}}, ',
+            '{"tool": "f", "input": {}}]</ACT>',
+        ),
+        (
+            "schema/list",
+            "<|ACT|>[",
+            '{"tool_name": "f", "parameters": {}}, ',
+            '{"tool_name": "f", "parameters": {}}]<|END_ACT|>',
+        ),
+    ],
+)
+def test_a_list_of_too_many_calls(name: str, opening: str, item: str, closing: str) -> None:
+    calls = check(name, opening + item * (MAX_CALLS + 2) + closing).calls
+    assert len(calls) == MAX_CALLS + 1
+    assert {(call.name, call.malformed) for call in calls[:-1]} == {("f", None)}
+    assert calls[-1].malformed == TOO_MANY
 
 
 @pytest.mark.slow

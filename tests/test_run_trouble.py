@@ -192,12 +192,6 @@ def test_an_evaluation_writes_as_many_rollouts_as_it_is_told(tmp_path):
     assert read_summary(tmp_path / "eval")["verb"] == "eval"
 
 
-def test_training_in_bfloat16_alone_is_warned_of(tmp_path, capsys):
-    assert start(tmp_path / "run", "model.dtype=bfloat16") == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "model.dtype" in line]
-    assert len(told) == 1 and "model.dtype=float32 training.mixed_precision=bf16" in told[0]
-
-
 @pytest.mark.parametrize("seed", [0, -1, 2**40])
 def test_a_seed_is_numpys_too(seed):
     seed_all(seed)

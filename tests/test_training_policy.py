@@ -104,7 +104,7 @@ def test_microbatches_do_not_change_the_update(aggregation: Aggregation, ratio: 
         )
         losses.append(trained.update(on_policy(trained, groups))["loss"])
         gradients.append(captured)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
     scale = max(g.abs().max().item() for g in gradients[0])
     assert scale > 0
     for whole, parts in zip(*gradients, strict=True):

@@ -94,6 +94,7 @@ def policy(
     algorithm: dict | None = None,
     training: dict | None = None,
     temperature: float = 1.0,
+    reward_weights: dict[str, float] | None = None,
     **optimizer: object,
 ) -> Policy:
     """A policy over the tiny model."""
@@ -105,6 +106,7 @@ def policy(
         temperature=temperature,
         max_completion_tokens=64,
         steps=10,
+        reward_weights=reward_weights,
     )
 
 

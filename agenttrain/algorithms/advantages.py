@@ -1,14 +1,17 @@
 """Rewards -> advantages: how much better a rollout did than its peers.
 
-Shapes: P tasks of a step, G rollouts of a task. NaN stands for "no reward applies".
+Shapes: P tasks of a step, G rollouts of a task, F reward functions. NaN stands for "no reward
+applies".
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from agenttrain.config.schema import Advantage, Scale
+from agenttrain.config.algorithm import Advantage, Scale
 
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as TRL does."""
@@ -17,16 +20,20 @@ EPSILON = 1e-4
 def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tensor:
     """Advantage of every rollout, [P, G]; NaN where the reward is NaN.
 
-    A NaN reward is in no mean and in no deviation. A group whose rewards are all exactly equal has
-    advantage 0 exactly, whatever the rounding of its mean.
+    A NaN reward is in no mean and in no deviation. Where all rewards that are compared are exactly
+    equal the advantage is 0 exactly, whatever the rounding of their mean.
 
     GRPO (https://arxiv.org/abs/2402.03300): the group's mean is the baseline; RLOO
-    (https://arxiv.org/abs/2402.14740): the mean of the group's others. Deviations have one degree
-    of freedom taken (ddof=1).
+    (https://arxiv.org/abs/2402.14740): the mean of the group's others; REINFORCE++
+    (https://arxiv.org/abs/2501.03262): the mean of the batch. Deviations have one degree of freedom
+    taken (ddof=1).
 
     Example: ``[[1., 0., 0., 0.]]`` has [.75, -.25, -.25, -.25] over its mean, [1, -1/3, -1/3, -1/3]
     leave-one-out, and 1.4997 = .75 / (.5 + 1e-4) as the first of the scaled ones.
     """
+    if baseline is Advantage.batch:
+        group = advantages(rewards_PG.reshape(1, -1), baseline=Advantage.group, scale=scale)
+        return group.reshape(rewards_PG.shape)
     valid_PG = ~rewards_PG.isnan()
     count_P1 = valid_PG.sum(1, keepdim=True)
     centred_PG = _centred(rewards_PG, valid_PG, count_P1)
@@ -40,10 +47,39 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     elif scale is Scale.batch:
         # GRPO divides by the deviation of the rewards, RLOO by that of the advantages (as TRL).
         leave_one_out = baseline is Advantage.leave_one_out
-        spread_N = (result_PG if leave_one_out else rewards_PG)[valid_PG]
-        deviation = spread_N.std() if spread_N.numel() > 1 else spread_N.new_zeros(())
-        result_PG = result_PG / (deviation + EPSILON)
+        result_PG = result_PG / (_deviation(result_PG if leave_one_out else rewards_PG) + EPSILON)
     return result_PG
+
+
+def normalized_advantages(rewards_FPG: Tensor, weights: Sequence[float], *, scale: Scale) -> Tensor:
+    """The weighted sum of each function's own group-normalised advantages, [P, G].
+
+    GDPO, https://arxiv.org/abs/2601.05242: a function whose rewards spread little counts as much as
+    one whose rewards spread widely. With scale=batch the sum is divided by its deviation over the
+    batch (its mean is 0 already), as in the paper; with none it is left as it is. NaN where no
+    function applies.
+
+    Example: functions [1, 0] and [0, 10] of one group of two, of weights 1 and 0.5, are worth
+    .707 - .354 to the first rollout, whatever the factor of ten.
+    """
+    each_FPG = torch.stack(
+        [
+            advantages(rewards, baseline=Advantage.group, scale=Scale.group)
+            for rewards in rewards_FPG
+        ]
+    )
+    weights_F11 = torch.tensor(weights, dtype=rewards_FPG.dtype)[:, None, None]
+    unscored_PG = rewards_FPG.isnan().all(0)
+    result_PG = (each_FPG * weights_F11).nansum(0).masked_fill(unscored_PG, torch.nan)
+    if scale is Scale.batch:
+        result_PG = result_PG / (_deviation(result_PG) + EPSILON)
+    return result_PG
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Standard deviation (ddof=1) of what is not NaN, a scalar; 0 below two values."""
+    known_N = values[~values.isnan()]
+    return known_N.std() if known_N.numel() > 1 else values.new_zeros(())
 
 
 def _centred(rewards_PG: Tensor, valid_PG: Tensor, count_P1: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from agenttrain.config.schema import KlEstimator
+from agenttrain.config.algorithm import KlEstimator
 
 
 def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimator) -> Tensor:
@@ -16,7 +16,8 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     With d = logprobs - ref_logprobs: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, low
     variance), k3 = exp(-d) - 1 + d (unbiased, never negative).
 
-    As a term of the loss, the expected gradient of k1 is zero: k1 belongs into the reward.
+    As a term of the loss, the expected gradient of k1 is zero: it belongs into the reward, or times
+    the ratio, with which its gradient is that of the KL (https://arxiv.org/abs/2512.02556).
     """
     difference_S = logprobs_S - ref_logprobs_S
     if estimator is KlEstimator.k1:

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: aggregate(surrogate(ratio, advantage) + beta * KL).
+"""The loss of a microbatch: aggregate(correction * surrogate + beta * KL) - bonus * entropy.
 
 Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S names each token's.
 Tokens that the policy did not sample (prompt, template, tool) are not among the S at all.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from agenttrain.algorithms import surrogate as surrogates
+from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
 from agenttrain.algorithms.kl import kl_estimate
-from agenttrain.algorithms.surrogate import clipped_surrogate, importance_ratio
-from agenttrain.config.schema import AlgorithmConfig, KlIn, Ratio
-
-Metrics = dict[str, Tensor]
-"""Name -> [2] (sum, count): parts of a batch add up, and sum / count is the batch's mean."""
+from agenttrain.algorithms.metrics import Metrics, clip_metrics, extremes, mean_parts
+from agenttrain.algorithms.rows import row_sum
+from agenttrain.algorithms.surrogate import importance_ratio, vespo_weight
+from agenttrain.config.algorithm import AlgorithmConfig, Correction, Surrogate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,55 +26,165 @@ class LossInputs:
     logprobs_S: Tensor
     """Of the policy being trained; carries the gradient."""
     behaviour_S: Tensor
-    """Of the policy that sampled."""
-    ref_logprobs_S: Tensor | None
-    """Of the frozen reference, where the loss has a KL term."""
+    """What the ratio is divided by: the engine's, or the trainer's before the first update."""
     row_S: Tensor
     """Index of the token's rollout, 0 … B-1."""
     advantages_B: Tensor
     weights_B: Tensor
     """Of each of the rollout's tokens, from `token_weights`."""
+    engine_S: Tensor | None = None
+    """The engine's, where they are corrected or masked by."""
+    ref_logprobs_S: Tensor | None = None
+    """Of the reference, where the loss has a KL term."""
+    entropy_S: Tensor | None = None
+    """Of the policy being trained, with a gradient, where the loss has an entropy bonus."""
+    kept_S: Tensor | None = None
+    """Whether the token is among those of top entropy; None: all are."""
+    bonus: float = 0.0
+    """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
+
+    @property
+    def rollouts(self) -> int:
+        """B."""
+        return self.advantages_B.numel()
+
+    @property
+    def advantages_S(self) -> Tensor:
+        """The advantage of each token's rollout."""
+        return self.advantages_B[self.row_S]
 
 
 def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """The microbatch's part of the loss (a scalar), and its metrics.
 
-    On token level the clip ratios are shares of tokens, else of rollouts.
+    Raises ValueError when `inputs` lack what `config` asks for.
     """
-    advantages_S = inputs.advantages_B[inputs.row_S]
     ratio_S = importance_ratio(
         inputs.logprobs_S,
         inputs.behaviour_S,
         inputs.row_S,
-        rollouts=inputs.advantages_B.numel(),
+        rollouts=inputs.rollouts,
         level=config.ratio,
     )
-    loss_S = clipped_surrogate(ratio_S, advantages_S, config.clip_low, config.clip_high)
-    metrics = _clip_metrics(ratio_S.detach(), advantages_S, inputs, config)
-    if config.beta > 0 and config.kl_in is KlIn.loss:
-        if inputs.ref_logprobs_S is None:
-            raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
-        kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, config.kl)
+    correction, metrics = _correction(inputs, config)
+    loss_S, more = _surrogate(ratio_S, correction, inputs, config)
+    metrics |= more
+    if correction is not None and config.surrogate is not Surrogate.vespo:
+        of_tokens = config.correction is Correction.token
+        loss_S = loss_S * (correction if of_tokens else correction[inputs.row_S])
+    if inputs.kept_S is not None:
+        loss_S = loss_S * inputs.kept_S
+        metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
+    if config.off_policy_threshold is not None:
+        keep_B = _off_policy_keep(inputs, config.off_policy_threshold)
+        loss_S = loss_S * keep_B[inputs.row_S]
+        metrics["mask/off_policy"] = mean_parts(~keep_B)
+    if config.kl_in_loss:
+        kl_S = _kl(ratio_S, inputs, config)
         loss_S = loss_S + config.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
-    return (loss_S * inputs.weights_B[inputs.row_S]).sum(), metrics
+    loss = (loss_S * inputs.weights_B[inputs.row_S]).sum()
+    if inputs.bonus:
+        loss = loss - inputs.bonus * _entropy(inputs).sum()
+    return loss, metrics
 
 
-def mean_parts(values: Tensor) -> Tensor:
-    """(sum, count) of `values`, [2]."""
-    total = values.float().sum()
-    return torch.stack((total, torch.full_like(total, values.numel())))
+def _surrogate(
+    ratio_S: Tensor, correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
+) -> tuple[Tensor, Metrics]:
+    advantages_S, logprobs_S = inputs.advantages_S, inputs.logprobs_S
+    low, high = config.clip_low, config.clip_high
+    if config.surrogate is Surrogate.clip:
+        loss_S = surrogates.clipped_surrogate(ratio_S, advantages_S, low, high, config.clip_dual)
+        bounds = (1 - low, 1 + high)
+        return loss_S, clip_metrics(
+            ratio_S.detach(), bounds, inputs.row_S, inputs.advantages_B, config.ratio
+        )
+    if config.surrogate is Surrogate.cispo:
+        capped_S = (ratio_S.detach() > 1 + high) & (advantages_S > 0)
+        loss_S = surrogates.cispo_surrogate(ratio_S, logprobs_S, advantages_S, high)
+        return loss_S, {"cispo_clip_ratio": mean_parts(capped_S)}
+    if config.surrogate is Surrogate.sapo:
+        taus = config.tau_pos, config.tau_neg
+        return surrogates.sapo_surrogate(ratio_S, advantages_S, *taus), {}
+    if config.surrogate is Surrogate.reinforce:
+        return surrogates.reinforce_surrogate(logprobs_S, advantages_S), {}
+    if config.surrogate is Surrogate.vespo:
+        return _vespo(correction, inputs, config)
+    log_ratio_S = logprobs_S - inputs.behaviour_S
+    loss_S = surrogates.geometric_mean_surrogate(
+        log_ratio_S, advantages_S, inputs.row_S, inputs.rollouts, low, high
+    )
+    metrics = clip_metrics(
+        log_ratio_S.detach(), (-low, high), inputs.row_S, inputs.advantages_B, config.ratio
+    )
+    return loss_S, metrics
 
 
-def _clip_metrics(
-    ratio_S: Tensor, advantages_S: Tensor, inputs: LossInputs, config: AlgorithmConfig
-) -> Metrics:
-    low_S = (ratio_S < 1 - config.clip_low) & (advantages_S < 0)
-    high_S = (ratio_S > 1 + config.clip_high) & (advantages_S > 0)
-    shares = {"low_mean": low_S, "high_mean": high_S, "region_mean": low_S | high_S}
-    if config.ratio is not Ratio.token:
-        none_B = torch.zeros_like(inputs.advantages_B, dtype=torch.bool)
-        shares = {
-            name: none_B.index_put((inputs.row_S,), flag_S) for name, flag_S in shares.items()
-        }
-    return {f"clip_ratio/{name}": mean_parts(flag) for name, flag in shares.items()}
+def _vespo(
+    correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
+) -> tuple[Tensor, Metrics]:
+    factor = None
+    if correction is not None:
+        factor = correction.log().clamp(surrogates.LEAST_LOG_WEIGHT, surrogates.LOG_RATIO_BOUND)
+        if config.correction is Correction.token:
+            factor = row_sum(factor, inputs.row_S, inputs.rollouts)
+    weight_B = vespo_weight(
+        inputs.logprobs_S - inputs.behaviour_S,
+        inputs.advantages_B,
+        inputs.row_S,
+        log_correction_B=factor,
+        positive=(config.vespo_k_pos, config.vespo_lambda_pos),
+        negative=(config.vespo_k_neg, config.vespo_lambda_neg),
+    )
+    loss_S = -weight_B[inputs.row_S] * inputs.advantages_S * inputs.logprobs_S
+    return loss_S, {"vespo/phi_seq_mean": mean_parts(weight_B)}
+
+
+def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
+    """The weight for the engine's mismatch, and its metrics.
+
+    [S] on token level, [B] above it.
+    """
+    if config.correction is Correction.none:
+        return None, {}
+    if inputs.engine_S is None:
+        raise ValueError(f"algorithm.correction={config.correction}: the loss needs engine_S")
+    ratio = correction_ratio(
+        inputs.behaviour_S,
+        inputs.engine_S,
+        inputs.row_S,
+        rollouts=inputs.rollouts,
+        level=config.correction,
+    )
+    low, high = config.correction_min, config.correction_max
+    weight = bounded(ratio, config.correction_mode, low=low, high=high)
+    metrics = {
+        "sampling/importance_sampling_ratio/mean": mean_parts(weight),
+        **extremes("sampling/importance_sampling_ratio", weight),
+        "mask/correction": mean_parts(weight == 0),
+    }
+    return weight, metrics
+
+
+def _off_policy_keep(inputs: LossInputs, threshold: float) -> Tensor:
+    if inputs.engine_S is None:
+        raise ValueError(f"algorithm.off_policy_threshold={threshold}: the loss needs engine_S")
+    return off_policy_keep(
+        inputs.logprobs_S, inputs.engine_S, inputs.advantages_B, inputs.row_S, threshold
+    )
+
+
+def _kl(ratio_S: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+    if inputs.ref_logprobs_S is None:
+        raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
+    kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, config.kl)
+    return kl_S * ratio_S if config.kl_bias_correction else kl_S
+
+
+def _entropy(inputs: LossInputs) -> Tensor:
+    """Entropy of the tokens that the bonus acts on, 0 at the others, [S]."""
+    if inputs.entropy_S is None:
+        raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
+    entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.row_S]
+    return entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S

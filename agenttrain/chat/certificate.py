@@ -5,19 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.features import (
+    FEATURES,
+    USER_TEXT,
+    Misfit,
+    Probe,
+    Status,
+    clock_formats,
+    features,
+    refused,
+)
+from agenttrain.chat.load import formats
 from agenttrain.chat.probes import Step, conversations
 from agenttrain.chat.template import Chat
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message
 
-USER_TEXT = "What is 3 + 4?"
 REASONING_PROBES = ("reasoning", "reasoning without a call", "later user message")
-FEATURES = ("generation prompt", "end of turn", "tools in the prompt")
-"""Probes that are no conversations."""
 THOUGHT = "Well."
+SHOWN = 160
+"""Characters of a text in a reason."""
 SERVE = (
     "serve checkpoints with the chat_template.jinja that is saved in them (vllm and transformers "
     "take it by themselves; elsewhere: --chat-template <checkpoint>/chat_template.jinja)"
@@ -26,34 +36,6 @@ SERVE = (
 
 class CertificateError(AgenttrainError):
     """The template cannot be used with the token-concatenating loop; says why and what to try."""
-
-
-class Status(StrEnum):
-    """What a probe found."""
-
-    passed = "passed"
-    """The ledger is what the template renders."""
-    fixed = "fixed"
-    """It is, thanks to the fix; the model's own template would not do."""
-    refused = "refused"
-    """It is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """One conversation that was rendered both ways."""
-
-    name: str
-    status: Status
-    reason: str
-    """What was seen, or why the probe is refused, or what the fix is for."""
-    token_ids: tuple[int, ...] = ()
-    """What the template writes between turns, end to end."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the template can be used so."""
-        return self.status is not Status.refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +56,8 @@ class Certificate:
     """What to heed when the trained model is served."""
     remedy: str
     """What to set where probes are refused."""
+    chosen: str | None = None
+    """Which of the tokenizer's templates was taken, where it carries several."""
 
     @property
     def passed(self) -> bool:
@@ -88,19 +72,49 @@ class Certificate:
 
     def raise_if_refused(self) -> None:
         """Raise CertificateError that lists the refused probes."""
-        refused = [f"- {p.name}: {p.reason}" for p in self.probes if not p.passed]
-        if refused:
+        names: dict[str, list[Probe]] = {}
+        for probe in self.probes:
+            if not probe.passed:
+                names.setdefault(probe.reason, []).append(probe)
+        if names:
+            refused = [
+                f"- {', '.join(probe.name for probe in probes)}: {probes[0].why}"
+                for probes in names.values()
+            ]
             raise CertificateError(
                 "the model's chat template does not fit the token-concatenating loop:\n"
                 + "\n".join(refused)
                 + f"\n{self.remedy}"
             )
 
+    def as_json(self) -> dict[str, Any]:
+        """The certificate as plain data, for `agenttrain templates <folder> --json FILE`."""
+        found = {key: value for key, value in asdict(self).items() if key != "probes"}
+        probes = [
+            {"name": p.name, "status": str(p.status), "reason": p.why, "misfit": p.misfit}
+            for p in self.probes
+        ]
+        remedy = None if self.passed else self.remedy
+        return {"status": str(self.status), **found, "remedy": remedy, "probes": probes}
+
+    def markdown(self) -> str:
+        """The probes as a table."""
+        cells = [(p.name, str(p.status), p.why.replace("|", "\\|")) for p in self.probes]
+        rows = [f"| {' | '.join(row)} |" for row in cells]
+        return "\n".join(["| probe | result | what was seen |", "|---|---|---|", *rows])
+
     def lines(self) -> list[str]:
         """For people: one line per probe, then what was fixed and what to heed."""
         name = self.family or "of no known family"
         found = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
-        found += [f"  {p.status:<8} {p.name:<32} {p.reason}".rstrip() for p in self.probes]
+        found += [f"  note     {self.chosen}"] if self.chosen else []
+        said: dict[str, str] = {}
+        for probe in self.probes:
+            # What several probes stumble over is told in full once.
+            first = said.setdefault(probe.reason, probe.name)
+            again = first != probe.name and probe.status is not Status.passed
+            why = f"as `{first}`" if again else probe.why
+            found.append(f"  {probe.status:<8} {probe.name:<32} {why}".rstrip())
         found += [f"  fix      {change}" for change in self.changes]
         found += [f"  warning  {warning}" for warning in self.warnings]
         return found if self.passed else [*found, f"  remedy   {self.remedy}"]
@@ -127,6 +141,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
         one_call_per_turn=chat.one_call_per_turn,
         warnings=tuple(_warnings(chat, probes)),
         remedy=_remedy(chat, probes),
+        chosen=chat.fix.chosen,
     )
 
 
@@ -136,13 +151,15 @@ def _held(probe: Probe) -> bool:
 
 def _judged(now: Probe, before: Probe) -> Probe:
     if now.passed and not before.passed:
-        return replace(now, status=Status.fixed, reason=f"stock: {before.reason}")
+        return replace(
+            now, status=Status.fixed, reason=f"stock: {before.reason}", detail=before.detail
+        )
     return now
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    probes = [_generation_prompt(chat), _end_of_turn(chat), _tools_shown(chat, schemas)]
-    return [*probes, *(_probe(chat, schemas, *found) for found in conversations(chat, schemas))]
+    talks = conversations(chat, schemas)
+    return [*features(chat, schemas), *(_probe(chat, schemas, *found) for found in talks)]
 
 
 def _hash(chat: Chat, schemas: Sequence[dict], probes: Sequence[Probe]) -> str:
@@ -170,13 +187,26 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
             "the loop shows the model its past reasoning, which the template leaves out when a "
             "conversation is rendered anew: append to the ids while serving, as training does"
         )
+    if clock_formats(chat.template) and "date_string" not in chat.kwargs:
+        variable = "date_string" in chat.template
+        how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
+        yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
     if chat.one_call_per_turn:
         yield "the template renders one call per turn: rollout.on_parallel_calls decides on more"
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
-    refused = {probe.name for probe in probes if not probe.passed}
-    if "tools in the prompt" in refused or not chat.renders_calls:
+    refused = [probe for probe in probes if not probe.passed]
+    names = {probe.name for probe in refused}
+    if refused and all(probe.misfit is Misfit.response_schema for probe in refused):
+        fitting = formats(chat)
+        if fitting:
+            return f"Set response_schema={fitting[0]}, which reads the template's calls."
+        return (
+            "Set `response_schema=file response_schema.path=<file.yaml>` to a format of yours that "
+            "reads the template's calls (conf/response_schema/ has examples)."
+        )
+    if "tools in the prompt" in names or not chat.renders_calls:
         return (
             "The template has no tools: `chat_template=hermes` adds a generic tool format to it; "
             "training without tools needs no change."
@@ -188,54 +218,24 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
-def _generation_prompt(chat: Chat) -> Probe:
-    """The header of an assistant's turn is the template's to write, never the model's to sample."""
-    name = "generation prompt"
-    user = [{"role": "user", "content": USER_TEXT}]
-    try:
-        bare, opened = chat.render(user), chat.render(user, generation_prompt=True)
-        answered = chat.render([*user, {"role": "assistant", "content": "ok"}])
-    except ChatError as error:
-        return Probe(name=name, status=Status.refused, reason=str(error))
-    header = answered.removeprefix(bare).partition("ok")[0]
-    if opened == bare and answered.startswith(bare) and header.strip():
-        reason = f"the template writes none, though a turn begins with {header!r}"
-        return Probe(name=name, status=Status.refused, reason=reason)
-    return Probe(name=name, status=Status.passed, reason="")
-
-
-def _end_of_turn(chat: Chat) -> Probe:
-    ends = [chat.decode([token_id]) for token_id in chat.stop_token_ids]
-    reason = f"a completion ends with {' or '.join(ends)}" if ends else "no end-of-turn token"
-    status = Status.passed if ends else Status.refused
-    return Probe(name="end of turn", status=status, reason=reason, token_ids=chat.stop_token_ids)
-
-
-def _tools_shown(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    name = "tools in the prompt"
-    try:
-        ids = chat.prompt_ids([{"role": "user", "content": USER_TEXT}], schemas)
-    except ChatError as error:
-        return Probe(name=name, status=Status.refused, reason=str(error))
-    text = chat.decode(ids)
-    tools = [schema.get("function", schema) for schema in schemas]
-    missing = [tool["name"] for tool in tools if tool["name"] not in text]
-    reason = f"the template does not show the tools {', '.join(missing)}" if missing else ""
-    return Probe(name=name, status=Status.refused if missing else Status.passed, reason=reason)
-
-
 def _probe(chat: Chat, schemas: Sequence[dict], name: str, steps: list[Step]) -> Probe:
     try:
         ids, remarks = _ledger(chat, schemas, steps)
-    except (ChatError, _Refused) as error:
-        return Probe(name=name, status=Status.refused, reason=str(error))
+    except _Refused as error:
+        return replace(refused(name, error.reason, error.detail), misfit=error.misfit)
+    except ChatError as error:
+        return refused(name, str(error))
     if name == "parallel calls" and chat.one_call_per_turn:
         remarks.append("one call per turn: the first is rendered, and all replies as its reply")
     return Probe(name=name, status=Status.passed, reason="; ".join(remarks), token_ids=tuple(ids))
 
 
 class _Refused(Exception):
-    """What the two ways of rendering disagree on."""
+    """What the two ways of rendering disagree on, in general and in this conversation."""
+
+    def __init__(self, reason: str, detail: str, misfit: Misfit = Misfit.chat_template) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail, self.misfit = reason, detail, misfit
 
 
 def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[list[int], list[str]]:
@@ -284,8 +284,9 @@ def _compare(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) ->
     pairs = enumerate(zip(full, ours, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(full), len(ours)))
     raise _Refused(
-        f"{what}: the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
-        f"{chat.decode(ours[at:][:12])!r}"
+        what,
+        f"the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
+        f"{chat.decode(ours[at:][:12])!r}",
     )
 
 
@@ -298,10 +299,16 @@ def _remarks(
     found = [(call.name, call.arguments) for call in parsed.calls]
     if calls != found or any(call.malformed for call in parsed.calls):
         raise _Refused(
-            f"the template renders calls as {chat.decode(sampled)!r}, which parses to {found} "
-            f"instead of {calls}; set response_schema to the format of the template"
+            "the response schema does not read the calls that the template renders",
+            f"{_short(chat.decode(sampled))} parses to {_short(found)} instead of {_short(calls)}",
+            Misfit.response_schema,
         )
     if turn.content != parsed.content:
         yield "the template leaves out content beside calls; the ledger keeps what was sampled"
     if turn.reasoning and turn.reasoning != parsed.reasoning:
         yield "the template leaves out reasoning; the ledger keeps what was sampled"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

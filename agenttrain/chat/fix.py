@@ -28,6 +28,8 @@ class Fix:
     """What was changed, and why."""
     problem: str | None = None
     """Why a fix that the family needs was not made."""
+    chosen: str | None = None
+    """Which of the tokenizer's templates this is, where it carries several."""
 
     def text(self) -> str:
         """The changes for people: a heading, the reasons, a unified diff; empty without any."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.behaviour import behaviour
+from agenttrain.chat.carried import carried_template, read_template
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import Family, families, parse_family
 from agenttrain.chat.fix import Fix, fixed, recognise
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
-from agenttrain.chat.specs import load_spec, resolve_spec
+from agenttrain.chat.specs import load_spec, resolve_spec, spec_names
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.types import Message
@@ -36,17 +38,22 @@ FORECAST = {
 
 
 def load_chat(
-    tokenizer: Any, template: ChatTemplateConfig, response_schema: ResponseSchemaConfig
+    tokenizer: Any,
+    template: ChatTemplateConfig,
+    response_schema: ResponseSchemaConfig,
+    *,
+    tools: bool = True,
 ) -> Chat:
     """The tokenizer's own chat template, fixed and parsed as the two groups say.
 
-    Raises ChatError that names the group and the key to change.
+    `tools`: whether the run has any; a tokenizer may carry a template of its own for them. Raises
+    ChatError that names the group and the key to change.
     """
     known = dict(families())
     if template.family:
         known[template.name] = parse_family(template.name, template.family)
-    source = _source(tokenizer, template, known)
-    fix = make_fix(tokenizer, source, template, known)
+    source, chosen = _source(tokenizer, template, known, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
     calls = renders_calls(tokenizer, fix.template, template.kwargs)
     family = known.get(fix.family or "")
     return Chat(
@@ -84,8 +91,11 @@ def make_fix(
         return Fix(family=name, stock=source, template=source, problem=str(error))
 
 
-def _source(tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family]) -> str:
-    """The template before fixes: the user's file, or what the tokenizer carries."""
+def _source(
+    tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
+) -> tuple[str, str | None]:
+    """The template before fixes: the user's file, or what the tokenizer carries; and which of
+    several it is, in words."""
     _known("chat_template.name", config.name, ["auto", "none", "file", *known])
     if (config.path is not None) != (config.name == "file"):
         raise ChatError(
@@ -93,17 +103,8 @@ def _source(tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Fami
             "used by `chat_template=file chat_template.path=<file.jinja>`, both together"
         )
     if config.path is not None:
-        try:
-            return Path(config.path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ChatError(f"chat_template.path={config.path} cannot be read: {error}") from error
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ChatError(
-            "model.path: the tokenizer carries no chat template, or several without a default; "
-            "set `chat_template=file chat_template.path=<file.jinja>`"
-        ) from error
+        return read_template(config.path), None
+    return carried_template(getattr(tokenizer, "chat_template", None), tools=tools)
 
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
@@ -143,6 +144,15 @@ def reads_back(
     # Behind the generation prompt, or from the header on where that has opened the reasoning.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     return any(_is_forecast(completion, response) for completion in completions or [rendering])
+
+
+def formats(chat: Chat) -> list[str]:
+    """Names of the response schemas that read the calls of a chat's template."""
+    return [
+        name
+        for name in spec_names()
+        if reads_back(chat.tokenizer, chat.template, load_spec(name), chat.kwargs)
+    ]
 
 
 def _is_forecast(completion: str, response: ResponseSpec) -> bool:

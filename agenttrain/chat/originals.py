@@ -36,18 +36,20 @@ def original(name: str) -> str | None:
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
-def _mistral(version: str) -> str | None:
+def _mistral(revision: str) -> str | None:
+    """Of `v7`, or with thinking of `v13:thinking`."""
     if originals_folder() is None or find_spec("mistral_common") is None:
         return None
     from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
     from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
+    version, _, thinking = revision.partition(":")
     return generate_chat_template(
         spm=False,
         tokenizer_version=TokenizerVersion(version),
         image_support=False,
         audio_support=False,
-        thinking_support=False,
+        thinking_support=bool(thinking),
         default_system_prompt=None,
         plain_thinking_support=False,
         use_special_token_variables=True,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from agenttrain.chat.encoding import ChatError
 from agenttrain.types import Message
 
 USER: Message = {"role": "user", "content": "u"}
 """The first message of conversations that are rendered to learn how a template behaves."""
-
-
 REFUSALS = (
     TemplateError,
     TypeError,
@@ -38,7 +36,7 @@ def render(
 ) -> str:
     """Render messages with `template`; `kwargs` are the template's own variables.
 
-    Raises ChatError when the template refuses the messages.
+    Raises ChatError when the template refuses the messages, or is no template.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -49,9 +47,17 @@ def render(
             tokenize=False,
             **kwargs,
         )
+    except TemplateSyntaxError as error:
+        raise ChatError(f"{syntax_problem(error)}; correct it, or set chat_template") from error
     except REFUSALS as error:
         roles = [message.get("role") for message in messages]
         raise ChatError(
             f"the chat template refuses messages of the roles {roles}: {error}; change the "
             "messages or set chat_template"
         ) from error
+
+
+def syntax_problem(error: TemplateSyntaxError) -> str:
+    """A syntax error in words. Example: ``the chat template has a syntax error in line 3: …``"""
+    message = (error.message or "").rstrip(".")
+    return f"the chat template has a syntax error in line {error.lineno}: {message}"

@@ -21,9 +21,11 @@ NaN, Infinity, 1e999                        malformed
 lone surrogates, over 64 levels             malformed: no JSON file could hold them
 text between a call and its closing mark    malformed
 closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
+a name that can be read, in a malformed call the malformed call's name
 a mark inside a string or parameter         part of it, up to 16 marks
 text after a call that has no closing mark  content (Llama, Mistral)
 text that no call can be seen in            content
+calls beyond the 1,024th                    one malformed call
 ==========================================  ======================================================
 """
 
@@ -34,7 +36,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agenttrain.chat.response_json import excerpt, kind, portable, read_json
-from agenttrain.chat.response_parts import Found, ResponseSpec
+from agenttrain.chat.response_parts import Found, ResponseSpec, capped
+from agenttrain.chat.response_regex import search_budget
 from agenttrain.types import AssistantTurn, ToolCall
 
 NO_NAME = "must be the name of a tool"
@@ -57,8 +60,10 @@ def parse_response(
         'Sum: <tool_call>{"name": "add", "arguments": "{\\\\"a\\\\": 3}"}</tool_call>'
         -> content "Sum:", calls (ToolCall(id="call_3_0", name="add", arguments={"a": 3}),)
     """
-    parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = Counter(found.id or "" for found in parts.calls)
+    with search_budget():
+        parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
+    found_calls = capped(parts.calls)
+    written = Counter(found.id or "" for found in found_calls)
     calls = tuple(
         _call(
             found,
@@ -67,7 +72,7 @@ def parse_response(
             if found.id and written[found.id] == 1
             else spec.call_id.format(turn=turn, index=index),
         )
-        for index, found in enumerate(parts.calls)
+        for index, found in enumerate(found_calls)
     )
     return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=calls)
 
@@ -80,7 +85,8 @@ def _call(found: Found, call_id: str) -> ToolCall:
         problem = f"{found.name_label} {NO_NAME}"
     name = found.name if isinstance(found.name, str) else ""
     if not portable([name, arguments], found.text):
-        name, problem = "", problem or "the call holds values that JSON text cannot carry"
+        name = name if portable(name, found.text) else ""
+        problem = problem or "the call holds values that JSON text cannot carry"
     return ToolCall(
         id=call_id,
         name=name,

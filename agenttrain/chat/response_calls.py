@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from agenttrain.chat.response_json import Json, excerpt, kind, read_items, read_json, skip_blank
+from agenttrain.chat.response_json import (
+    Json,
+    excerpt,
+    kind,
+    read_items,
+    read_json,
+    skip_blank,
+    written_name,
+)
 from agenttrain.chat.response_literal import (
     GEMMA,
     LENIENT,
@@ -17,7 +25,7 @@ from agenttrain.chat.response_literal import (
     read_literal,
     take_literal,
 )
-from agenttrain.chat.response_parts import Found
+from agenttrain.chat.response_parts import MAX_CALLS, Found, unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,7 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``{"name": "f", "arguments": {"x": 1}}``"""
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
-        return _problem(problem, cut=cut)
+        return _problem(problem, name=written_name(body, syntax.name_key), cut=cut)
     return Read(calls=[_object(value, syntax)], end=end)
 
 
@@ -92,11 +100,11 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     def read(text: str, at: int) -> Json:
         return _value(text, at, syntax)
 
-    items, end = read_items(body, start + 1, syntax.name_key, read)
+    items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
         _object(item.value, syntax, text=item.text)
         if item.problem is None
-        else Found(text=item.text, problem=item.problem)
+        else Found(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
@@ -188,6 +196,7 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+_LONE_KEY = re.compile(r"\s*<arg_key>(?:(?P<name>.*?)</arg_key>)?", re.DOTALL)
 _VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
 
 
@@ -204,6 +213,9 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
             return _problem(what, name=name, cut=True)
         values.add(key["name"].strip(), body[key.end() : end.start()])
         at = end.end()
+    if (key := _LONE_KEY.match(body, at)) is not None:
+        told = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
+        return _problem(f"the <arg_key> {told}", name=name)
     return Read(calls=[values.found()], end=at)
 
 
@@ -293,6 +305,8 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 def _python_list(body: str, at: int) -> Read:
     calls: list[Found] = []
     while not body.startswith("]", at):
+        if len(calls) >= MAX_CALLS:
+            return Read(calls=[*calls, unread(body[at:])], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
         if cut or end == len(body):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.chat.response_json import excerpt, read_json
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 CONTROLS = ("start", "channel", "constrain", "message", "end", "call", "return")
@@ -57,6 +57,8 @@ class HarmonySpec:
         calls: list[Found] = []
         for message in _messages(ANALYSIS + text if in_reasoning else text):
             channel = _CHANNEL.search(message.header)
+            if len(calls) > MAX_CALLS:
+                break
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_call(message, recipient[1]))
             elif message.body is None:

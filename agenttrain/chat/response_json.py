@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 64
@@ -17,6 +18,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 def skip_blank(text: str, start: int = 0) -> int:
     """Position of the first character that is not JSON's white space."""
+    if text[start : start + 1] not in " \t\r\n":
+        return start
     blank = _BLANK.match(text, start)
     return blank.end() if blank else start
 
@@ -61,26 +64,35 @@ class Item(NamedTuple):
     text: str
     value: Any = None
     problem: str | None = None
+    name: str = ""
+    """What the head of an item that cannot be read says that it is."""
 
 
 Read = Callable[[str, int], Json]
 
 
-def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple[list[Item], int]:
+def read_items(
+    text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
+) -> tuple[list[Item], int]:
     """(items, end) of the array of objects that is open at `start`, behind its bracket.
 
     An item that cannot be read is one with a problem: the next begins at a comma and an object with
-    `key` first. The end is the text's where the array is not closed.
+    `key` first. The end is the text's where the array is not closed. The rest after `limit` items
+    is one item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
     following = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
     while not text.startswith("]", at):
+        if limit is not None and len(items) >= limit:
+            return [*items, Item(text[at:], problem="there are too many items")], len(text)
         value, end, problem, cut = read(text, at)
         if problem is not None:
             resume = None if cut else following.search(text, at)
             end = resume.start() if resume else len(text)
-        items.append(Item(text[at:end], value, problem))
+            items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
+        else:
+            items.append(Item(text[at:end], value))
         at = skip_blank(text, end)
         if problem is not None and at == len(text):
             return items, at
@@ -89,6 +101,26 @@ def read_items(text: str, start: int, key: str, read: Read = read_json) -> tuple
         elif not text.startswith("]", at):
             return [*items, Item(text[at:], problem="the array of calls is not closed")], len(text)
     return items, at + 1
+
+
+_OTHER = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+MAX_NAME = 128
+
+
+@cache
+def _named(key: str) -> re.Pattern[str]:
+    name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
+    return re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
+
+
+def written_name(text: str, key: str = "name") -> str:
+    """The name in the head of a call that is no JSON, or empty: what a text begins with.
+
+    Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
+    """
+    start = text.find("{")
+    found = _named(key).match(text, start) if start >= 0 else None
+    return found["name"] if found else ""
 
 
 def _hint(text: str, position: int) -> str:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import regex
+
 from agenttrain.chat.response_calls import READERS, Read, Schemas, Syntax
-from agenttrain.chat.response_json import excerpt
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_json import excerpt, written_name
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts, unread
 
 MARKS_IN_STRINGS = (1, 4, 16)
 """How many marks further a call may reach, tried in turn; beyond the last it is malformed."""
@@ -35,6 +37,8 @@ class MarkedSpec(Syntax):
     """None: a call ends where its arguments do."""
     syntax: str = "json"
     """What stands between the marks; one of `response_calls.READERS`."""
+    separator: str = ""
+    """A character that may stand between calls, part of neither them nor the content."""
     ignored: tuple[str, ...] = ()
     """Marks around all calls of a completion, left out of the content."""
     controls: tuple[str, ...] = ()
@@ -74,6 +78,8 @@ class MarkedSpec(Syntax):
         before, opened, after = text.partition(self.reasoning_open)
         if inside or not opened or self._opens_call(before):
             before, opened, after = "", "", text
+        if inside:  # some models open again what the prompt has opened
+            after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
         thought, closed, rest = after.partition(self.reasoning_close)
         if not closed and not opened and not inside:
             return None, text
@@ -96,16 +102,46 @@ class MarkedSpec(Syntax):
             index += 1
             if mark["_open"] is None:
                 continue
-            content.append(text[position : mark.start()])
+            content.append(self._between(text[position : mark.start()], calls))
+            if len(calls) >= MAX_CALLS:
+                return "".join(content), [*calls, unread(text[mark.start() :])]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
                 index += 1
             following = marks[index] if index < len(marks) else None
             position, problem = self._end(text, end, read, following)
-            calls += _spans(read, text[mark.start() : position], problem)
-        content.append(text[position:])
-        return "".join(content), calls
+            calls += _spans(read, self._stripped(text[mark.start() : position], read), problem)
+        rest = self._between(text[position:], calls)
+        if calls and (cut := self._cut_head(rest)) is not None:
+            return "".join(content), [*calls, cut]
+        return "".join([*content, rest]), calls
+
+    def _between(self, text: str, calls: Sequence[Found]) -> str:
+        """Content beside calls, without the separator that stands alone there."""
+        return "" if calls and self.separator and text.strip() == self.separator else text
+
+    def _stripped(self, text: str, read: Read) -> str:
+        """The text of a region; the separator behind a bad call is not part of it."""
+        bad = self.separator and any(call.problem is not None for call in read.calls)
+        return text.rstrip(self.separator + " \t\r\n") if bad else text
+
+    def _cut_head(self, rest: str) -> Found | None:
+        """A call behind others, where no mark opens calls, that ends before it can be seen."""
+        if self._partial is None:
+            return None
+        head = rest.strip(self.separator + " \t\r\n")
+        found = self._partial.match(head, partial=True) if head else None
+        if found is None or not found.partial or found.end() < len(head):
+            return None
+        name = written_name(head, self.name_key)
+        return Found(text=head, name=name, problem="the call is not closed")
+
+    @cached_property
+    def _partial(self) -> Any:
+        """What tells whether a text could go on to open a call; None where a mark does."""
+        unmarked = self.call_open_pattern is not None and self.call_close is None
+        return regex.compile(self.call_open_pattern, regex.DOTALL) if unmarked else None
 
     def _found(self, text: str) -> list[re.Match[str]]:
         marks: list[re.Match[str]] = []

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 CALL_ID = "call_{turn}_{index}"
 """How a call without an id of its own is named."""
+MAX_CALLS = 1024
+"""Calls of one completion that are read: what an agent writes has a few, and each costs time."""
+TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,16 @@ class Found:
     name_label: str = '"name"'
     """What the model reads the name to be called, in a problem's text."""
     arguments_label: str = '"arguments"'
+
+
+def unread(text: str) -> Found:
+    """The rest of a completion of too many calls, as one malformed call."""
+    return Found(text=text, problem=TOO_MANY)
+
+
+def capped(calls: Sequence[Found]) -> Sequence[Found]:
+    """The calls, those over the limit as one malformed call."""
+    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], unread(calls[MAX_CALLS].text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import regex
 
-SECONDS = 1.0
-"""How long one search may take. Only patterns that backtrack without end come near it."""
+SECONDS = 0.3
+"""CPU time that one expression may take over one completion. Only those that backtrack without end
+come near it; such a one then finds nothing."""
+NOTED = 0.02
+"""Seconds from which a search is remembered, so that the same text is always read the same way."""
+REMEMBERED = 64
 # `(?=[\s\S]*?X)` is tried at every position, which is quadratic where X is missing: one search for
 # X says the same.
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
+_LEFT: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
+_SLOW: dict[tuple, tuple[Any, float]] = {}
+
+
+@contextmanager
+def search_budget() -> Iterator[None]:
+    """Within, each expression has SECONDS for all of its searches together."""
+    token = _LEFT.set({})
+    try:
+        yield
+    finally:
+        _LEFT.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +46,11 @@ class Hit:
 class Pattern:
     """A compiled expression, in which ``.`` matches newlines. Raises ValueError if it is wrong."""
 
-    def __init__(self, source: Any, key: str) -> None:
+    def __init__(self, source: Any, key: str, *, text: str | None = None) -> None:
+        """`text`: the only text that the expression matches, which then is searched as such."""
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
-        self.source = source
+        self.source, self._text = source, text
         ahead = _AHEAD.fullmatch(source)
         try:
             self._compiled = regex.compile(ahead[1] if ahead else source, regex.DOTALL)
@@ -41,6 +61,9 @@ class Pattern:
 
     def search(self, text: str, start: int = 0) -> Hit | None:
         """The first match from `start`, or None; None too when the search takes too long."""
+        if self._text is not None:
+            at = text.find(self._text, start)
+            return None if at < 0 else Hit(at, at + len(self._text), {})
         found = self.match(text, start)
         if found is None:
             return None
@@ -50,22 +73,60 @@ class Pattern:
 
     def match(self, text: str, start: int = 0) -> Any:
         """The library's own match object, for groups without names."""
-        try:
-            return self._compiled.search(text, start, timeout=SECONDS)
-        except TimeoutError:
-            return None
+
+        def work(seconds: float) -> Any:
+            return self._compiled.search(text, start, timeout=seconds)
+
+        return self._limited(work, "search", text, start)
 
     def matches(self, text: str) -> list[Any]:
         """All matches; they end early when the search takes too long."""
         found: list[Any] = []
-        with suppress(TimeoutError):
+
+        def work(seconds: float) -> list[Any]:
             # Collected at once: the limit would count what the caller does between matches.
-            found.extend(self._compiled.finditer(text, timeout=SECONDS))
-        return found
+            with suppress(TimeoutError):
+                found.extend(self._compiled.finditer(text, timeout=seconds))
+            return found
+
+        return cast(list[Any], self._limited(work, "all", text, 0) or [])
 
     def substitute(self, replacement: str, text: str) -> str:
         """`text` with every match replaced; unchanged when that takes too long."""
-        try:
-            return self._compiled.sub(replacement, text, timeout=SECONDS)
-        except TimeoutError:
-            return text
+
+        def work(seconds: float) -> str:
+            return self._compiled.sub(replacement, text, timeout=seconds)
+
+        found = self._limited(work, replacement, text, 0)
+        return text if found is None else cast(str, found)
+
+    def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
+        """What `work` finds in the time that the expression has left; None when that is over."""
+        budget = _LEFT.get()
+        left = SECONDS if budget is None else budget.get(self.source, SECONDS)
+        if left <= 0:
+            return None
+        key = (self.source, *about)
+        found, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
+        if not spent:
+            found, spent = _timed(work, left)
+            if spent > NOTED:
+                _remember(key, found, spent)
+        if budget is not None:
+            budget[self.source] = left - spent
+        return found
+
+
+def _timed(work: Callable[[float], Any], left: float) -> tuple[Any, float]:
+    """(what was found, seconds of this thread); all that is left where it was not enough."""
+    started = time.thread_time()
+    try:
+        return work(left), time.thread_time() - started
+    except TimeoutError:
+        return None, left
+
+
+def _remember(key: tuple, found: Any, spent: float) -> None:
+    if len(_SLOW) >= REMEMBERED:
+        _SLOW.pop(next(iter(_SLOW)))
+    _SLOW[key] = (found, spent)

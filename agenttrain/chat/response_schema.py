@@ -21,10 +21,10 @@ from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
 from agenttrain.chat.response_content import ContentError
-from agenttrain.chat.response_json import read_items, skip_blank
+from agenttrain.chat.response_json import read_items, skip_blank, written_name
 from agenttrain.chat.response_marked import parameters
 from agenttrain.chat.response_node import Node, groups, node_of
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts
 from agenttrain.chat.response_regex import Pattern
 from agenttrain.chat.response_template import CALLS, CONTENT_FIELD, REASONING, call_of
 
@@ -141,6 +141,8 @@ class SchemaSpec:
         at = 0
         for match in self._iterator.matches(text) if self._iterator is not None else ():
             calls += self._unread(text[at : match.start()], outside)
+            if len(calls) > MAX_CALLS:
+                return calls, "".join(outside)
             calls += self._item(match, schemas)
             at = match.end()
         calls += self._unread(text[at:], outside)
@@ -151,10 +153,11 @@ class SchemaSpec:
         if not self._opener:
             outside.append(text)
             return
-        before, *opened = text.split(self._opener)
+        before, *opened = text.split(self._opener, MAX_CALLS + 1)
         outside.append(before)
         for rest in opened:
-            yield Found(text=self._opener + rest, problem="the call is not closed")
+            text = self._opener + rest
+            yield Found(text=text, name=written_name(rest), problem="the call is not closed")
 
     def _item(self, match: Any, schemas: Schemas) -> list[Found]:
         """The call of one match; an opening inside it that is better read alone is a second."""
@@ -169,7 +172,8 @@ class SchemaSpec:
         second = self._call(again, text[inside:], schemas)
         if second.problem is not None:
             return [call]
-        return [Found(text=text[:inside], problem="the call is not closed"), second]
+        name = written_name(text[:inside])
+        return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
         items = self.root.properties[CALLS].items
@@ -180,7 +184,7 @@ class SchemaSpec:
             if items is not None and isinstance(name, str) and schemas.get(name):
                 value = _typed(value, items.value(given, raw=True), schemas[name])
         except ContentError as error:
-            return Found(text=text, problem=str(error))
+            return Found(text=text, name=written_name(text), problem=str(error))
         return call_of(value, text, {})
 
     def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
@@ -192,6 +196,7 @@ class SchemaSpec:
             return self._repaired(node, value) or [Found(text=value, problem=str(error))]
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
+        values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
         return [call_of(item, text, schemas) for item in values]
 
     def _repaired(self, node: Node, value: str) -> list[Found]:
@@ -203,9 +208,9 @@ class SchemaSpec:
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"
         calls: list[Found] = []
-        for item in read_items(inner, skip_blank(inner) + 1, key)[0]:
+        for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
             if item.problem is not None:
-                calls.append(Found(text=item.text, problem=item.problem))
+                calls.append(Found(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
                 read = node.parsed(f"[{item.text}]")

@@ -20,13 +20,15 @@ from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
 from agenttrain.chat.response_content import CONTENT, ContentError, check_content, reshaped
-from agenttrain.chat.response_json import kind
+from agenttrain.chat.response_json import kind, written_name
 from agenttrain.chat.response_marked import MARKS_IN_STRINGS, parameters
-from agenttrain.chat.response_parts import CALL_ID, Found, Parts
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
 from agenttrain.chat.response_regex import Hit, Pattern
 
 CALLS = "tool_calls"
 CONTENT_FIELD = "content"
+MAX_REGIONS = 8 * MAX_CALLS
+"""Regions of one completion that are read."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
 _FIELD_KEYS = (
@@ -113,7 +115,7 @@ class TemplateSpec:
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
         marks = _Marks(text, [f for f in self.fields if f.open is not None], outside)
-        at = 0
+        at = calls = 0
         if inside is not None:
             regions.append(_close(_Region(inside, 0, 0, {}), marks))
             at = regions[-1].end
@@ -122,11 +124,20 @@ class TemplateSpec:
             if outside is not None and hit.start > at:
                 regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
             if field is not None:
-                regions.append(_close(_Region(field, hit.start, hit.end, hit.groups), marks))
+                calls += field.name == CALLS
+                region = _Region(field, hit.start, hit.end, hit.groups)
+                if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
+                    return [*regions, self._unread(region, text)]
+                regions.append(_close(region, marks))
             end = regions[-1].end if field is not None else hit.end
             # A mark of no width that nothing follows must not be found again.
             at = end if end > at else at + 1
         return regions
+
+    def _unread(self, region: _Region, text: str) -> _Region:
+        """The rest of a text of too many regions, as one malformed call."""
+        field = next((field for field in self.fields if field.name == CALLS), region.field)
+        return replace(region, field=field, stop=len(text), end=len(text), problem=TOO_MANY)
 
 
 class _Marks:
@@ -229,16 +240,18 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 def _calls(region: _Region, text: str, schemas: Schemas) -> list[Found]:
     if not region.closed and region.field.close is not None:
         problem = region.problem or "the call is not closed"
-        return [Found(text=text, name=_name(region), problem=problem)]
+        return [Found(text=text, name=_name(region, text), problem=problem)]
     if region.problem is not None:
-        return [Found(text=text, name=_name(region), problem=region.problem)]
+        return [Found(text=text, name=_name(region, text), problem=region.problem)]
     values = region.value if isinstance(region.value, list) else [region.value]
+    values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
     by_text = region.field.content in ("xml-inline", "kv-lines")
     return [call_of(value, text, schemas if by_text else {}) for value in values]
 
 
-def _name(region: _Region) -> str:
-    return region.captures.get("name") or ""
+def _name(region: _Region, text: str) -> str:
+    """The name of a call that cannot be read, where its mark or its head has it."""
+    return region.captures.get("name") or written_name(text)
 
 
 def call_of(value: Any, text: str, schemas: Schemas) -> Found:
@@ -312,7 +325,8 @@ def _anchor(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
         raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
-    return Pattern("|".join(map(_escape, sorted(texts, key=len, reverse=True))), f"{scope}.{key}")
+    source = "|".join(map(_escape, sorted(texts, key=len, reverse=True)))
+    return Pattern(source, f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)
 
 
 def _escape(text: str) -> str:

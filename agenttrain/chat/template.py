@@ -38,6 +38,7 @@ class Chat:
     """What a completion may end with: end-of-sequence ids, then what the template ends turns by."""
     template: str
     """The template's source, after fixes: what must be saved with the model."""
+    tokenizer: Any
     fix: Fix
     """What became of the model's own template."""
     thinking_is_off: bool
@@ -56,13 +57,13 @@ class Chat:
         eos_token_ids: Sequence[int] = (),
         fix: Fix | None = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
         self.kwargs = dict(kwargs or {})
         self.encoder = Encoder(tokenizer, template)
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
-        self._tokenizer = tokenizer
         self._suffixes: dict[Any, Suffix] = {}
         self._behaviour = behaviour(self._render_raw)
         self.one_call_per_turn = self._behaviour.one_call_per_turn
@@ -103,7 +104,7 @@ class Chat:
     def stock(self) -> Chat:
         """The same with the model's own template, before fixes."""
         return Chat(
-            self._tokenizer,
+            self.tokenizer,
             self.fix.stock,
             self.response,
             kwargs=self.kwargs,
@@ -135,7 +136,7 @@ class Chat:
     ) -> str:
         """The template's text for messages that are already marked where they must be."""
         return render(
-            self._tokenizer,
+            self.tokenizer,
             self.template,
             [adapted(message, self._behaviour) for message in messages],
             schemas,
@@ -281,7 +282,7 @@ class Chat:
     def _render_raw(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """As `render`, before it is known how messages must be adapted."""
         return render(
-            self._tokenizer,
+            self.tokenizer,
             self.template,
             messages,
             generation_prompt=generation_prompt,

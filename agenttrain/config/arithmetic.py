@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from agenttrain.config.row_file import known_rows
@@ -21,6 +22,8 @@ class Arithmetic:
     """Also the number of groups: each task has one."""
     group_size: int
     rollouts_per_step: int
+    most_tasks_per_step: int
+    """With over-sampling and all rounds of dynamic sampling."""
     rollouts_per_update: int
     updates_per_step: int
     """Optimizer updates: epochs x minibatches."""
@@ -45,9 +48,12 @@ class Arithmetic:
 
     def lines(self) -> list[str]:
         """The sizes as text, one line per noun."""
+        resampled = self.most_tasks_per_step > self.tasks_per_step
+        most = f"            at most {self.most_tasks_per_step:,} sampled for a step"
         return [
             f"tasks       {self.tasks_per_step:,} per step, {self.steps * self.tasks_per_step:,} "
             f"in {self.steps:,} steps",
+            *([most] if resampled else []),
             f"groups      one per task, {self.group_size} rollouts each",
             f"rollouts    {self.rollouts_per_step:,} per step, "
             f"{self.steps * self.rollouts_per_step:,} in all",
@@ -59,6 +65,15 @@ class Arithmetic:
             f"evaluation  {self.evaluations} x {'' if self.evaluation_is_exact else 'at most '}"
             f"{self.rollouts_per_evaluation:,} rollouts",
         ]
+
+
+def tasks_of_round(missing: int, oversample: float) -> int:
+    """Tasks that are sampled for `missing` groups.
+
+    Example: 10 missing groups and oversample 1.1 take 11 tasks.
+    """
+    # 10 * 1.1 is a little above 11 in floats.
+    return math.ceil(round(missing * oversample, 6))
 
 
 def arithmetic(config: RunConfig) -> Arithmetic:
@@ -73,6 +88,8 @@ def arithmetic(config: RunConfig) -> Arithmetic:
         tasks_per_step=config.tasks_per_step,
         group_size=algorithm.group_size,
         rollouts_per_step=rollouts,
+        most_tasks_per_step=tasks_of_round(config.tasks_per_step, algorithm.oversample)
+        * (1 + algorithm.dynamic_sampling),
         rollouts_per_update=rollouts // algorithm.minibatches,
         updates_per_step=algorithm.num_epochs * algorithm.minibatches,
         sampled_tokens_per_rollout=min(

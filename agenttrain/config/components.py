@@ -12,6 +12,7 @@ from typing import Any
 from agenttrain.config.corpus import SEARCH, check_corpus
 from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, check_row_file
+from agenttrain.config.sandbox import INTERPRETER, interpreter_problems
 from agenttrain.config.schema import RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
@@ -32,6 +33,9 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
         if isinstance(section, Mapping):
             yield from limit_problems(f"tools.{name}", section)
             yield from _without_effect(f"tools.{name}", section, config)
+        if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER:
+            timeout_s = section.get("timeout_s", ToolLimits.timeout_s)
+            yield from interpreter_problems(f"tools.{name}", section, timeout_s, limits)
     for name in config.stop_tools:
         if name not in config.tools and not _more_tools(config):
             hint = did_you_mean(name, config.tools)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.algorithm_checks import shown
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.schema import RunConfig
 
 
 def describe(config: RunConfig) -> str:
     """What the run is made of, and how large it is."""
-    algorithm, optimizer = config.algorithm, config.optimizer
+    optimizer = config.optimizer
     parts = {
         "model": f"{config.model.path} ({config.model.dtype})",
         "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
@@ -20,9 +23,7 @@ def describe(config: RunConfig) -> str:
         "train data": _call(config.data.train),
         "test data": _call(config.data.test),
         "reward": ", ".join(f"{name} {_call(part)}" for name, part in config.reward.items()),
-        "algorithm": f"{algorithm.name}: advantage {algorithm.advantage}, scale {algorithm.scale}, "
-        f"ratio {algorithm.ratio}, clip -{algorithm.clip_low:g} +{algorithm.clip_high:g}, "
-        f"{algorithm.aggregation}, beta {algorithm.beta:g}",
+        "algorithm": _algorithm(config.algorithm),
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
         "engine": config.engine.name,
@@ -30,6 +31,21 @@ def describe(config: RunConfig) -> str:
     }
     lines = [f"{name:<12}{text}" for name, text in parts.items()]
     return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+AXES = ("advantage", "scale", "surrogate", "ratio", "aggregation")
+COUNTED = ("name", "group_size", "num_epochs", "minibatches")
+"""Told among the sizes."""
+
+
+def _algorithm(config: AlgorithmConfig) -> str:
+    """The axes, and every other setting that is not its default."""
+    told = [f"{key} {getattr(config, key)}" for key in AXES]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*AXES, *COUNTED) and value != field.default:
+            told.append(f"{field.name} {shown(value)}")
+    return f"{config.name}: {', '.join(told)}"
 
 
 def _call(section: Mapping[str, Any]) -> str:

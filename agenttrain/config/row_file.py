@@ -9,10 +9,8 @@ from typing import Any
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
-ENDLESS = (
-    "agenttrain.data.shop.row",
-    "agenttrain.data.calculator.row",
-    "agenttrain.data.encyclopedia.row",
+ENDLESS = tuple(
+    f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code", "encyclopedia")
 )
 """The bundled generators: they have a row for every number."""
 

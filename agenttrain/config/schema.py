@@ -12,6 +12,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from agenttrain.config.algorithm import Advantage as Advantage
+from agenttrain.config.algorithm import Aggregation as Aggregation
+from agenttrain.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from agenttrain.config.algorithm import KlEstimator as KlEstimator
+from agenttrain.config.algorithm import KlIn as KlIn
+from agenttrain.config.algorithm import Ratio as Ratio
+from agenttrain.config.algorithm import Scale as Scale
+
 
 class Dtype(StrEnum):
     """Number format of the policy's weights."""
@@ -47,61 +55,6 @@ class OnParallelCalls(StrEnum):
     """The first is run; the reply to it says so of the others."""
     stop = "stop"
     """The rollout ends (`max_tool_calls`)."""
-
-
-class Advantage(StrEnum):
-    """Baseline of a rollout's reward."""
-
-    group = "group"
-    """Its group's mean (GRPO)."""
-    leave_one_out = "leave_one_out"
-    """The mean of the group's others (RLOO)."""
-
-
-class Scale(StrEnum):
-    """What an advantage is divided by."""
-
-    group = "group"
-    """The group's standard deviation."""
-    batch = "batch"
-    """The step's standard deviation."""
-    none = "none"
-
-
-class Ratio(StrEnum):
-    """On which level policy and behaviour probabilities are compared."""
-
-    token = "token"
-    sequence_mean = "sequence_mean"
-    """Geometric mean over a rollout's tokens (GSPO)."""
-    sequence_sum = "sequence_sum"
-    """Whole rollout (RLOO)."""
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number per optimizer update."""
-
-    token_mean = "token_mean"
-    """Over all sampled tokens of the update, across processes and microbatches (DAPO)."""
-    sequence_mean = "sequence_mean"
-    """Mean over rollouts of each rollout's token mean (GRPO paper)."""
-    fixed_length = "fixed_length"
-    """Sum over tokens / (rollouts x max_completion_tokens) (Dr. GRPO)."""
-
-
-class KlEstimator(StrEnum):
-    """Schulman's estimators of KL(policy || reference) from one sample."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KlIn(StrEnum):
-    """Where the KL penalty acts."""
-
-    loss = "loss"
-    reward = "reward"
 
 
 class OptimizerName(StrEnum):
@@ -226,34 +179,6 @@ class ToolLimits:
     retry_backoff_s: float = 0.5
     """Seconds before a call is made again, doubled each time."""
     isolation: Isolation = Isolation.thread
-
-
-@dataclass
-class AlgorithmConfig:
-    """loss = aggregate(surrogate(ratio, advantage)) + beta * KL; see `agenttrain/algorithms`."""
-
-    name: str = MISSING
-    """Of the preset, for people."""
-    group_size: int = 8
-    """Rollouts per task (G), at least 2."""
-    num_epochs: int = 1
-    """Passes over a step's rollouts."""
-    minibatches: int = 1
-    """Optimizer updates per pass; divides tasks_per_step."""
-    advantage: Advantage = Advantage.group
-    scale: Scale = Scale.group
-    ratio: Ratio = Ratio.token
-    aggregation: Aggregation = Aggregation.token_mean
-    clip_low: float = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped at 1 + clip_high."""
-    beta: float = 0.0
-    """Weight of the KL penalty to the initial policy; 0: no reference model is kept."""
-    kl: KlEstimator = KlEstimator.k3
-    kl_in: KlIn = KlIn.loss
-    mask_truncated: bool = False
-    """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
 
 
 @dataclass

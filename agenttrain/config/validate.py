@@ -13,12 +13,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from agenttrain.config.algorithm_checks import algorithm_problems
 from agenttrain.config.components import data_problems, reward_problems, tool_problems
 from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
-from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
+from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
 
 ENGINES = ("transformers", "vllm")
@@ -33,8 +34,6 @@ LARGEST_DIVISOR_TRIED = 10**6
 AT_LEAST_ONE = (
     "steps",
     "tasks_per_step",
-    "algorithm.num_epochs",
-    "algorithm.minibatches",
     *(f"rollout.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
     *(f"rollout.max_{name}" for name in ("result_tokens", "tool_calls", "invalid_calls")),
     "rollout.max_repeated_calls",
@@ -45,9 +44,7 @@ AT_LEAST_ONE = (
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
-    *("seed", "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high"),
-    "rollout.max_stuck_calls",
-    *("optimizer.weight_decay", "optimizer.warmup_steps"),
+    *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (
@@ -95,11 +92,8 @@ def _numbers(config: RunConfig) -> Iterator[str]:
 
 def _batch(config: RunConfig) -> Iterator[str]:
     tasks, algorithm = config.tasks_per_step, config.algorithm
-    if algorithm.group_size < 2:
-        yield (
-            f"algorithm.group_size={algorithm.group_size}: a rollout is compared with the others "
-            "of its group, so it takes at least 2"
-        )
+    if algorithm.group_size * tasks < 2:
+        yield f"tasks_per_step={tasks}: one rollout a step has nothing to be compared with"
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
         divisors = ", ".join(map(str, _divisors(tasks, near=algorithm.minibatches)))
         yield (
@@ -130,27 +124,6 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _algorithm(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.beta == 0 and algorithm.kl_in is KlIn.reward:
-        yield (
-            "algorithm.kl_in=reward: has no effect with algorithm.beta=0; set algorithm.beta above "
-            "0, or leave algorithm.kl_in=loss"
-        )
-    if algorithm.beta > 0 and algorithm.kl_in is KlIn.loss and algorithm.kl is KlEstimator.k1:
-        yield (
-            "algorithm.kl=k1: has a gradient of zero on average in the loss; set algorithm.kl=k3, "
-            "or algorithm.kl_in=reward"
-        )
-    if algorithm.advantage is Advantage.leave_one_out and algorithm.scale is Scale.group:
-        yield (
-            "algorithm.scale=group: after the division a leave-one-out advantage is the group's "
-            "times G / (G - 1); set algorithm.scale=none or batch, or algorithm.advantage=group"
-        )
-    if algorithm.clip_low >= 1:
-        yield f"algorithm.clip_low={algorithm.clip_low}: must be below 1: ratios are positive"
-
-
 def _model(config: RunConfig) -> Iterator[str]:
     try:
         model_folder(config.model.path)
@@ -168,6 +141,8 @@ def _files(config: RunConfig) -> Iterator[str]:
                 f"{group}.path={section.path}: is not used with {group}.name={section.name}; "
                 f"add {group}=file"
             )
+        elif section.path is not None and Path(section.path).expanduser().is_dir():
+            yield f"{group}.path={section.path}: is a folder; name the file in it"
         elif section.path is not None and not Path(section.path).expanduser().is_file():
             yield f"{group}.path={section.path}: there is no such file"
 
@@ -201,7 +176,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_finite, _numbers, _batch, _lengths, _algorithm),
+    *(_finite, _numbers, _batch, _lengths, algorithm_problems),
     *(tool_problems, reward_problems, data_problems, _model, _files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
 )

@@ -1,6 +1,7 @@
-"""Dataset rows -> Tasks, in an order that a step number alone decides.
+"""Dataset rows -> Tasks, in an order that the seed alone decides.
 
-There is no cursor to lose or to run ahead: the tasks of a step are a function of (seed, step).
+The n-th task of a run is a function of (seed, n), so that a cursor is one number: how many tasks
+the finished steps drew.
 """
 
 from __future__ import annotations

@@ -63,6 +63,13 @@ class Collected:
         """All rollouts, in (task, sample) order."""
         return [rollout for group in self.groups for rollout in group]
 
+    def extend(self, later: Collected) -> None:
+        """Add what a later call collected."""
+        self.groups += later.groups
+        self.overlong += later.overlong
+        self.dropped += later.dropped
+        self.reward_s += later.reward_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
@@ -81,17 +88,19 @@ async def collect(
     samples: int,
     sampling: Sampling,
     seed_path: tuple[int | str, ...],
+    may_be_empty: bool = False,
 ) -> Collected:
     """Run `samples` rollouts of every task and score them.
 
     `seed_path` names the call, e.g. (run seed, "train", step): a rollout's seed derives from it,
     the task's position, the sample and the attempt, so that sampling noise depends on nothing else.
-    Raises NoRollouts when not one rollout could be had, LedgerError and ToolUnavailable as
-    `rollout.on_break` and `rollout.on_tool_failure` say, StuckTools when calls pile up.
+    Raises NoRollouts when not one rollout could be had, unless the call `may_be_empty`; LedgerError
+    and ToolUnavailable as `rollout.on_break` and `rollout.on_tool_failure` say; StuckTools when
+    calls pile up.
     """
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
-    if tasks and not attempts:
+    if tasks and not attempts and not may_be_empty:
         raise NoRollouts(
             f"the prompts of all {len(tasks)} tasks fill the engine's context of "
             f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
@@ -103,7 +112,7 @@ async def collect(
     collected.loop_lag_s = monitor.max_lag_s
     collected.groups = _whole_groups(attempts, rollouts)
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
-    if attempts and not usable:
+    if attempts and not usable and not may_be_empty:
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
     started = time.perf_counter()

@@ -35,7 +35,11 @@ class Row:
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
     ref_logprobs_S: Tensor | None = None
-    """Of the frozen reference, once it has scored the rollout."""
+    """Of the reference, once it has scored the rollout."""
+    old_logprobs_S: Tensor | None = None
+    """Of the policy before the step's first update, where the algorithm asks for them."""
+    old_entropy_S: Tensor | None = None
+    """Its entropies there, likewise."""
     weight: float = 0.0
     """Of each sampled token in the loss; 0: no gradient from this rollout."""
 

@@ -31,19 +31,27 @@ class UnsupportedModel(AgenttrainError):
 
 
 class Scorer(nn.Module):
-    """Microbatch -> (logprobs_S, entropy_S), both fp32; the entropy carries no gradient.
+    """Microbatch -> (logprobs_S, entropy_S), both fp32.
+
+    The entropy carries a gradient with `entropy_grad` only.
 
     A module, so that accelerate can wrap what is called. A model whose attention or layers cannot
     be packed runs one forward pass per rollout, and a warning says so.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, logits_budget_mb: int
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        logits_budget_mb: int,
+        entropy_grad: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.logits_budget_mb = logits_budget_mb
+        self.entropy_grad = entropy_grad
         check_head(model)
         reason = why_not_packed(model)
         self.packed = reason is None
@@ -79,6 +87,7 @@ class Scorer(nn.Module):
             microbatch.labels_S,
             temperature=self.temperature,
             logits_budget_mb=self.logits_budget_mb,
+            entropy_grad=self.entropy_grad,
         )
 
 
@@ -110,6 +119,7 @@ def head_logprobs(
     *,
     temperature: float,
     logits_budget_mb: int,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature) at the labels, and the entropies, [S] each.
 
@@ -119,9 +129,10 @@ def head_logprobs(
     vocabulary = head.get_parameter("weight").shape[0]
     chunk = max(1, logits_budget_mb * MEGABYTE // (vocabulary * LOGIT_BYTES))
     if labels_S.numel() <= chunk:
-        return _head_logprobs(hidden_SH, head, labels_S, temperature)
+        return _head_logprobs(hidden_SH, head, labels_S, temperature, entropy_grad)
+    fixed = (temperature, entropy_grad)
     parts = [
-        checkpoint(_head_logprobs, hidden, head, labels, temperature, use_reentrant=False)
+        checkpoint(_head_logprobs, hidden, head, labels, *fixed, use_reentrant=False)
         for hidden, labels in zip(hidden_SH.split(chunk), labels_S.split(chunk), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -129,11 +140,15 @@ def head_logprobs(
 
 
 def _head_logprobs(
-    hidden_SH: Tensor, head: nn.Module, labels_S: Tensor, temperature: float
+    hidden_SH: Tensor, head: nn.Module, labels_S: Tensor, temperature: float, entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     logprobs_SV = (head(hidden_SH).float() / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy_S = torch.special.entr(logprobs_SV.exp()).sum(-1)
+    if entropy_grad:
+        # entr(p) has no finite derivative where p underflows to 0.
+        entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+    else:
+        with torch.no_grad():
+            entropy_S = torch.special.entr(logprobs_SV.exp()).sum(-1)
     return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
 
 

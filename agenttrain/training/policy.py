@@ -6,10 +6,8 @@ Shapes: S sampled tokens of a microbatch.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,35 +15,24 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agenttrain.algorithms.entropy import EntropyBonus
 from agenttrain.algorithms.kl import kl_estimate
-from agenttrain.algorithms.loss import LossInputs, mean_parts, policy_loss
-from agenttrain.config.schema import AlgorithmConfig, KlIn, OptimizerConfig, TrainingConfig
+from agenttrain.algorithms.loss import policy_loss
+from agenttrain.algorithms.metrics import extremes, mean_parts, metric_names
+from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
 from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
-from agenttrain.training.lora import BaseScorer, is_adapted
 from agenttrain.training.optimizers import build_optimizer
+from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
+from agenttrain.training.scoring import flat, needs_own, with_own, with_reference
+from agenttrain.training.update import Part, Plan, loss_inputs, plan
 from agenttrain.types import AgenttrainError, Rollout
 
-NOTHING = {
-    "loss": 0.0,
-    "grad_norm": 0.0,
-    "train/tokens": 0.0,
-    **dict.fromkeys(
-        (
-            "entropy",
-            "clip_ratio/low_mean",
-            "clip_ratio/high_mean",
-            "clip_ratio/region_mean",
-            "sampling/logprob_gap",
-            "sampling/logprob_gap_max",
-        ),
-        math.nan,
-    ),
-}
-"""The metrics of a step in which nothing had a gradient."""
+GAP = "sampling/logprob_gap"
 
 
 class NotFinite(AgenttrainError):
@@ -69,9 +56,11 @@ class Policy:
         temperature: float,
         max_completion_tokens: int,
         steps: int,
+        reward_weights: Mapping[str, float] | None = None,
         accelerator: Any = None,
     ) -> None:
-        """`steps` is the length of the run, for the learning rate.
+        """`steps` is the length of the run, for the learning rate; `reward_weights` are the
+        rubric's, for algorithms that look at each reward function.
 
         `temperature` is that of the rollouts, whose probabilities are those after it. The reference
         is a copy of `model` as it is now: load a checkpoint's weights afterwards.
@@ -84,20 +73,20 @@ class Policy:
         self._training = training
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
-        budget = training.logits_budget_mb
-        self._scorer = Scorer(self.model, temperature=temperature, logits_budget_mb=budget)
+        self._reward_weights = dict(reward_weights or {})
+        self._bonus = EntropyBonus(algorithm.entropy_bonus)
+        self._scorer = Scorer(
+            self.model,
+            temperature=temperature,
+            logits_budget_mb=training.logits_budget_mb,
+            entropy_grad=algorithm.has_bonus,
+        )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._reference: Any = self._freeze(self._scorer) if algorithm.beta > 0 else None
+        self._reference = make_reference(self._scorer, self.accelerator, algorithm)
         self._wrapped, self.optimizer = self.accelerator.prepare(
             self._scorer, build_optimizer(self.model, optimizer)
         )
-
-    def _freeze(self, scorer: Scorer) -> Any:
-        if is_adapted(self.model):
-            return BaseScorer(scorer)
-        frozen = copy.deepcopy(scorer).requires_grad_(False)
-        return self.accelerator.prepare_model(frozen, evaluation_mode=True)
 
     def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
@@ -106,24 +95,34 @@ class Policy:
         Rollouts without a reward take no part. Raises NotFinite before weights are touched by a
         loss or gradient that is not a number.
 
-        Metrics: loss, grad_norm, lr, and over the rollouts that had a gradient: entropy, kl,
-        clip_ratio/*, train/tokens (sampled tokens per update), and sampling/logprob_gap (mean and
-        max distance between the engine's and the trainer's logprobs before the first update). The
+        Metrics: loss, grad_norm, lr, train/tokens (sampled tokens per update), those of
+        `metric_names` over the rollouts that had a gradient, and sampling/logprob_gap (mean and max
+        distance between the engine's and the trainer's logprobs before the first update). The
         names are always the same; NaN stands where no rollout had a gradient.
         """
         ordered = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
         averages = Averages()
         rows = [[make_row(rollout) for rollout in group if _scored(rollout)] for group in ordered]
         if self._reference is not None:
-            rows = _with_reference(rows, self._reference_logprobs(rows))
-        assign_advantages(ordered, self._algorithm, self._penalties(rows, averages))
+            rows = with_reference(rows, self._reference, self._pack)
+        if needs_own(self._algorithm):
+            rows = with_own(rows, self._scorer, self._pack)
+        penalties = self._penalties(rows, averages)
+        assign_advantages(ordered, self._algorithm, penalties, self._reward_weights)
         lr = learning_rate(self._config, self.step + 1, self._steps)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
-        gap = self._update_all(rows, averages)
+        self._update_all(rows, averages)
         self.step += 1
-        nothing = NOTHING if self._reference is None else {**NOTHING, "kl": math.nan}
-        return {**nothing, **averages.means(self.accelerator), **gap, "lr": lr}
+        if self._reference is not None:
+            self._reference.follow(self.model, self.step)
+        return {**self._nothing(), **averages.means(self.accelerator), "lr": lr}
+
+    def _nothing(self) -> dict[str, float]:
+        """The metrics of a step in which nothing had a gradient."""
+        names = (*metric_names(self._algorithm), GAP, f"{GAP}_max")
+        zero = dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0)
+        return {**zero, **dict.fromkeys(names, math.nan)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, besides the weights."""
@@ -132,6 +131,8 @@ class Policy:
             "step": self.step,
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
+            "entropy_bonus": (self._bonus.coefficient, self._bonus.last),
+            "reference": None if self._reference is None else self._reference.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,90 +141,99 @@ class Policy:
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-
-    def _reference_logprobs(self, groups: list[list[Row]]) -> dict[str, Tensor]:
-        """rollout_id -> the reference's logprobs of its sampled tokens."""
-        found: dict[str, Tensor] = {}
-        with torch.no_grad(), self._reference.ready():
-            for microbatch in self._pack([row for group in groups for row in group]):
-                logprobs_S, _ = self._reference(microbatch)
-                pieces = logprobs_S.cpu().split([row.sampled_length for row in microbatch.rows])
-                ids = [row.rollout.rollout_id for row in microbatch.rows]
-                found.update(zip(ids, pieces, strict=True))
-        return found
+        self._bonus = EntropyBonus(*state["entropy_bonus"])
+        if self._reference is not None and state["reference"] is not None:
+            self._reference.load_state_dict(state["reference"])
 
     def _penalties(self, groups: list[list[Row]], averages: Averages) -> dict[str, float]:
         """KL over the sampled tokens of each rollout, where it is a part of the reward."""
         penalties: dict[str, float] = {}
-        if self._reference is None or self._algorithm.kl_in is not KlIn.reward:
+        if not self._algorithm.kl_in_reward:
             return penalties
-        for row in (row for group in groups for row in group):
+        for row in flat(groups):
             assert row.ref_logprobs_S is not None
-            kl_S = kl_estimate(row.behaviour_S, row.ref_logprobs_S, self._algorithm.kl)
+            own_S = row.behaviour_S if row.old_logprobs_S is None else row.old_logprobs_S
+            kl_S = kl_estimate(own_S, row.ref_logprobs_S, self._algorithm.kl)
             penalties[row.rollout.rollout_id] = kl_S.sum().item()
             averages.add("kl", mean_parts(kl_S).to(self.accelerator.device))
         return penalties
 
-    def _update_all(self, groups: list[list[Row]], averages: Averages) -> dict[str, float]:
+    def _update_all(self, groups: list[list[Row]], averages: Averages) -> None:
         """`num_epochs` passes of `minibatches` updates; the sampler's gap before the first."""
-        gap: dict[str, float] = {}
+        measured = False
         parts = split(groups, self._algorithm.minibatches)
         # Every process takes part in every update, those with fewer groups too.
         parts += [()] * (self._algorithm.minibatches - len(parts))
         with self._scorer.ready():
             for _ in range(self._algorithm.num_epochs):
                 for part in parts:
-                    gaps = self._update_once([row for group in part for row in group], averages)
-                    gap = gap or self._gap_metrics(gaps)
-        return gap
+                    done = self._update_once(flat(part), averages)
+                    if done and not measured:
+                        measured = True
+                        gap_S = torch.cat([part.gap_S for part in done])
+                        averages.add(GAP, mean_parts(gap_S))
+                        averages.add(f"{GAP}_max", extremes(GAP, gap_S)[f"{GAP}/max"])
 
-    def _update_once(self, rows: list[Row], averages: Averages) -> list[Tensor]:
-        """One optimizer update over `rows`; |logprobs - behaviour| of each microbatch, [S]."""
+    def _update_once(self, rows: list[Row], averages: Averages) -> list[Part]:
+        """One optimizer update over `rows`; what each microbatch contributed."""
+        algorithm = self._algorithm
         tokens = self._total(sum(row.sampled_length for row in rows))
         if tokens == 0:
             return []
         weighted = weigh(
             rows,
-            self._algorithm,
+            algorithm,
             tokens=tokens,
             rollouts=self._total(len(rows)),
             fixed_length=self._max_completion_tokens,
         )
-        trained = [row for row in weighted if has_gradient(row, self._algorithm)]
+        trained = [row for row in weighted if has_gradient(row, algorithm)]
         if self._total(len(trained)) == 0:
             return []
+        shared = plan(weighted, algorithm, self._bonus, self.accelerator)
         # A process without a gradient of its own still has to meet the others in the backward pass.
         microbatches = self._pack(trained or [stand_in()])
         parts = [
-            self._accumulate(microbatch, averages, last=microbatch is microbatches[-1])
+            self._accumulate(microbatch, shared, averages, last=microbatch is microbatches[-1])
             for microbatch in microbatches
         ]
-        losses = torch.stack([loss for loss, _ in parts])
-        self._apply(losses, microbatches, averages)
+        self._apply(torch.stack([part.loss for part in parts]), microbatches, averages)
         self._count("train/tokens", tokens, averages)
-        return [gap_S for _, gap_S in parts]
+        self._observe(weighted, parts, shared, averages)
+        return parts
 
     def _accumulate(
-        self, microbatch: Microbatch, averages: Averages, *, last: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a microbatch: its part of the loss, and its gaps, [S]."""
+        self, microbatch: Microbatch, shared: Plan, averages: Averages, *, last: bool
+    ) -> Part:
+        """Forward and backward of a microbatch."""
         accelerator = self.accelerator
         with contextlib.nullcontext() if last else accelerator.no_sync(self._wrapped):
             logprobs_S, entropy_S = self._wrapped(microbatch)
-            inputs = LossInputs(
-                logprobs_S=logprobs_S,
-                behaviour_S=microbatch.behaviour_S,
-                ref_logprobs_S=microbatch.ref_logprobs_S,
-                row_S=microbatch.row_S,
-                advantages_B=microbatch.advantages_B,
-                weights_B=microbatch.weights_B,
-            )
+            inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
             loss, metrics = policy_loss(inputs, self._algorithm)
             # Processes average their gradients; the loss is their sum.
             accelerator.backward(loss * accelerator.num_processes)
+        entropy_S = entropy_S.detach()
         for name, part in {**metrics, "entropy": mean_parts(entropy_S)}.items():
             averages.add(name, part)
-        return loss.detach(), (logprobs_S.detach() - microbatch.behaviour_S).abs()
+        return Part(
+            loss=loss.detach(),
+            gap_S=(logprobs_S.detach() - microbatch.behaviour_S).abs(),
+            entropy=(entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S).sum(),
+        )
+
+    def _observe(
+        self, rows: list[Row], parts: list[Part], shared: Plan, averages: Averages
+    ) -> None:
+        """Measure what the whole update says, and let the entropy bonus follow it."""
+        if self._algorithm.mask_truncated:
+            masked = torch.tensor([row.weight == 0 for row in rows])
+            averages.add("mask/truncated", mean_parts(masked).to(self.accelerator.device))
+        if self._algorithm.has_bonus and shared.bonus_tokens:
+            entropy = torch.stack([part.entropy for part in parts]).sum()
+            total = float(self.accelerator.reduce(entropy, "sum"))
+            self._bonus.observe(total / shared.bonus_tokens, self._algorithm)
+            self._count("entropy_coef", self._bonus.coefficient, averages)
 
     def _apply(
         self, losses: Tensor, microbatches: Sequence[Microbatch], averages: Averages
@@ -259,16 +269,6 @@ class Policy:
         mine = value if self.accelerator.is_main_process else 0.0
         return torch.tensor(mine, device=self.accelerator.device)
 
-    def _gap_metrics(self, gaps: list[Tensor]) -> dict[str, float]:
-        if not gaps:
-            return {}
-        averages = Averages()
-        averages.add("sampling/logprob_gap", mean_parts(torch.cat(gaps)))
-        # A process that only stood in has no gap.
-        highest = torch.cat([*gaps, gaps[0].new_zeros(1)]).max()
-        highest = self.accelerator.gather(highest).max().item()
-        return {**averages.means(self.accelerator), "sampling/logprob_gap_max": highest}
-
 
 def _accelerator(mixed_precision: str) -> Accelerator:
     if mixed_precision == "fp16" and not torch.cuda.is_available():
@@ -281,13 +281,6 @@ def _accelerator(mixed_precision: str) -> Accelerator:
 
 def _scored(rollout: Rollout) -> bool:
     return rollout.reward is not None and rollout.sampled_length > 0
-
-
-def _with_reference(groups: list[list[Row]], found: Mapping[str, Tensor]) -> list[list[Row]]:
-    return [
-        [replace(row, ref_logprobs_S=found[row.rollout.rollout_id]) for row in group]
-        for group in groups
-    ]
 
 
 def _not_finite(losses: Tensor, norm: float, microbatches: Sequence[Microbatch], step: int) -> str:

@@ -16,6 +16,10 @@ loop does that takes the suffix from the real one. Both are written out here wit
     whole_renders_us_200000       the same at 200,000 tokens
     first_turn_us                 ours, at the first turn of a shape (nothing cached)
     certificate_ms                certifying the fixed template on two tools, once per run
+    parse_megabyte_worst_s        CPU seconds for the worst completion of a megabyte: the slowest of
+                                  every response schema of conf/ with every text of HOSTILE
+    parse_megabyte_median_s       the median of the same
+    parse_megabyte_dialects_s     the worst for REGEXES, expressions that backtrack without end
 """
 
 from __future__ import annotations
@@ -32,12 +36,62 @@ from transformers import AutoTokenizer
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.originals import original
+from agenttrain.chat.response import parse_response
+from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.specs import load_spec, spec_names, spec_of
 from agenttrain.chat.table import EXAMPLE_TOOLS
 from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.types import Finish, Message, Origin, Rollout, Task
 
+MEGABYTE = 1_000_000
+HOSTILE = (
+    *(("", "a"), ("", "<tool_call>"), ("", '<tool_call>{"a'), ("", "<think>"), ("", "</think>")),
+    *(("", "{"), ("", "["), ("", '"'), ("", "\\"), ("", "\n"), ("", "<|start|>x")),
+    ("", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    *(("", "<tool_call><function=f><parameter=x>"), ("<tool_call><function=f>", "<parameter=")),
+    *(("<tool_call>f", "<arg_key>x</arg_key><arg_value>"), ("", "<｜tool▁call▁begin｜>f```")),
+    *(("<|tool_call>call:f{a:[", "{a:1},"), ("<|tool_call>call:f{a:[", "[1],")),
+    *(("<|tool_call>call:f{a:[", "1,"), ("<|tool_call_start|>[f(x=[", "{'a':1},")),
+    *(("<|tool_call_start|>[", "f(), "), ("[TOOL_CALLS][", "{},"), ("", "[TOOL_CALLS]f{}")),
+    *(("", '{"name": "f", "parameters": '), ('{"name": "f", "parameters": {"a": "', "\\")),
+    ("", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+)
+"""What a completion begins with, and what it repeats then."""
+REGEXES = {
+    "response_template": {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+                },
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {},
+        },
+    },
+    "response_schema": {
+        "type": "object",
+        "x-regex": (
+            r"^(?:(?P<reasoning_content>.*?\S.*?)</think>\s*)?"
+            r"(?P<content>(?:(?!<tool_call>).)*)$"
+        ),
+        "properties": {
+            "content": {"type": "string"},
+            "reasoning_content": {"type": "string"},
+            "tool_calls": {
+                "type": "array",
+                "x-regex-iterator": r"<tool_call>\s*(.+?)\s*</tool_call>",
+            },
+        },
+    },
+}
 HISTORIES = (200, 20_000, 200_000)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>'
 EXCHANGE: list[Message] = [
@@ -62,7 +116,26 @@ def measure(quick: bool) -> dict[str, float]:
         figures[f"whole_renders_us_{history}"] = renders(chat, tokenizer, history, times)
     figures["first_turn_us"] = first_turn(tokenizer, repeats)
     figures["certificate_ms"] = median(lambda _: certify(chat, EXAMPLE_TOOLS), repeats) / 1000
-    return figures
+    return figures | megabytes(quick)
+
+
+def megabytes(quick: bool) -> dict[str, float]:
+    """Parsing what no model should write; `quick` tries every fourth text."""
+    tried = HOSTILE[:: 4 if quick else 1]
+    texts = [begin + again * (MEGABYTE // len(again)) for begin, again in tried]
+    own = [cpu_seconds(text, load_spec(name)) for name in spec_names() for text in texts]
+    others = [spec_of(found, source=name) for name, found in REGEXES.items()]
+    return {
+        "parse_megabyte_worst_s": max(own),
+        "parse_megabyte_median_s": statistics.median(own),
+        "parse_megabyte_dialects_s": max(cpu_seconds(t, spec) for spec in others for t in texts),
+    }
+
+
+def cpu_seconds(text: str, spec: ResponseSpec) -> float:
+    started = time.process_time()
+    parse_response(text, spec, turn=0, schemas=EXAMPLE_TOOLS)
+    return time.process_time() - started
 
 
 def ours(chat: Chat, history: int, repeats: int) -> float:

@@ -12,7 +12,11 @@ faster.
     wall_over_critical_1000       1000 rollouts at once, asynchronous
     wall_over_critical_1000_blocking
     loop_lag_1000_s               longest stop of the event loop with 1000 rollouts, asynchronous
-    trl_async_s, trl_sync_s       the same 64 rollouts through TRL's loop
+
+Beside TRL, with 64 rollouts of 4 calls each, in the same run:
+
+    trl_critical_path_s           seconds of the slowest of them, its tools alone
+    trl_async_s, trl_sync_s       through TRL's loop
     speedup_vs_trl_async          trl_async_s / our wall, asynchronous tool
     speedup_vs_trl_sync           trl_sync_s / our wall, blocking tool
 
@@ -115,12 +119,15 @@ class Scenario:
         return wait if blocking else wait_async
 
 
-def scenario(rollouts: int) -> Scenario:
-    """Drawn with one seed: the same for all sides and runs."""
+def scenario(rollouts: int, calls: int | None = None) -> Scenario:
+    """Drawn with one seed: the same for all sides and runs; `calls` each, or from 1 to 7."""
     draw = random.Random(0)
     return Scenario(
         [
-            [draw.lognormvariate(math.log(MEDIAN_S), SIGMA) for _ in range(draw.randint(1, 7))]
+            [
+                draw.lognormvariate(math.log(MEDIAN_S), SIGMA)
+                for _ in range(calls or draw.randint(1, TURNS - 1))
+            ]
             for _ in range(rollouts)
         ]
     )
@@ -141,7 +148,9 @@ def measure(quick: bool) -> dict[str, float]:
     walls = {b: median_wall(chat, few, b, 2 * repeats + 1)[0] for b in (False, True)}
     wall_1000, lag = median_wall(chat, many, False, repeats)
     blocking_1000, _ = median_wall(chat, many, True, repeats)
-    trl_s = {blocking: trl_wall(trl, few, blocking) for blocking in (False, True)}
+    same = scenario(64, 4)
+    trl_s = {blocking: trl_wall(trl, same, blocking) for blocking in (False, True)}
+    beside = {b: median_wall(chat, same, b, 2 * repeats + 1)[0] for b in (False, True)}
     return {
         "critical_path_s": few.critical_s,
         "wall_over_critical": walls[False] / few.critical_s,
@@ -149,10 +158,11 @@ def measure(quick: bool) -> dict[str, float]:
         "wall_over_critical_1000": wall_1000 / many.critical_s,
         "wall_over_critical_1000_blocking": blocking_1000 / many.critical_s,
         "loop_lag_1000_s": lag,
+        "trl_critical_path_s": same.critical_s,
         "trl_async_s": trl_s[False],
         "trl_sync_s": trl_s[True],
-        "speedup_vs_trl_async": trl_s[False] / walls[False],
-        "speedup_vs_trl_sync": trl_s[True] / walls[True],
+        "speedup_vs_trl_async": trl_s[False] / beside[False],
+        "speedup_vs_trl_sync": trl_s[True] / beside[True],
         **transformers(quick),
     }
 

@@ -1,0 +1,67 @@
+"""What was sampled by an engine whose probabilities are not exactly the trainer's.
+
+Engines compute in other kernels and precisions, or hold weights that are an update old. Shapes: S
+sampled tokens of B rollouts; row_S names each token's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agenttrain.algorithms.rows import row_mean, row_sum
+from agenttrain.config.algorithm import Correction, CorrectionMode
+
+
+def correction_ratio(
+    trainer_S: Tensor, engine_S: Tensor, row_S: Tensor, *, rollouts: int, level: Correction
+) -> Tensor:
+    """trainer / engine probability: [S] on token level, [B] of whole rollouts above it.
+
+    token: truncated it is TIS (Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"), masked IcePop (https://arxiv.org/abs/2510.18855). sequence: the
+    product over a rollout's tokens. geometric: their geometric mean, whose spread does not grow
+    with the length.
+
+    Example: log ratios [.1, .3] of one rollout give exp([.1, .3]), exp(.4), exp(.2).
+    """
+    difference_S = (trainer_S - engine_S).detach()
+    if level is Correction.token:
+        return difference_S.exp()
+    reduce = row_sum if level is Correction.sequence else row_mean
+    return reduce(difference_S, row_S, rollouts).exp()
+
+
+def bounded(
+    ratio: Tensor, mode: CorrectionMode, *, low: float | None, high: float | None
+) -> Tensor:
+    """The ratio within [low, high]: outside it becomes the bound (truncate) or 0 (mask).
+
+    Example: [.5, 1, 3] in [.8, 2] becomes [.8, 1, 2] or [0, 1, 0].
+    """
+    if mode is CorrectionMode.truncate:
+        return ratio.clamp(min=low, max=high)
+    outside = torch.zeros_like(ratio, dtype=torch.bool)
+    if low is not None:
+        outside = outside | (ratio < low)
+    if high is not None:
+        outside = outside | (ratio > high)
+    return ratio.masked_fill(outside, 0.0)
+
+
+def off_policy_keep(
+    logprobs_S: Tensor,
+    engine_S: Tensor,
+    advantages_B: Tensor,
+    row_S: Tensor,
+    threshold: float,
+) -> Tensor:
+    """Rollouts that keep their gradient, [B] of bool.
+
+    Those of A >= 0, and those whose mean of log p(engine) - log p(policy) is not above the
+    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. What the policy has left already is
+    not pushed further away.
+    """
+    difference_S = engine_S - logprobs_S.detach()
+    drift_B = row_mean(difference_S, row_S, advantages_B.numel())
+    return (advantages_B >= 0) | (drift_B <= threshold)

@@ -1,0 +1,164 @@
+"""What a certificate looks at before any conversation: headers, ends, tools, system messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.template import Chat
+from agenttrain.types import Message
+
+USER_TEXT = "What is 3 + 4?"
+FEATURES = (
+    *("generation prompt", "same each time", "end of turn", "tools in the prompt"),
+    "system message",
+)
+"""Names of the probes below."""
+RENDERINGS = 8
+"""Of one conversation, to see whether they are all the same."""
+SYSTEM_TEXT = "Be brief, please."
+_CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
+_TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
+
+
+class Status(StrEnum):
+    """What a probe found."""
+
+    passed = "passed"
+    """The ledger is what the template renders."""
+    fixed = "fixed"
+    """It is, thanks to the fix; the model's own template would not do."""
+    refused = "refused"
+    """It is not."""
+
+
+class Misfit(StrEnum):
+    """The configuration group that a refusal is about."""
+
+    chat_template = "chat_template"
+    response_schema = "response_schema"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One conversation that was rendered both ways."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    """What was seen, or why the probe is refused, or what the fix is for."""
+    detail: str = ""
+    """The texts in which it was seen."""
+    misfit: Misfit | None = None
+    """Of a refused probe: which group to change."""
+    token_ids: tuple[int, ...] = ()
+    """What the template writes between turns, end to end."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the template can be used so."""
+        return self.status is not Status.refused
+
+    @property
+    def why(self) -> str:
+        """Reason and detail."""
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+def refused(name: str, reason: str, detail: str = "") -> Probe:
+    """A probe that the template fails."""
+    misfit = Misfit.chat_template
+    return Probe(name=name, status=Status.refused, reason=reason, detail=detail, misfit=misfit)
+
+
+def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+    """The probes of FEATURES, in that order."""
+    return [
+        _generation_prompt(chat),
+        _same_each_time(chat),
+        _end_of_turn(chat),
+        _tools_shown(chat, schemas),
+        _system_message(chat, schemas),
+    ]
+
+
+def _user() -> list[Message]:
+    return [{"role": "user", "content": USER_TEXT}]
+
+
+def _generation_prompt(chat: Chat) -> Probe:
+    """The header of an assistant's turn is the template's to write, never the model's to sample."""
+    name = "generation prompt"
+    try:
+        bare, opened = chat.render(_user()), chat.render(_user(), generation_prompt=True)
+        answered = chat.render([*_user(), {"role": "assistant", "content": "ok"}])
+    except ChatError as error:
+        return refused(name, str(error))
+    header = answered.removeprefix(bare).partition("ok")[0]
+    if opened == bare and answered.startswith(bare) and header.strip():
+        return refused(name, f"the template writes none, though a turn begins with {header!r}")
+    return Probe(name=name, status=Status.passed)
+
+
+def _same_each_time(chat: Chat) -> Probe:
+    name = "same each time"
+    if times := [text for text in clock_formats(chat.template) if _TIME_OF_DAY.search(text)]:
+        return refused(
+            name,
+            f"the template writes the time of day, strftime_now({times[0]!r}), so that no prompt "
+            "is rendered twice: take it out, or leave the date alone",
+        )
+    try:
+        found = {chat.render(_user(), generation_prompt=True) for _ in range(RENDERINGS)}
+    except ChatError as error:
+        return refused(name, str(error))
+    if len(found) > 1:
+        return refused(name, "the template renders the same messages differently each time")
+    return Probe(name=name, status=Status.passed)
+
+
+def clock_formats(template: str) -> list[str]:
+    """What a template asks the clock for. Example: ``["%d %b %Y"]`` of Llama 3.2."""
+    return [found["format"] for found in _CLOCK.finditer(template)]
+
+
+def _end_of_turn(chat: Chat) -> Probe:
+    name = "end of turn"
+    ends = [chat.decode([token_id]) for token_id in chat.stop_token_ids]
+    if not ends:
+        return refused(name, "no end-of-turn token")
+    reason = f"a completion ends with {' or '.join(ends)}"
+    return Probe(name=name, status=Status.passed, reason=reason, token_ids=chat.stop_token_ids)
+
+
+def _tools_shown(chat: Chat, schemas: Sequence[dict]) -> Probe:
+    name = "tools in the prompt"
+    try:
+        ids = chat.prompt_ids(_user(), schemas)
+    except ChatError as error:
+        return refused(name, str(error))
+    text = chat.decode(ids)
+    tools = [schema.get("function", schema) for schema in schemas]
+    missing = [tool["name"] for tool in tools if tool["name"] not in text]
+    if missing:
+        return refused(name, f"the template does not show the tools {', '.join(missing)}")
+    return Probe(name=name, status=Status.passed)
+
+
+def _system_message(chat: Chat, schemas: Sequence[dict]) -> Probe:
+    """Never refused: whether the data has system messages is not known here."""
+    problem = system_problem(chat, schemas)
+    reason = f"{problem}: the data must have none" if problem else ""
+    return Probe(name="system message", status=Status.passed, reason=reason)
+
+
+def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
+    """Why the template cannot show a system message before a user's; None where it can."""
+    try:
+        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *_user()], schemas)
+    except ChatError as error:
+        return f"the template refuses system messages ({error.__cause__ or error})"
+    return None if SYSTEM_TEXT in text else "the template leaves out system messages"

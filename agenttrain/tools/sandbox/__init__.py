@@ -1,0 +1,18 @@
+"""Processes that run a model's code, each rollout's in namespaces of its own.
+
+What it may use: `agenttrain/config/sandbox.py`.
+
+    command.py    outside: what a sandbox's process is started with
+    jail.py       outside: one sandbox's process, from start to end
+    session.py    outside: one call, its output and its time
+    pool.py       outside: a sandbox per rollout, shared by `python` and `bash`
+    start.py      inside: namespaces, then files, limits and filter, then `init.py`
+    root.py       inside: the file system that the code sees
+    confine.py    inside: resource limits and the loss of every privilege
+    seccomp.py    inside: the system calls that are refused
+    system.py     inside: the system calls that Python lacks
+    init.py       inside: the first process; starts workers, watches memory, ends all
+    repl.py       inside: the worker of `python`
+
+What runs inside imports the standard library only.
+"""

@@ -1,0 +1,201 @@
+"""Inside: the first process of a sandbox. It starts workers, watches memory, and ends all with it.
+
+It runs none of the model's code, nobody in the sandbox may signal it or look into it, and it
+believes nothing that comes from there. Messages from the parent: `start <kind>` with two files,
+`go`, `halt`; to the parent: `ready`, `exit <kind> <status>`, `memory`, `full` (no process may be
+added). When the parent closes the connection, or dies, this process ends, and the kernel ends all
+others of the namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from contextlib import suppress
+from typing import Any
+
+from agenttrain.tools.sandbox import repl
+from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
+
+LOOK_MS = 50
+"""Time between two looks at the memory in use."""
+REAPED = 100
+"""Ended processes that are seen to before the parent is listened to again."""
+MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
+FREE_FILES, FILE_BYTES = 16, 212_992
+"""Open files of a process that are not counted as memory, and what the others are counted as: they
+may be sockets, whose buffers (net.core.wmem_default) show up nowhere."""
+CHANNEL = 9
+"""The file under which bash has the channel to the parent."""
+
+
+def adopt(control: socket.socket) -> None:
+    """Keep the connection and no other file."""
+    os.set_inheritable(control.fileno(), False)
+    null = os.open("/dev/null", os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.closerange(3, control.fileno())
+    os.closerange(control.fileno() + 1, 4096)
+
+
+def serve(control: socket.socket, settings: dict[str, Any]) -> None:
+    """Do what the parent says until it is gone; does not return."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_DFL)  # the first process gets only what it handles
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    Init(control, settings, (woken, wake)).run()
+
+
+class Init:
+    """The state of the first process."""
+
+    def __init__(
+        self, control: socket.socket, settings: dict[str, Any], pipe: tuple[int, int]
+    ) -> None:
+        self._control, self._settings, self._pipe = control, settings, pipe
+        self._isolated = settings["backend"] != "none" and os.getpid() == 1
+        self._workers: dict[int, str] = {}
+        self._running = False
+
+    def run(self) -> None:
+        """Serve until the parent is gone."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._pipe[0], select.POLLIN)
+        self._control.send(b"ready")
+        try:
+            while self._turn(poller):
+                pass
+        finally:
+            self._signal_all(signal.SIGKILL)
+            os._exit(0)
+
+    def _turn(self, poller: select.poll) -> bool:
+        """Wait for something to do and do it; False when the parent is gone."""
+        watching = self._running and self._isolated
+        for number, _ in poller.poll(LOOK_MS if watching else None):
+            if number == self._pipe[0]:
+                with suppress(BlockingIOError):
+                    os.read(number, 4096)
+            elif not self._obey():
+                return False
+        self._reap()
+        if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
+            self._control.send(b"memory")
+            self._signal_all(signal.SIGKILL)
+        return True
+
+    def _obey(self) -> bool:
+        message, files, *_ = socket.recv_fds(self._control, 64, 2)
+        if message.startswith(b"start "):
+            self._start(message.split()[1].decode(), *files)
+        elif message == b"go":
+            self._running = True
+            self._signal_all(signal.SIGCONT)
+        elif message == b"halt":
+            self._signal_all(signal.SIGSTOP)
+            self._running = False
+        return bool(message)
+
+    def _signal_all(self, number: int) -> None:
+        """Signal every other process of the sandbox."""
+        with suppress(ProcessLookupError):
+            if self._isolated:  # elsewhere, -1 is every process of the user's
+                os.kill(-1, number)
+                return
+        for worker in self._workers:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker, number)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            for _ in range(REAPED):
+                number, status = os.waitpid(-1, os.WNOHANG)
+                if number == 0:
+                    return
+                kind = self._workers.pop(number, None)
+                if kind is not None:
+                    exited = os.waitstatus_to_exitcode(status)
+                    self._control.send(f"exit {kind} {exited}".encode())
+
+    def _start(self, kind: str, channel: int, output: int) -> None:
+        try:
+            worker = os.fork()
+        except OSError:
+            self._control.send(b"full")
+            return
+        if worker == 0:
+            try:
+                self._become_worker(kind, channel, output)
+            finally:
+                os._exit(1)
+        self._workers[worker] = kind
+        os.close(channel)
+        os.close(output)
+
+    def _become_worker(self, kind: str, channel: int, output: int) -> None:
+        """Leave everything of the first process behind and run `kind`."""
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for number in self._pipe:
+            os.close(number)
+        if self._isolated:
+            _undo_secrecy()
+        limits = ("memory_mb", "file_mb", "cpu_s")
+        limit_worker(**{name: self._settings[name] for name in limits})
+        for number in (1, 2):
+            os.dup2(output, number)
+        os.close(output)
+        if kind == "python":
+            repl.run(socket.socket(fileno=channel), self._settings["packages"])
+        else:
+            _become_bash(channel)
+
+
+def _undo_secrecy() -> None:
+    """The code may look into its own processes, as is usual."""
+    from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
+
+    prctl(PR_SET_DUMPABLE, 1)
+
+
+def _become_bash(channel: int) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.dup2(channel, CHANNEL)
+    os.dup2(channel, 0)
+    os.closerange(3, CHANNEL)
+    os.closerange(CHANNEL + 1, 64)
+    os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])
+
+
+def _memory_in_use() -> int:
+    """Bytes that the sandbox holds: of processes, open files and written ones. An upper bound: what
+    processes share is counted for each."""
+    disk = os.statvfs("/work")
+    total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            with suppress(OSError):
+                total += _memory_of(f"/proc/{name}")
+    return total
+
+
+def _memory_of(process: str) -> int:
+    with open(f"{process}/status", "rb") as file:
+        lines = [line.split() for line in file]
+    kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
+    if not kilobytes:  # it has ended and is not seen to yet
+        return 0
+    files = OPEN_FILES
+    with suppress(PermissionError):  # it hides itself: then it has as many as it may have
+        files = len(os.listdir(f"{process}/fd"))
+    return sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES

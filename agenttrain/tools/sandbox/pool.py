@@ -1,0 +1,191 @@
+"""Outside: a sandbox for each rollout, shared by the tools that have the same settings."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+
+from agenttrain.config.sandbox import SandboxSettings
+from agenttrain.tools.base import ToolFailure
+from agenttrain.tools.sandbox.jail import Jail, SandboxError
+from agenttrain.tools.sandbox.session import MAX_CODE, End, Outcome, run_call, signal_name
+from agenttrain.types import ToolUnavailable
+
+PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
+PROBE_PRINTS = "42 3"
+LOST = "The session is ended: its variables, files and processes are lost"
+ENDS = {
+    End.timeout: "the code ran longer than {call_s:g} s",
+    End.memory: "the code and its files took more than {memory_mb} MB of memory",
+    End.flood: "the code printed without end",
+    End.full: "the processes left behind by earlier calls are as many as are allowed",
+    End.broken: "the interpreter's own connection was tampered with",
+}
+
+
+EACH_CALL = SandboxSettings()
+_pools: dict[SandboxSettings, Pool] = {}
+
+
+class Pool:
+    """The sandboxes of all rollouts under one kind of settings; `Pool.of` finds it.
+
+    A sandbox starts with a rollout's first call and ends with `release`. After a call that had to
+    be ended by force, the next one finds a new sandbox.
+    """
+
+    def __init__(self, settings: SandboxSettings, backend: str) -> None:
+        self._settings, self._backend = settings, backend
+        self._jails: dict[str, Jail] = {}
+        self._ending: dict[Jail, str] = {}
+        self._lost: set[str] = set()
+        """Rollouts whose sandbox ended with a call that somebody else ended."""
+        self._users = 0
+
+    @classmethod
+    def of(cls, settings: SandboxSettings) -> Pool:
+        """The pool for these settings; raises ValueError if no sandbox can be made here.
+
+        What limits single calls is told with each call, so that tools may differ in it.
+        """
+        settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
+        if settings not in _pools:
+            _pools[settings] = cls(settings, usable_backend(settings.sandbox))
+        pool = _pools[settings]
+        pool._users += 1
+        return pool
+
+    async def call(
+        self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
+    ) -> str:
+        """Run code for a rollout; what it printed. `settings`: with this call's own limits.
+
+        Raises ToolFailure for what the code did, ToolUnavailable for a sandbox that is broken.
+        """
+        if len(code) > MAX_CODE:
+            raise ToolFailure(f"the code has {len(code)} characters, at most {MAX_CODE} are run")
+        if "\0" in code:
+            raise ToolFailure("the code holds a NUL character")
+        settings = settings or self._settings
+        jail = await self._turn(rollout_id)
+        try:
+            if not jail.started:
+                await jail.start()
+            outcome = await run_call(jail, kind, code, settings)
+        except SandboxError as error:
+            raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
+        except asyncio.CancelledError:
+            self._lost.add(rollout_id)
+            raise
+        finally:
+            if not jail.alive:
+                self._end(rollout_id, jail)
+            jail.lock.release()
+        return self._text(rollout_id, kind, outcome, settings)
+
+    async def release(self, rollout_id: str) -> None:
+        """The rollout is over: nothing of its sandbox is left when this returns."""
+        self._lost.discard(rollout_id)
+        if rollout_id in self._jails:
+            self._end(rollout_id, self._jails[rollout_id])
+        for jail in [j for j, owner in self._ending.items() if owner == rollout_id]:
+            await jail.wait()
+            self._ending.pop(jail, None)
+
+    async def close(self) -> None:
+        """A tool is closed; with the last one all sandboxes end."""
+        self._users -= 1
+        if self._users > 0:
+            return
+        if _pools.get(self._settings) is self:
+            del _pools[self._settings]
+        for rollout_id in {*self._jails, *self._ending.values()}:
+            await self.release(rollout_id)
+
+    async def _turn(self, rollout_id: str) -> Jail:
+        """The rollout's sandbox, locked; a new one if the calls before this one ended theirs."""
+        while True:
+            if rollout_id not in self._jails:
+                self._jails[rollout_id] = Jail(self._settings, self._backend)
+            jail = self._jails[rollout_id]
+            await jail.lock.acquire()
+            if self._jails.get(rollout_id) is jail:
+                return jail
+            jail.lock.release()
+
+    def _end(self, rollout_id: str, jail: Jail) -> None:
+        jail.kill()
+        if self._jails.get(rollout_id) is jail:
+            del self._jails[rollout_id]
+        self._ending[jail] = rollout_id
+
+    def _text(self, rollout_id: str, kind: str, outcome: Outcome, settings: SandboxSettings) -> str:
+        """What the model reads of a call; raises ToolFailure with it for one that failed."""
+        text, end = outcome.output, outcome.end
+        if rollout_id in self._lost:
+            self._lost.discard(rollout_id)
+            text = _joined(f"[The call before took too long. {LOST}]", text)
+        if end in ENDS:
+            why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
+            raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
+        if end is End.exited:
+            raise ToolFailure(_joined(text, f"[{_last_words(kind, outcome.status)}]"))
+        if end is End.failed and kind == "bash":
+            return _joined(text, f"[exit status {outcome.status}]")
+        if end is End.failed:
+            raise ToolFailure(text)
+        return text or "(no output)"
+
+
+def _joined(text: str, note: str) -> str:
+    return f"{text}\n{note}" if text else note
+
+
+def _last_words(kind: str, status: int) -> str:
+    name = {"python": "the interpreter", "bash": "the shell"}[kind]
+    how = f"was killed by {signal_name(status)}" if status < 0 else f"exited with status {status}"
+    return f"{name} {how}; its variables are lost, files are kept"
+
+
+@cache
+def usable_backend(wanted: str) -> str:
+    """The backend that works on this machine, tried with a sandbox that runs a program.
+
+    Raises ValueError, beginning with ``sandbox=…``, with what was tried and what to do.
+    """
+    if wanted == "none":
+        return wanted
+    problems = []
+    for backend in SandboxSettings(sandbox=wanted).backends():
+        problem = _try(backend)
+        if problem is None:
+            return backend
+        problems.append(f"{backend}: {problem}")
+    raise ValueError(
+        f"sandbox={wanted}: no sandbox can be made on this machine ({'; '.join(problems)}); it "
+        "takes Linux 5.14 with user namespaces (sysctl user.max_user_namespaces above 0) or root, "
+        "and `apt-get install bubblewrap` where only that may make them; sandbox=none runs the "
+        "model's code without one, as this user and with the network"
+    )
+
+
+def _try(backend: str) -> str | None:
+    """Why a backend does not work here, or None; in a thread, as this one may have a loop."""
+    if sys.platform != "linux":
+        return "namespaces are Linux's"
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _attempt(backend)).result()
+
+
+async def _attempt(backend: str) -> str | None:
+    pool = Pool(SandboxSettings(sandbox=backend), backend)
+    try:
+        printed = await pool.call("probe", "python", PROBE)
+    except (ToolFailure, ToolUnavailable) as error:
+        printed = str(error).rpartition("is broken: ")[2]
+    finally:
+        await pool.release("probe")
+    return None if printed == PROBE_PRINTS else printed

@@ -1,0 +1,139 @@
+"""The system calls that code in a sandbox is refused.
+
+Namespaces and limits do not cover them: new namespaces (in which a process has privileges again
+and may mount memory without limit), memory that is charged to no process (memfd, System V),
+sockets of families that have no network namespace (vsock reaches the host of a virtual machine),
+the address spaces of others, and rarely used parts of the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from errno import EAFNOSUPPORT, ENOSYS, EPERM
+
+from agenttrain.tools.sandbox.system import MACHINE, install_filter
+
+ARCHITECTURE = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
+"""AUDIT_ARCH_*: a call made in another one, such as 32-bit x86, kills the process."""
+
+# By name: (x86_64, aarch64); the numbers from 424 on are the same everywhere.
+REFUSED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    "open_by_handle_at": (304, 265),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "syslog": (103, 116),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "reboot": (169, 142),
+    "quotactl": (179, 60),
+    "fanotify_init": (300, 262),
+    "inotify_init": (253, 26),  # counted per user of the machine; aarch64 has the second only
+    "inotify_init1": (294, 26),
+    "ioprio_set": (251, 30),
+}
+OTHERS = {
+    "prlimit64": (302, 261, 0),
+    "sched_setaffinity": (203, 122, 0),
+    "sched_setscheduler": (144, 119, 0),
+    "sched_setparam": (142, 118, 0),
+    "sched_setattr": (314, 274, 0),
+    "setpriority": (141, 140, 1),
+}
+"""Calls that may be made about oneself only, and which of their arguments must therefore be 0: the
+sandbox's first process has the same user as the code, and must not be slowed down or limited."""
+CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+SETSOCKOPT, SOL_SOCKET = (54, 208), 1
+BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their FORCE: what is in a socket's buffer is charged to no process."""
+NAMESPACE_FLAGS = 0x7E02_0000
+FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6."""
+X32 = 0x4000_0000
+"""Calls of x86_64's other ABI have this bit: the same calls under other numbers."""
+
+ALLOW, KILL, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
+
+
+def install() -> None:
+    """Refuse the calls to this process and all that it starts; KeyError on another processor."""
+    install_filter(program(MACHINE))
+
+
+def program(machine: str) -> list[bytes]:
+    """The filter as instructions of classic BPF."""
+    column = tuple(ARCHITECTURE).index(machine)
+    lines = [
+        *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),
+        _op(LOAD, NUMBER_AT),
+        *(_op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)),
+        # Without clone3, whose flags cannot be looked at, libraries take clone.
+        *(_op(EQUAL, CLONE3[column], 0, 1), _errno(ENOSYS)),
+    ]
+    for numbers in REFUSED.values():
+        lines += [_op(EQUAL, numbers[column], 0, 1), _errno(EPERM)]
+    for *about, argument in OTHERS.values():
+        lines += [
+            *(_op(EQUAL, about[column], 0, 4), _op(LOAD, ARGUMENT_AT + 8 * argument)),
+            *(_op(EQUAL, 0, 0, 1), _op(RETURN, ALLOW), _errno(EPERM)),
+        ]
+    lines += [
+        *(_op(EQUAL, CLONE[column], 0, 4), _op(LOAD, ARGUMENT_AT)),
+        *(_op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM), _op(RETURN, ALLOW)),
+        *(_op(EQUAL, SOCKET[column], 1, 0), _op(EQUAL, SOCKETPAIR[column], 0, 6)),
+        _op(LOAD, ARGUMENT_AT),
+        *(_op(EQUAL, family, len(FAMILIES) - i, 0) for i, family in enumerate(FAMILIES)),
+        *(_errno(EAFNOSUPPORT), _op(RETURN, ALLOW)),
+        *(_op(EQUAL, SETSOCKOPT[column], 0, 6 + len(BUFFER_SIZES)), _op(LOAD, ARGUMENT_AT + 8)),
+        *(_op(EQUAL, SOL_SOCKET, 1, 0), _op(RETURN, ALLOW), _op(LOAD, ARGUMENT_AT + 16)),
+        *(_op(EQUAL, kind, len(BUFFER_SIZES) - i, 0) for i, kind in enumerate(BUFFER_SIZES)),
+        *(_op(RETURN, ALLOW), _errno(EPERM), _op(RETURN, ALLOW)),
+    ]
+    return lines
+
+
+def _op(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """One instruction; `then` and `otherwise` are how many to skip."""
+    return struct.pack("=HBBI", code, then, otherwise, value)
+
+
+def _errno(number: int) -> bytes:
+    return _op(RETURN, ERRNO | number)

@@ -1,0 +1,249 @@
+"""Outside: one call in a sandbox, its output and its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agenttrain.config.sandbox import SandboxSettings
+from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
+
+FLOOD = 4 << 20
+"""Bytes of output after which a call is ended."""
+NOISE = 1 << 12
+"""Bytes on the channel that are no answer, after which a call is ended."""
+CHUNK = 1 << 16
+PAUSE_S = 0.01
+"""Between two looks at the output: who prints byte by byte must not keep this process busy."""
+MAX_CODE = 50_000
+"""Characters of a call."""
+
+
+class End(StrEnum):
+    """How a call ended."""
+
+    done = "done"
+    """The code ran to its end."""
+    failed = "failed"
+    """It raised (`python`), or its status was not 0 (`bash`)."""
+    exited = "exited"
+    """Its interpreter ended."""
+    timeout = "timeout"
+    memory = "memory"
+    flood = "flood"
+    """It printed without end."""
+    full = "full"
+    """Its processes are as many as are allowed, and its interpreter is none of them."""
+    broken = "broken"
+    """The channel was closed, or filled with what is no answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a call."""
+
+    end: End
+    output: str
+    status: int = 0
+    """With `failed` and `exited`: exit status, or minus the signal's number."""
+
+
+class Output:
+    """What a call prints: the beginning and the end are kept, in memory that is bounded.
+
+    Example: of "abcdefghij", with ``max_chars=4``, it keeps "ab… [6 characters left out] …ij".
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars, self._room = max_chars, 4 * max_chars
+        self._head, self._tail = bytearray(), bytearray()
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        """Take more bytes."""
+        self.size += len(data)
+        taken = max(self._room - len(self._head), 0)
+        self._head += data[:taken]
+        self._tail += data[taken:]
+        del self._tail[: -self._room]
+
+    def text(self) -> str:
+        """The text, in the middle clipped with a marker; what is no UTF-8 becomes U+FFFD."""
+        missing = self.size - len(self._head) - len(self._tail)
+        if missing == 0:
+            whole = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
+            return whole if len(whole) <= self._max_chars else self._cut(whole, whole, len(whole))
+        head = self._head.decode("utf-8", "replace")
+        tail = self._tail.decode("utf-8", "replace").rstrip("\n")
+        return self._cut(head, tail, len(head) + missing + len(tail))
+
+    def _cut(self, head: str, tail: str, length: int) -> str:
+        half = (self._max_chars + 1) // 2
+        last = self._max_chars - half
+        end = tail[len(tail) - last :]
+        return f"{head[:half]}… [{length - self._max_chars} characters left out] …{end}"
+
+
+async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> Outcome:
+    """Run `code` in the sandbox's interpreter of this kind; `settings` limit time and output.
+
+    After any end but `done`, `failed` and `exited` the sandbox is dead, and so it is when the
+    caller is cancelled. Raises SandboxError when it was dead before or died by itself.
+    """
+    try:
+        return await _Call(jail, kind, settings).run(code)
+    except OSError as error:
+        jail.kill()
+        raise SandboxError(f"the connection to the sandbox broke: {error}") from error
+    except BaseException:
+        jail.kill()
+        raise
+
+
+class _Call:
+    """A call in progress: what comes in from three sides until one of them ends it."""
+
+    def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
+        self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
+        self._worker: Worker = jail.worker(kind)
+        self._output = Output(settings.max_chars)
+        self._noise = bytearray()
+        self._nonce = secrets.token_hex(16)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
+        self._watched: set[int] = set()
+
+    async def run(self, code: str) -> Outcome:
+        self._jail.interrupt = self._interrupted
+        self._send(code)
+        self._watch(self._jail.control.fileno(), self._read_control)
+        self._watch(self._worker.channel.fileno(), self._read_answer)
+        self._watch(self._worker.output, self._read_output)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                end, status = await self._ended
+        except TimeoutError:
+            end, status = End.timeout, 0
+        finally:
+            self._jail.interrupt = None
+            self._unwatch_all()
+        self._after(end)
+        return Outcome(end=end, output=self._output.text(), status=status)
+
+    def _watch(self, number: int, reader: Callable[[], None]) -> None:
+        if not self._ended.done():
+            self._watched.add(number)
+            self._loop.add_reader(number, reader)
+
+    def _unwatch(self, number: int) -> None:
+        self._watched.discard(number)
+        self._loop.remove_reader(number)
+
+    def _unwatch_all(self) -> None:
+        for number in list(self._watched):
+            self._unwatch(number)
+
+    def _interrupted(self) -> None:
+        """The sandbox is being ended by somebody else, who closes what is watched here."""
+        if not self._ended.done():
+            self._ended.set_exception(SandboxError("it was ended during a call"))
+        self._unwatch_all()
+
+    def _send(self, code: str) -> None:
+        request = _request(self._kind, self._nonce, code).encode("utf-8", "replace")
+        self._jail.resume()
+        try:
+            sent = self._worker.channel.send(request)
+        except OSError:
+            sent = 0
+        if sent != len(request):
+            self._finish(End.broken)  # the code closed it, or read nothing of what came before
+
+    def _after(self, end: End) -> None:
+        if end in (End.done, End.failed, End.exited):
+            self._jail.pause()
+            self._drain()
+            if end is End.exited:
+                self._jail.forget(self._kind)
+        else:
+            self._jail.kill()
+
+    def _finish(self, end: End, status: int = 0) -> None:
+        if not self._ended.done():
+            self._ended.set_result((end, status))
+
+    def _read_output(self) -> None:
+        number = self._worker.output
+        data = os.read(number, CHUNK)
+        self._output.add(data)
+        self._unwatch(number)
+        if self._output.size > FLOOD:
+            self._finish(End.flood)
+        elif data:  # without, nobody can print any more; how it ended comes from elsewhere
+            self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
+
+    def _read_answer(self) -> None:
+        try:
+            data = self._worker.channel.recv(CHUNK)
+        except OSError:
+            data = b""
+        self._noise += data
+        if not data:
+            self._unwatch(self._worker.channel.fileno())
+        for line in self._noise.split(b"\n")[:-1]:
+            words = line.split()
+            if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
+                status = int(words[1][:3])
+                self._finish(End.failed if status else End.done, status)
+        if len(self._noise) > NOISE:
+            self._finish(End.broken)
+
+    def _read_control(self) -> None:
+        try:
+            words = self._jail.control.recv(4096).decode().split()
+        except OSError:
+            words = []
+        if not words:
+            self._unwatch(self._jail.control.fileno())
+            if not self._ended.done():
+                self._ended.set_exception(SandboxError("the sandbox ended by itself"))
+        elif words[0] in (End.memory, End.full):
+            self._finish(End(words[0]))
+        elif words[:2] == ["exit", self._kind]:
+            self._finish(End.exited, int(words[2]))
+        elif words[0] == "exit":
+            self._jail.forget(words[1])
+
+    def _drain(self) -> None:
+        """Read what was printed before the end: it is in the pipe by then."""
+        limit = self._output.size + (1 << 20)
+        while self._output.size < limit:
+            try:
+                data = os.read(self._worker.output, CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._output.add(data)
+
+
+def _request(kind: str, nonce: str, code: str) -> str:
+    if kind == "python":
+        return json.dumps({"nonce": nonce, "code": code}) + "\n"
+    # The code sees neither the commands that follow nor the channel.
+    return f"eval {shlex.quote(code)} </dev/null 9>&-; printf '\\n%s %s\\n' {nonce} \"$?\" >&9\n"
+
+
+def signal_name(status: int) -> str:
+    """Example: -9 -> `SIGKILL`."""
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

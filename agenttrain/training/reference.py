@@ -1,0 +1,120 @@
+"""What the KL penalty pulls to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.algorithm import Reference as Kind
+from agenttrain.training.batch import Microbatch
+from agenttrain.training.logprobs import Scorer
+from agenttrain.training.lora import BaseScorer, is_adapted
+
+SYNCED_ADAPTERS = (
+    "algorithm.reference=synced: the reference of a model with adapters is the model without them, "
+    "which cannot follow; set algorithm.reference=frozen"
+)
+
+
+class Reference(Protocol):
+    """A model that scores rollouts and is not trained."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Within, it may be called."""
+
+    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the sampled tokens, [S] each."""
+
+    def follow(self, policy: torch.nn.Module, step: int) -> None:
+        """`step` steps are done, and `policy` is what they made."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint has to keep; None: nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+
+
+class _Fixed:
+    """What does not change needs nothing from a checkpoint: a resumed run makes it again."""
+
+    def follow(self, policy: torch.nn.Module, step: int) -> None:
+        """It does not."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Nothing."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to continue from."""
+
+
+class AdaptersOff(_Fixed, BaseScorer):
+    """The policy without its adapters."""
+
+
+class FrozenCopy(_Fixed):
+    """The policy as it was when the run began."""
+
+    def __init__(self, scorer: Scorer, accelerator: Any) -> None:
+        frozen = copy.deepcopy(scorer).requires_grad_(False)
+        self._scorer: Scorer = accelerator.prepare_model(frozen, evaluation_mode=True)
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Within, it may be called."""
+        return self._scorer.ready()
+
+    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the sampled tokens, [S] each."""
+        logprobs_S, entropy_S = self._scorer(microbatch)
+        return logprobs_S, entropy_S
+
+
+class SyncedCopy(FrozenCopy):
+    """A copy that every N steps becomes a mixture of itself and the policy.
+
+    TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
+    """
+
+    def __init__(self, scorer: Scorer, accelerator: Any, *, every: int, mixup: float) -> None:
+        super().__init__(scorer, accelerator)
+        self._every, self._mixup = every, mixup
+
+    def follow(self, policy: torch.nn.Module, step: int) -> None:
+        """Mix after every N-th step."""
+        if step % self._every:
+            return
+        mine = dict(self._scorer.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in policy.named_parameters():
+                mine[name].lerp_(weight.to(mine[name].dtype), self._mixup)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Its weights, which nothing else has."""
+        return dict(self._scorer.model.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the weights of `state_dict()`."""
+        self._scorer.model.load_state_dict(state)
+
+
+def make_reference(scorer: Scorer, accelerator: Any, config: AlgorithmConfig) -> Reference | None:
+    """The reference that the configuration asks for; None without a KL penalty.
+
+    Raises ValueError for a synced reference of a model with adapters.
+    """
+    if config.beta == 0:
+        return None
+    adapted = is_adapted(scorer.model)
+    if config.reference is Kind.synced:
+        if adapted:
+            raise ValueError(SYNCED_ADAPTERS)
+        every, mixup = config.ref_sync_steps, config.ref_mixup
+        return SyncedCopy(scorer, accelerator, every=every, mixup=mixup)
+    return AdaptersOff(scorer) if adapted else FrozenCopy(scorer, accelerator)

@@ -1,0 +1,63 @@
+"""Log-probabilities and entropies of rollouts, without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
+from agenttrain.training.batch import Microbatch, Row
+
+Groups = list[list[Row]]
+
+
+def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[str, tuple[Tensor, Tensor]]:
+    """rollout_id -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for microbatch in microbatches:
+            lengths = [row.sampled_length for row in microbatch.rows]
+            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
+            for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
+                found[row.rollout.rollout_id] = (logprobs_S, entropy_S)
+    return found
+
+
+def with_reference(groups: Groups, reference: Any, pack: Callable[..., list[Microbatch]]) -> Groups:
+    """The rows with the reference's logprobs."""
+    with reference.ready():
+        found = score(reference, pack(flat(groups)))
+    return [
+        [replace(row, ref_logprobs_S=found[row.rollout.rollout_id][0]) for row in group]
+        for group in groups
+    ]
+
+
+def with_own(groups: Groups, scorer: Any, pack: Callable[..., list[Microbatch]]) -> Groups:
+    """The rows with the policy's logprobs and entropies as it is now."""
+    with scorer.ready():
+        found = score(scorer, pack(flat(groups)))
+
+    def scored(row: Row) -> Row:
+        logprobs_S, entropy_S = found[row.rollout.rollout_id]
+        return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
+
+    return [[scored(row) for row in group] for group in groups]
+
+
+def needs_own(config: AlgorithmConfig) -> bool:
+    """Whether the policy has to score the rollouts before the step's first update.
+
+    With one update per step the probabilities before it are those that it computes anyway.
+    """
+    recomputed = config.behaviour is Behaviour.recomputed
+    return config.top_entropy < 1 or (recomputed and (config.updates > 1 or config.kl_in_reward))
+
+
+def flat(groups: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of all groups, in order."""
+    return [row for group in groups for row in group]

@@ -1,0 +1,117 @@
+"""The loss from its definition, one token at a time, in Python's floats.
+
+A row is one rollout: lists `new`, `old`, `ref`, `engine`, `entropy`, `kept` of its tokens and a
+number `advantage`. `at` is `new` where a stopped gradient is taken: a difference quotient moves
+`new` and leaves `at` alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from agenttrain.config.algorithm import AlgorithmConfig
+
+FIXED_LENGTH = 8
+BONUS = 0.25
+
+
+def python_loss(rows: list[dict], config: AlgorithmConfig) -> float:
+    """The loss of a whole update; every token's entropy weighs BONUS."""
+    tokens = sum(len(row["new"]) for row in rows)
+    total = 0.0
+    for row in rows:
+        length = len(row["new"])
+        divisor = {
+            "token_mean": tokens,
+            "sequence_mean": len(rows) * length,
+            "sequence_sum": len(rows),
+            "fixed_length": len(rows) * FIXED_LENGTH,
+        }[config.aggregation.value]
+        weights = corrections(row, config)
+        for index in range(length):
+            term = surrogate(row, index, config)
+            if config.surrogate.value != "vespo":
+                term *= weights[index]
+            term *= row["kept"][index] * keeps(row, config)
+            total += (term + penalty(row, index, config)) / divisor
+            total -= BONUS * config.has_bonus * row["entropy"][index] * row["kept"][index]
+    return total
+
+
+def ratios(row: dict, key: str, level: str) -> list[float]:
+    deltas = [a - b for a, b in zip(row[key], row["old"], strict=True)]
+    return {
+        "token": [math.exp(d) for d in deltas],
+        "sequence_mean": [math.exp(sum(deltas) / len(deltas))] * len(deltas),
+        "sequence_sum": [math.exp(sum(deltas))] * len(deltas),
+    }[level]
+
+
+def surrogate(row: dict, index: int, config: AlgorithmConfig) -> float:
+    a, l = row["advantage"], row["new"][index]  # noqa: E741
+    low, high = config.clip_low, config.clip_high
+    r = ratios(row, "new", config.ratio.value)[index]
+    stopped = ratios(row, "at", config.ratio.value)[index]
+    kind = config.surrogate.value
+    if kind == "clip":
+        bounded = r if config.clip_dual is None else min(r, config.clip_dual)
+        return -min(bounded * a, min(max(r, 1 - low), 1 + high) * a)
+    if kind == "cispo":
+        return -min(stopped, 1 + high) * a * l
+    if kind == "sapo":
+        tau = config.tau_pos if a > 0 else config.tau_neg
+        return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
+    if kind == "reinforce":
+        return -a * l
+    if kind == "vespo":
+        return -vespo(row, config) * a * l
+    deltas = [x - y for x, y in zip(row["new"], row["old"], strict=True)]
+    clipped = [min(d, high) if a > 0 else max(d, -low) for d in deltas]
+    return -math.exp(sum(clipped) / len(clipped)) * a
+
+
+def vespo(row: dict, config: AlgorithmConfig) -> float:
+    log_w = sum(x - y for x, y in zip(row["at"], row["old"], strict=True))
+    weights = corrections(row, config)
+    of_tokens = config.correction.value == "token"
+    log_w += sum(math.log(max(w, 1e-8)) for w in (weights if of_tokens else weights[:1]))
+    log_w = max(log_w, math.log(1e-8))
+    k, scale = (
+        (config.vespo_k_pos, config.vespo_lambda_pos)
+        if row["advantage"] >= 0
+        else (config.vespo_k_neg, config.vespo_lambda_neg)
+    )
+    return math.exp(scale + k * log_w - scale * math.exp(log_w))
+
+
+def corrections(row: dict, config: AlgorithmConfig) -> list[float]:
+    deltas = [a - b for a, b in zip(row["old"], row["engine"], strict=True)]
+    level = config.correction.value
+    if level == "none":
+        return [1.0] * len(deltas)
+    values = {
+        "token": [math.exp(d) for d in deltas],
+        "sequence": [math.exp(sum(deltas))] * len(deltas),
+        "geometric": [math.exp(sum(deltas) / len(deltas))] * len(deltas),
+    }[level]
+    low = 0.0 if config.correction_min is None else config.correction_min
+    high = math.inf if config.correction_max is None else config.correction_max
+    if config.correction_mode.value == "truncate":
+        return [min(max(v, low), high) for v in values]
+    return [v if low <= v <= high else 0.0 for v in values]
+
+
+def keeps(row: dict, config: AlgorithmConfig) -> bool:
+    if config.off_policy_threshold is None or row["advantage"] >= 0:
+        return True
+    drift = [e - x for e, x in zip(row["engine"], row["at"], strict=True)]
+    return sum(drift) / len(drift) <= config.off_policy_threshold
+
+
+def penalty(row: dict, index: int, config: AlgorithmConfig) -> float:
+    if not config.kl_in_loss:
+        return 0.0
+    d = row["new"][index] - row["ref"][index]
+    kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl.value]
+    r = ratios(row, "new", config.ratio.value)[index] if config.kl_bias_correction else 1.0
+    return config.beta * kl * r
