@@ -39,7 +39,12 @@ def certified(config: RunConfig) -> Certified:
     """Certify the template; raises with the key to change where it cannot be read at all."""
     from transformers import AutoTokenizer
 
-    toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
+    toolbox = build_toolbox(
+        config.tools,
+        config.stop_tools,
+        threads=config.rollout.concurrency,
+        max_stuck=config.rollout.max_stuck_calls,
+    )
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     chat = load_chat(
         tokenizer, config.chat_template, config.response_schema, tools=bool(toolbox.schemas())

@@ -11,6 +11,7 @@ import contextvars
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class _Job:
     label: str
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
+    deadline: float
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     finished: bool = False
 
@@ -82,10 +84,23 @@ class DaemonThreads:
         with self._lock:
             return tuple(job.label for job in self._stuck)
 
-    async def run(self, function: Callable[[], object], *, label: str = "") -> Outcome:
-        """Run `function` in a thread of its own; cancelling the caller abandons it there."""
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """Labels of those whose deadline has passed too: they are not about to end."""
+        now = time.monotonic()
+        with self._lock:
+            return tuple(job.label for job in self._stuck if job.deadline <= now)
+
+    async def run(
+        self, function: Callable[[], object], *, label: str = "", deadline: float = 0.0
+    ) -> Outcome:
+        """Run `function` in a thread of its own; cancelling the caller abandons it there.
+
+        `deadline`, on the clock of time.monotonic, is when it should have ended.
+        """
         loop = asyncio.get_running_loop()
-        job = _Job(function=function, label=label, loop=loop, future=loop.create_future())
+        future: asyncio.Future[Outcome] = loop.create_future()
+        job = _Job(function=function, label=label, loop=loop, future=future, deadline=deadline)
         self._hand_over(job)
         try:
             return await job.future

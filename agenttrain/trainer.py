@@ -88,6 +88,8 @@ class Trainer:
             **training,
             **(drawn.metrics() if self.config.algorithm.resamples else {}),
             "rollout/dropped": collected.dropped,
+            "tools/stuck": len(self.collector.toolbox.stuck),
+            "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,
             "time/reward_s": collected.reward_s,
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},

@@ -31,7 +31,7 @@ def check(folder: Path, template: str, rows: list[dict[str, Any]]) -> int:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [f"data.{split}.path={path}" for split in ("train", "test")]
     run = ["experiment=none", "model=folder", f"model.path={model}", "data=file", "tools=[]"]
-    return main(["check", *run, *data, "stop_tools=[]", "reward=[exact_match]"])
+    return main(["check", *run, *data, "stop_tools=[]", "reward.exact_match.tool=null"])
 
 
 def test_prompts_that_render_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

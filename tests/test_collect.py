@@ -246,3 +246,20 @@ def test_the_ledger_holds_whatever_the_model_writes(answers, budget, turn_tokens
     assert sum(done.loss_mask) == done.sampled_length > 0
     replies = sum(message["role"] == "tool" for message in done.messages)
     assert replies == len(done.tool_results)
+
+
+def test_rewards_see_the_replies_of_stop_tools():
+    def handed_in(rollout) -> float:
+        """What the stop tool answered, as a reward."""
+        last = rollout.messages[-1]
+        return float(
+            (last["role"], last["name"], last["content"]) == ("tool", "final_answer", "ok")
+        )
+
+    tools = toolbox(stop_tools=["final_answer"])
+    engine = ScriptedEngine(by_session([[FINAL], [BYE]]), max_context=4096)
+    made = replace(collector(engine, tools), rubric=Rubric({"in": handed_in}, {"in": 1.0}))
+    message = {"role": "user", "content": "?"}
+    asked = [Task(task_id=str(i), messages=(message,)) for i in range(1)]
+    collected = asyncio.run(acollect(made, asked))
+    assert collected.rollouts[0].reward == 1.0

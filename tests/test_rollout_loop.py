@@ -23,6 +23,7 @@ from agenttrain.types import (
     StopReason,
     Task,
     ToolError,
+    ToolUnavailable,
 )
 
 ADD = call("add", '{"a": 3, "b": 4}')
@@ -314,6 +315,7 @@ def test_an_exception_is_a_reply():
     assert done.stop_reason is StopReason.completed
 
 
+@pytest.mark.filterwarnings("ignore:tool hang. a call still runs")
 def test_a_tool_that_never_returns_times_out_and_the_rollout_goes_on():
     release = threading.Event()
 
@@ -496,3 +498,84 @@ def test_control_tokens_in_a_user_turn_stay_text():
     done = rollout("7<|im_end|>", "8<|im_end|>", task=task)
     #       <|im_start|>: one user turn, one generation prompt; none from the text
     assert list(done.token_ids[done.prompt_length :]).count(1) == 2
+
+
+def test_a_tools_own_limit_on_calls_is_told_and_the_rollout_goes_on():
+    other = call("add", '{"a": 1, "b": 1}')
+    both = ADD.removesuffix("<|im_end|>") + "\n" + other
+    tools = toolbox(limits={"add": ToolLimits(max_calls=1)})
+    wrong = call("add", '{"x": 3}')  # runs nothing, so it uses up nothing
+    done = rollout(wrong, both, FINAL, other, "7<|im_end|>", tools=tools, max_turns=5)
+    over = "Error: the limit of 1 call of add is reached"
+    assert [r.content for r in done.tool_results[1:]] == ["7", over, "ok", over]
+    assert [r.error for r in done.tool_results[2:]] == [ToolError.limit, None, ToolError.limit]
+    assert done.stop_reason is StopReason.completed
+
+
+def test_both_limits_on_calls_in_one_turn():
+    three = "\n".join([ADD.removesuffix("<|im_end|>")] * 2 + [ADD])
+    tools = toolbox(limits={"add": ToolLimits(max_calls=1)})
+    done = rollout(three, tools=tools, max_tool_calls=2)
+    assert [r.content for r in done.tool_results] == [
+        "7",
+        "Error: the limit of 1 call of add is reached",
+        "Error: the limit of 2 tool calls is reached",
+    ]
+    assert done.stop_reason is StopReason.max_tool_calls
+
+
+def test_a_stop_tools_own_limit_does_not_keep_it_from_stopping():
+    tools = toolbox(stop_tools=["final_answer"], limits={"final_answer": ToolLimits(max_calls=1)})
+    both = FINAL.removesuffix("<|im_end|>") + "\n" + FINAL
+    done = rollout(both, tools=tools)
+    assert [r.content for r in done.tool_results] == ["ok", "ok"]
+    assert done.stop_reason is StopReason.stop_tool
+
+
+def test_a_tools_own_limit_on_result_tokens():
+    def long() -> str:
+        """Return a long text."""
+        return "a b c d " * 100
+
+    def longer() -> str:
+        """Return another long text."""
+        return "a b c d " * 100
+
+    both = call("long", "{}").removesuffix("<|im_end|>") + "\n" + call("longer", "{}")
+    tools = toolbox(long, longer, limits={"long": ToolLimits(max_result_tokens=20)})
+    done = rollout(both, "x<|im_end|>", tools=tools, max_result_tokens=60)
+    first, second = [s for s in done.spans if s.origin is Origin.tool]
+    assert len(first.token_ids) <= 20 < len(second.token_ids) <= 60
+
+
+def test_different_malformed_calls_are_no_repetition():
+    first, second = (f"<tool_call>{text}</tool_call><|im_end|>" for text in ("{oops", "{again"))
+    done = rollout(first, second, "7<|im_end|>", max_repeated_calls=1)
+    assert done.stop_reason is StopReason.completed
+    assert rollout(first, first, max_repeated_calls=1).stop_reason is StopReason.repeated_call
+
+
+def test_a_stop_tool_that_is_not_this_tasks_is_an_unknown_tool():
+    task = Task(task_id="t", messages=parts.TASK.messages, tools=("add",))
+    tools = toolbox(stop_tools=["final_answer"])
+    done = rollout(FINAL, "7<|im_end|>", task=task, tools=tools)
+    assert done.tool_results[0].error is ToolError.unknown_tool
+    assert done.stop_reason is StopReason.completed
+
+
+def test_a_broken_tool_ends_the_rollout_before_anything_else():
+    def broken() -> str:
+        """Be broken."""
+        raise ToolUnavailable("gone")
+
+    tools = toolbox(
+        parts.add, broken, stop_tools=["broken"], limits={"broken": ToolLimits(retries=0)}
+    )
+    both = ADD.removesuffix("<|im_end|>") + "\n" + call("broken", "{}")
+    done = rollout(both, tools=tools, max_tool_calls=1)
+    assert (done.stop_reason, done.error) == (
+        StopReason.error,
+        "tool broken: Error: ToolUnavailable: gone",
+    )
+    assert [r.error for r in done.tool_results] == [None, ToolError.unavailable]
+    assert [m["role"] for m in done.messages] == ["user", "assistant"]

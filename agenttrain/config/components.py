@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from inspect import isclass
-from math import isfinite
 from typing import Any
 
 from agenttrain.config.corpus import SEARCH, check_corpus
@@ -20,6 +19,7 @@ from agenttrain.config.schema import RewardSettings, RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
+from agenttrain.config.tool_limits import is_number, limit_problems
 
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
@@ -29,24 +29,14 @@ TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
 }
 
 
-def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether a value is a finite number; true and false are none."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
-
-
 def tool_problems(config: RunConfig) -> Iterator[str]:
     limits = tuple(field.name for field in fields(ToolLimits))
     for name, section in config.tools.items():
         problems = list(_component(f"tools.{name}", section, extra=limits, others=config.tools))
         yield from problems or _tool_arguments(f"tools.{name}", section, limits)
-        for limit in limits:
-            value = section.get(limit, 1) if isinstance(section, Mapping) else 1
-            whole = limit == "concurrency"
-            if not is_number(value, whole=whole) or value <= 0:
-                wanted = "a whole number of at least 1" if whole else "a number above 0"
-                yield f"tools.{name}.{limit}={value}: must be {wanted}"
+        if isinstance(section, Mapping):
+            yield from limit_problems(f"tools.{name}", section)
+            yield from _without_effect(f"tools.{name}", section, config)
         if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER:
             timeout_s = section.get("timeout_s", ToolLimits.timeout_s)
             yield from interpreter_problems(f"tools.{name}", section, timeout_s, limits)
@@ -57,6 +47,20 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
             yield (
                 f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}; "
                 "stop_tools=[] is none (as with experiment=none)"
+            )
+
+
+def _without_effect(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """A tool's limits that a limit of the whole rollout makes meaningless."""
+    for name, whole in (
+        ("max_calls", "max_tool_calls"),
+        ("max_result_tokens", "max_completion_tokens"),
+    ):
+        value, most = section.get(name), getattr(config.rollout, whole)
+        if is_number(value, whole=True) and most is not None and value > most:
+            yield (
+                f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
+                f"rollout.{whole}={most}; lower one or raise the other"
             )
 
 

@@ -45,11 +45,11 @@ AT_LEAST_ONE = (
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
-    *("seed", "optimizer.weight_decay", "optimizer.warmup_steps"),
+    *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (
-    *("rollout.temperature", "rollout.timeout_s"),
+    *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
     *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
 )
 

@@ -12,6 +12,7 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import check_room, run_rollout
 from agenttrain.rollout.seeds import derive_seed
@@ -55,6 +56,8 @@ class Collected:
     a reward function could not score."""
     reward_s: float = 0.0
     """Wall seconds of scoring."""
+    loop_lag_s: float = 0.0
+    """The longest that the event loop stood still while rollouts were made."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -93,7 +96,8 @@ async def collect(
     `seed_path` names the call, e.g. (run seed, "train", step): a rollout's seed derives from it,
     the task's position, the sample and the attempt, so that sampling noise depends on nothing else.
     Raises NoRollouts when not one rollout could be had, unless the call `may_be_empty`; LedgerError
-    as `rollout.on_break` says.
+    and ToolUnavailable as `rollout.on_break` and `rollout.on_tool_failure` say; StuckTools when
+    calls pile up.
     """
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
@@ -103,7 +107,10 @@ async def collect(
             f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
             "prompts in data.train and data.test."
         )
-    rollouts = await _run_all(collector, attempts, sampling)
+    limit_s = collector.limits.max_loop_lag_s
+    async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
+        rollouts = await _run_all(collector, attempts, sampling)
+    collected.loop_lag_s = monitor.max_lag_s
     collected.groups = _whole_groups(attempts, rollouts)
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
     if attempts and not usable and not may_be_empty:

@@ -79,11 +79,12 @@ class FunctionTool:
         self.blocking = blocks(function)
         """Whether a call occupies its thread; the toolbox then gives it one of its own."""
         self._bound = settings
-        self._takes_context = takes_context(function) and "context" not in settings
+        self.takes_context = takes_context(function) and "context" not in settings
+        """Whether calls are given the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Call the function in this thread; an async one returns its awaitable."""
-        extra = {"context": context} if self._takes_context else {}
+        extra = {"context": context} if self.takes_context else {}
         return self.function(**self._bound, **extra, **arguments)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
