@@ -58,7 +58,7 @@ def show(config: RunConfig, options: Options) -> int:
         found = certified(config)
         tasks = build_tasks(config.data, seed=config.seed)
         rewards = rewards_of(config, found).columns
-        context = _context(config)
+        context = context_of(config)
         for line in _summary(tasks, found, config, context):
             print(line)
         missing = list(_rewards(rewards, tasks))
@@ -123,7 +123,7 @@ def prompt_ids(task: Task, found: Certified) -> list[int]:
     return found.chat.prompt_ids(task.messages, found.toolbox.schemas(task.tools))
 
 
-def _context(config: RunConfig) -> int | None:
+def context_of(config: RunConfig) -> int | None:
     """Tokens of one sequence, as the engine will have them; None when no config names a limit."""
     from transformers import AutoConfig
 

@@ -14,10 +14,11 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate"),
-    ("trainer", "show_data"),
+    ("check", "evaluate", "crash", "guards"),
+    ("trainer", "show_data", "recorded"),
     ("build",),
-    ("launch",),
+    ("launch", "replay", "replay_crash", "rescore"),
+    ("cli_recorded",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

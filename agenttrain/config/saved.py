@@ -43,6 +43,16 @@ def viewed(folder: Path, source: Source) -> Composed:
     return _changed(f"view {folder}", folder, [], (), source)
 
 
+def replayed(folder: Path, source: Source) -> Composed:
+    """The settings of the run, or crash, of `replay <folder>`, as `resumed`."""
+    return _changed(f"replay {folder}", folder, [], (), source)
+
+
+def rescored(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """The settings of `rescore <folder>`, with another reward; as `resumed`."""
+    return _changed(f"rescore {folder}", folder, overrides, ("reward",), source)
+
+
 def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
     """The settings of `eval run=<folder>`, with the checkpoint as the model.
 

@@ -1,12 +1,13 @@
 """rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
 The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
-tool_calls, rewards, reward, advantage`.
+tool_calls, rewards, reward, advantage`, and `error` where there is one. `rollouts_read.py` makes
+Rollouts of them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
     `spans` cover `token_ids` [T] exactly: each starts where the one before ends. `logprobs` [T] is
     0.0 where a token was not sampled. Example of a span: ``{"origin": "sampled", "start": 3,
-    "end": 5, "turn": 0, "policy_version": 7}``.
+    "end": 5, "turn": 0, "policy_version": 7, "finish": "stop"}``; `finish` stands on the last
+    sampled span of a turn only.
+
+    A tool call has its reply's text as `content` only where the messages do not hold it as it was:
+    it was clipped, or the rollout ended before it. `done` says that it ended the episode.
     """
-    return {
+    shown = _replies(rollout)
+    record = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
@@ -31,38 +37,54 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "spans": _spans(rollout.spans),
         "logprobs": rollout.rollout_logprobs,
         "stop_reason": rollout.stop_reason,
-        "tool_calls": [_tool_call(result) for result in rollout.tool_results],
+        "tool_calls": [_tool_call(result, shown) for result in rollout.tool_results],
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
     }
+    if rollout.error is not None:
+        record["error"] = rollout.error
+    return record
+
+
+def _replies(rollout: Rollout) -> dict[str, str]:
+    """The text of each call's reply, as the messages after the prompt hold it."""
+    added = rollout.messages[len(rollout.task.messages) :]
+    return {m["tool_call_id"]: m["content"] for m in added if m["role"] == "tool"}
 
 
 def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    records, start = [], 0
+    records: list[dict[str, Any]] = []
+    start = 0
     for span in spans:
         end = start + len(span.token_ids)
-        records.append(
-            {
-                "origin": span.origin,
-                "start": start,
-                "end": end,
-                "turn": span.turn,
-                "policy_version": span.policy_version,
-            }
-        )
+        record = {
+            "origin": span.origin,
+            "start": start,
+            "end": end,
+            "turn": span.turn,
+            "policy_version": span.policy_version,
+        }
+        if span.finish is not None:
+            record["finish"] = span.finish
+        records.append(record)
         start = end
     return records
 
 
-def _tool_call(result: ToolResult) -> dict[str, Any]:
-    return {
+def _tool_call(result: ToolResult, shown: Mapping[str, str]) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
         "arguments": result.call.arguments,
         "error": result.error,
         "seconds": result.seconds,
     }
+    if shown.get(result.call.id) != result.content:
+        record["content"] = result.content
+    if result.done:
+        record["done"] = True
+    return record
 
 
 def limit(setting: str) -> int | None:
