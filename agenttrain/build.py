@@ -92,8 +92,8 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load(config: RunConfig, prepared: Prepared) -> Loaded:
-    """Model, optimizer and engine, with every generator seeded."""
+def load_policy(config: RunConfig, prepared: Prepared) -> Policy:
+    """Model and optimizer, with every generator seeded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -105,7 +105,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     )
     if config.model.lora.rank:
         add_lora(model, config.model.lora)
-    policy = Policy(
+    return Policy(
         model,
         algorithm=config.algorithm,
         optimizer=config.optimizer,
@@ -115,6 +115,11 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         steps=config.steps,
         reward_weights=prepared.rubric.weights,
     )
+
+
+def load(config: RunConfig, prepared: Prepared) -> Loaded:
+    """What the run works with: `load_policy`, and an engine."""
+    policy = load_policy(config, prepared)
     engine = _engine(config, policy)
     collector = Collector(
         engine=engine,

@@ -20,6 +20,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.command import RUN_DIR, TIMESTAMP, VERBS, Command, parse, split_verb
 from agenttrain.config.compose import (
     HYDRA_VERSION,
@@ -39,7 +40,6 @@ from agenttrain.config.model_path import BUNDLED
 from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sweep import expand
-from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.validate import validate
 from agenttrain.types import Task
 

@@ -20,7 +20,9 @@ from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.crash import Evidence
 from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.guards import Guards
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -263,9 +265,11 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )
     done = cursor = 0
+    guards = Guards(config=config.guards)
     if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
         state = checkpoints.load_latest(loaded.policy)
         done, cursor = state["step"], state["cursor"]
+        guards.streak = state.get("streak", 0)
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = Tracker(
         job.folder,
@@ -287,6 +291,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
+        evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
+        guards=guards,
         done=done,
         cursor=cursor,
     )

@@ -50,7 +50,7 @@ def replay_rollouts(
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
         raise ConfigError(
-            f"{said} step={step}: task {lost[0]} with its recorded prompt is not in data.train now; "
+            f"{said} step={step}: task {lost[0]} with its recorded prompt is not in the data now; "
             "a replay needs the rows that the run had"
         )
     differences = asyncio.run(_replay_all(config, found, records, tasks, live=live))
@@ -121,30 +121,32 @@ def difference(
     """Where a replayed rollout first differs from its record, with both texts; None: nowhere."""
     made = json.loads(dumps(rollout_record(rollout)))
     where = f"rollout {record['rollout_id']}: DIFFERS"
-    old, new = record["token_ids"], made["token_ids"]
-    if old != new:
-        position = next(
-            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-            min(len(old), len(new)),
-        )
-        error = f"\n  {rollout.error}" if rollout.error else ""
-        return (
-            f"{where} at position {position} of {len(old)} ({_place(record, position)}){error}\n"
-            f"  recorded  {_around(old, position, decode)}\n"
-            f"  replayed  {_around(new, position, decode)}"
-        )
+    if record["token_ids"] != made["token_ids"]:
+        return where + _first_id(record, made, decode)
     if _mask(record) != _mask(made):
         return f"{where}: the ids are the same, the mask is not"
-    for index, (before, after) in enumerate(zip(record["messages"], made["messages"], strict=False)):
+    said, says = record["messages"], made["messages"]
+    for index, (before, after) in enumerate(zip(said, says, strict=False)):
         if before != after:
             return f"{where} in message {index}\n  recorded  {before}\n  replayed  {after}"
-    for name in ("messages", "stop_reason"):
-        repeatable = name == "messages" or record["stop_reason"] not in UNREPEATABLE
-        if record[name] != made[name] and repeatable:
-            what = (len(record[name]), len(made[name])) if name == "messages" else (
-                record[name], made[name])
-            return f"{where} in {name}: recorded {what[0]}, replayed {what[1]}"
+    if len(said) != len(says):
+        return f"{where}: {len(said)} messages were recorded, {len(says)} replayed"
+    stops = record["stop_reason"], made["stop_reason"]
+    if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
+        return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
     return None
+
+
+def _first_id(record: Record, made: Record, decode: Callable[[Sequence[int]], str]) -> str:
+    old, new = record["token_ids"], made["token_ids"]
+    pairs = enumerate(zip(old, new, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    error = f"\n  {made['error']}" if "error" in made else ""
+    return (
+        f" at position {position} of {len(old)} ({_place(record, position)}){error}\n"
+        f"  recorded  {_around(old, position, decode)}\n"
+        f"  replayed  {_around(new, position, decode)}"
+    )
 
 
 def _place(record: Record, position: int) -> str:
@@ -154,9 +156,7 @@ def _place(record: Record, position: int) -> str:
     return "after its end"
 
 
-def _around(
-    token_ids: Sequence[int], position: int, decode: Callable[[Sequence[int]], str]
-) -> str:
+def _around(token_ids: Sequence[int], position: int, decode: Callable[[Sequence[int]], str]) -> str:
     before = decode(token_ids[max(position - BEFORE, 0) : position])
     after = decode(token_ids[position : position + AFTER])
     number = token_ids[position] if position < len(token_ids) else "none"

@@ -99,6 +99,16 @@ class ToolUnavailable(AgenttrainError):
     """
 
 
+class NotFinite(AgenttrainError):
+    """A number that training depends on is NaN or infinite; no weight was updated with it."""
+
+    def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
+        """`stage` is `weights`, `logprobs` (the engine's) or `update`; `culprits` are rollouts."""
+        super().__init__(message)
+        self.stage = stage
+        self.culprits = tuple(culprits)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One dataset row: what the model is asked, and what rewards and tools may read.

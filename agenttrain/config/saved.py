@@ -16,7 +16,7 @@ from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
 
-RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine")
+RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards")
 """What a resumed run may change: the rest decides what it learns."""
 EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
 """What an evaluation of a run may change: the rest is the agent itself."""

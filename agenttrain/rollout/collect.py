@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
+from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import verify
@@ -117,7 +118,11 @@ async def collect(
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
     started = time.perf_counter()
-    unscored = await collector.rubric.score(usable)
+    try:
+        unscored = await collector.rubric.score(usable)
+    except RewardError as error:
+        error.rollouts = usable
+        raise
     if usable and len(unscored) == len(usable):
         raise NoRollouts(f"not one of {len(usable)} rollouts could be scored; {unscored[0]}")
     collected.dropped += len(unscored)

@@ -30,9 +30,7 @@ def completions(record: Record, stop_token_ids: Collection[int] = ()) -> list[Co
     """
     sampled = [span for span in record["spans"] if span["origin"] == Origin.sampled]
     turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span["turn"])]
-    return [
-        _completion(record, spans, stop_token_ids, last=spans is turns[-1]) for spans in turns
-    ]
+    return [_completion(record, spans, stop_token_ids, last=spans is turns[-1]) for spans in turns]
 
 
 def _completion(
