@@ -35,7 +35,7 @@ def replay_crash(config: RunConfig, bundle: Path) -> int:
     except (NotFinite, RewardError) as error:
         print(f"replayed  {error}")
         same = list(error.culprits) == crash["culprits"]
-        who = ", ".join(error.culprits) or "no rollout"
+        who = ", ".join(error.culprits) or "none by itself"
         print(f"the same culprit: {who}" if same else f"another culprit: {who}")
         return int(not same)
     print("replayed  nothing failed this time")

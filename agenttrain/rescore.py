@@ -103,7 +103,7 @@ def report(rows: Sequence[Rescored]) -> Iterator[str]:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True))
     alike = _correlation(_column(rows, TOTAL, new=False), _column(rows, TOTAL, new=True))
     changed = sum(row.old.reward != row.new.reward for row in rows)
-    told = "has no correlation: one of them does not vary" if alike is None else f"r = {alike:.3f}"
+    told = "no correlation, one of them does not vary" if alike is None else f"r = {alike:.3f}"
     yield f"{changed} of {len(rows)} rollouts have another reward; old and new: {told}"
 
 

@@ -103,7 +103,10 @@ class NotFinite(AgenttrainError):
     """A number that training depends on is NaN or infinite; no weight was updated with it."""
 
     def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
-        """`stage` is `weights`, `logprobs` (the engine's) or `update`; `culprits` are rollouts."""
+        """`stage` is `weights`, `logprobs` (the engine's) or `update`.
+
+        `culprits` are ids of rollouts; for `weights` names of parameters.
+        """
         super().__init__(message)
         self.stage = stage
         self.culprits = tuple(culprits)

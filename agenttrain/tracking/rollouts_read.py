@@ -93,7 +93,10 @@ def _call(made: Record, written: Mapping[str, Any]) -> ToolCall:
 
 
 def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = ()) -> Rollout:
-    """The rollout of a record; its task is not in the file. `seconds` of the whole are unknown."""
+    """The rollout of a record; its task is not in the file.
+
+    Unknown are `seconds` of the whole, and the text of a call that was parsed.
+    """
     rollout = Rollout(
         task=task,
         rollout_id=record["rollout_id"],

@@ -37,13 +37,13 @@ class Culprit:
     what: str
 
 
-def broken_weights(model: nn.Module) -> list[str]:
-    """Every parameter with values that are not finite, e.g. ``model.norm.weight (1 of 64)``."""
-    broken = []
+def broken_weights(model: nn.Module) -> dict[str, str]:
+    """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
+    broken = {}
     for name, parameter in model.named_parameters():
         count = int((~parameter.isfinite()).sum())
         if count:
-            broken.append(f"{name} ({count} of {parameter.numel()} values)")
+            broken[name] = f"{count} of {parameter.numel()} values"
     return broken
 
 
@@ -52,9 +52,9 @@ def check_weights(model: nn.Module, when: str) -> None:
     if all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
         return
     broken = broken_weights(model)
-    more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+    where = _listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
-        f"{when}: weights are not finite: {', '.join(broken[:NAMED])}{more}", stage="weights"
+        f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
 
 

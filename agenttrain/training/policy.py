@@ -271,7 +271,8 @@ class Policy:
         broken = broken_weights(self.model)
         found = culprits(trained, alone, self.model)
         named = [row.rollout.rollout_id for row in trained]
-        cause = f"weight {broken[0]}; " if broken else ""
+        first = next(iter(broken.items()), None)
+        cause = f"weight {first[0]} ({first[1]}); " if first else ""
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {losses.sum().item():g}): "
             f"{cause}{told(found, named)}. The weights are those before it",
