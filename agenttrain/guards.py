@@ -59,7 +59,7 @@ class Guards:
     def _streak(self, limit: int | None) -> str | None:
         if limit is None or self.streak < limit:
             return None
-        return f"no rollout had an advantage in {self.streak} steps in a row, the most is"
+        return f"no rollout had an advantage in {self.streak} steps in a row, as many as"
 
 
 def _above(name: str, value: float, limit: float | None) -> str | None:

@@ -107,7 +107,7 @@ async def replay(
             completions(record, chat.stop_token_ids), max_context=context_of(config) or sys.maxsize
         ),
         chat=chat,
-        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record)),
+        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record, task)),
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         sampling=Sampling(),
         rollout_id=record["rollout_id"],

@@ -14,6 +14,7 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.recorded import recorded_tasks, step_records, written_steps
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.collect import may_be_scored
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_read import read_rollout
 from agenttrain.tracking.run_folder import write_atomically
@@ -47,8 +48,9 @@ class Rescored:
 def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | None) -> int:
     """Score the rollouts of a step, or of all, with `config.reward`, and print both means.
 
-    `to` gets one JSON object per rollout. Returns 0. Raises ConfigError for rollouts that are not
-    there and rows that the data no longer has, RewardError where a function fails.
+    `to` gets one JSON object per rollout; those that failed stay unscored. Returns 0. Raises
+    ConfigError for rollouts that are not there and rows that the data no longer has, RewardError
+    where a function fails.
     """
     said = f"rescore {folder}"
     found = certified(config)
@@ -64,7 +66,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
             stops = found.chat.stop_token_ids
             old, new = (read_rollout(record, task, stops) for _ in range(2))
             rows.append(Rescored(step=number, old=old, new=new))
-    asyncio.run(rubric.score([row.new for row in rows]))
+    asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
     for line in report(rows):
         print(line)
     if to is not None:

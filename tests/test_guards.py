@@ -93,17 +93,25 @@ def test_a_guard_that_has_no_meaning_is_refused(override):
     assert REFUSED[override] in str(caught.value)
 
 
-def test_a_run_that_a_guard_stops_has_its_step_on_disk(tmp_path, capsys):
+def test_a_run_that_a_guard_stops_goes_on(tmp_path, monkeypatch, capsys):
+    """All rewards are equal; the entropy bonus alone changes the policy."""
+    (tmp_path / "equal_rewards.py").write_text("def one(rollout) -> float:\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
     settings = ["debug=tiny", "eval.questions=0", "tracker=none", f"hydra.run.dir={run}"]
-    guard = ["guards.entropy.limit=50", "guards.entropy.action=stop"]
-    assert main([*settings, *guard, "algorithm.entropy_bonus=0.001"]) == 1
+    settings += ["reward=[]", "reward.r._target_=equal_rewards.one"]
+    settings += ["algorithm.entropy_bonus=0.001", "guards.entropy.limit=50"]
+    assert main([*settings, "guards.entropy.action=stop"]) == 1
     assert "GuardTripped: step 1: entropy is " in capsys.readouterr().err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1]
     assert (run / "rollouts" / "step-000001.jsonl").is_file()
     assert json.loads((run / "summary.json").read_text())["status"] == "failed"
-    # The guard may be told otherwise when the run goes on.
+    # The guard may be told otherwise when the run goes on; it warns once.
     assert main([f"resume={run}", "guards.entropy.action=warn"]) == 0
     told = capsys.readouterr().out
     assert "guard: step 1: entropy is " in told and "step 2: entropy" not in told
+    # The streak goes on where the checkpoint left it, after 2 steps.
+    streak = ["guards.no_variance.limit=3", "guards.no_variance.action=stop"]
+    assert main([f"resume={run}", "steps=4", *streak]) == 1
+    assert "step 3: no rollout had an advantage in 3 steps" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from agenttrain.engine.base import EngineError
 from agenttrain.engine.recorded import RecordedEngine
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_file import rollout_record
-from agenttrain.tracking.rollouts_read import completions, read_rollout
+from agenttrain.tracking.rollouts_read import completions, read_rollout, tool_results
 from agenttrain.types import Completion, Done, Finish, Rollout, Sampling
 
 EVALUATION = ("eval.questions=10", "eval.greedy=false", "tracker=none")
@@ -255,3 +255,18 @@ def test_a_recorded_engine_never_cuts_and_never_invents():
         asyncio.run(_ask(RecordedEngine([said], max_context=9), 2))
     with pytest.raises(EngineError, match="no more were recorded"):
         asyncio.run(_ask(RecordedEngine([], max_context=9), 2))
+
+
+def test_an_id_that_turns_repeat_keeps_each_turns_reply():
+    """Some models write the ids of their calls, and may write one again."""
+    rollout = tracking_rollouts.new(0, 1.0)
+    for reply in (8, 9):
+        tracking_rollouts.say(rollout, (5, 2))
+        tracking_rollouts.call(rollout, reply)
+    again = replace(rollout.tool_results[1].call, id="call_0_0")
+    rollout.tool_results[1] = replace(rollout.tool_results[1], call=again)
+    rollout.messages[-2]["tool_calls"][0]["id"] = "call_0_0"
+    rollout.messages[-1]["tool_call_id"] = "call_0_0"
+    record = json.loads(dumps(rollout_record(rollout)))
+    assert all("content" not in call for call in record["tool_calls"])
+    assert [r.content for r in tool_results(record, rollout.task)] == ["7", "no argument `x`"]

@@ -113,7 +113,7 @@ async def collect(
         rollouts = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
     collected.groups = _whole_groups(attempts, rollouts)
-    usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
+    usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     if attempts and not usable and not may_be_empty:
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
@@ -218,7 +218,7 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
     return rollout
 
 
-def _usable(rollout: Rollout) -> bool:
+def may_be_scored(rollout: Rollout) -> bool:
     """Whether a rollout may be scored: a failure that is not the model's is no reward of zero."""
     failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
     return rollout.turns > 0 and not failed

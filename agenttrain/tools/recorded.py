@@ -13,13 +13,15 @@ class RecordedToolbox(Toolbox):
     """The schemas, limits and stop tools of a toolbox, with the recorded results of one rollout."""
 
     def __init__(self, toolbox: Toolbox, results: Iterable[ToolResult]) -> None:
-        """`results` are found by the ids of their calls."""
+        """`results` are found by the ids of their calls, which turns may repeat."""
         super().__init__(
             {name: toolbox.tool(name) for name in toolbox.names},
             limits={name: toolbox.limits(name) for name in toolbox.names},
             stop_tools=sorted(toolbox.stop_tools),
         )
-        self._results = {result.call.id: result for result in results}
+        self._results: dict[str, list[ToolResult]] = {}
+        for result in results:
+            self._results.setdefault(result.call.id, []).append(result)
 
     async def execute(
         self,
@@ -30,9 +32,9 @@ class RecordedToolbox(Toolbox):
     ) -> list[ToolResult]:
         """The recorded results; raises ToolUnavailable for a call that has none."""
         for call in calls:
-            if call.id not in self._results:
+            if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
-        return [replace(self._results[call.id], call=call) for call in calls]
+        return [replace(self._results[call.id].pop(0), call=call) for call in calls]
 
     async def release(self, rollout_id: str) -> None:
         """No tool was used."""

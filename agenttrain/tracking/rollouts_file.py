@@ -13,7 +13,7 @@ from typing import Any
 
 from agenttrain.tracking.json_lines import dumps, read_rows
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.types import Rollout, Span, ToolResult
+from agenttrain.types import Message, Rollout, Span, ToolResult
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     A tool call has its reply's text as `content` only where the messages do not hold it as it was:
     it was clipped, or the rollout ended before it. `done` says that it ended the episode.
     """
-    shown = _replies(rollout)
+    shown = replies(rollout.messages[len(rollout.task.messages) :])
     record = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
@@ -47,10 +47,13 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     return record
 
 
-def _replies(rollout: Rollout) -> dict[str, str]:
-    """The text of each call's reply, as the messages after the prompt hold it."""
-    added = rollout.messages[len(rollout.task.messages) :]
-    return {m["tool_call_id"]: m["content"] for m in added if m["role"] == "tool"}
+def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
+    """The texts of the replies in messages by the id of their call, which turns may repeat."""
+    found: dict[str, list[str]] = {}
+    for message in messages:
+        if "tool_call_id" in message:
+            found.setdefault(message["tool_call_id"], []).append(message["content"])
+    return found
 
 
 def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
@@ -72,7 +75,7 @@ def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
     return records
 
 
-def _tool_call(result: ToolResult, shown: Mapping[str, str]) -> dict[str, Any]:
+def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, Any]:
     record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
@@ -80,7 +83,8 @@ def _tool_call(result: ToolResult, shown: Mapping[str, str]) -> dict[str, Any]:
         "error": result.error,
         "seconds": result.seconds,
     }
-    if shown.get(result.call.id) != result.content:
+    texts = shown.get(result.call.id)
+    if not texts or texts.pop(0) != result.content:
         record["content"] = result.content
     if result.done:
         record["done"] = True

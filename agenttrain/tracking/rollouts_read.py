@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from agenttrain.tracking.rollouts_file import replies
 from agenttrain.types import (
     Completion,
     Finish,
@@ -56,30 +57,32 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def tool_results(record: Record) -> list[ToolResult]:
+def tool_results(record: Record, task: Task) -> list[ToolResult]:
     """What each call of a record was answered, in their order."""
-    shown = {m["tool_call_id"]: m["content"] for m in record["messages"] if m["role"] == "tool"}
-    written = _written(record["messages"])
-    return [
-        ToolResult(
-            call=_call(made, written.get(made["id"], {})),
-            content=made.get("content", shown.get(made["id"], "")),
-            error=None if made["error"] is None else ToolError(made["error"]),
-            seconds=made["seconds"],
-            done=made.get("done", False),
+    added = record["messages"][len(task.messages) :]
+    shown, written = replies(added), _written(added)
+    results = []
+    for made in record["tool_calls"]:
+        text = (shown.get(made["id"]) or [""]).pop(0)
+        results.append(
+            ToolResult(
+                call=_call(made, (written.get(made["id"]) or [{}]).pop(0)),
+                content=made.get("content", text),
+                error=None if made["error"] is None else ToolError(made["error"]),
+                seconds=made["seconds"],
+                done=made.get("done", False),
+            )
         )
-        for made in record["tool_calls"]
-    ]
+    return results
 
 
-def _written(messages: Sequence[Message]) -> dict[str, Mapping[str, Any]]:
-    """The `function` of every call in the messages, by the call's id."""
-    return {
-        call["id"]: call["function"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-        if "id" in call
-    }
+def _written(messages: Sequence[Message]) -> dict[str, list[Mapping[str, Any]]]:
+    """The `function` of every call in the messages, by the call's id, which turns may repeat."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            found.setdefault(call["id"], []).append(call["function"])
+    return found
 
 
 def _call(made: Record, written: Mapping[str, Any]) -> ToolCall:
@@ -103,7 +106,7 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
         group_id=record["group_id"],
         sample=_sample(record["rollout_id"]),
         messages=[dict(message) for message in record["messages"]],
-        tool_results=tool_results(record),
+        tool_results=tool_results(record, task),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
         rewards=dict(record["rewards"]),

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from agenttrain.training.batch import Row
@@ -49,7 +50,8 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
 
 def check_weights(model: nn.Module, when: str) -> None:
     """Raise NotFinite, naming the weights, unless all are finite."""
-    if all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+    # Stacked, so that a GPU is waited for once and not for every parameter.
+    if torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all():
         return
     broken = broken_weights(model)
     where = _listed([f"{name} ({count})" for name, count in broken.items()])
