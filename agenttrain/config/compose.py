@@ -22,7 +22,10 @@ from agenttrain.config.schema import RunConfig
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
-OPEN_SECTIONS = ("tools.", "reward.", "data.train.", "data.test.", "chat_template.kwargs.")
+OPEN_SECTIONS = (
+    *("tools.", "environment.", "reward.", "data.train.", "data.test."),
+    "chat_template.kwargs.",
+)
 """Sections that hold arguments of other people's functions: any key may be set below them."""
 
 

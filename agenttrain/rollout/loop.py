@@ -16,7 +16,11 @@ from itertools import groupby
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnMalformedCall, OnParallelCalls, RolloutConfig
 from agenttrain.engine.base import Engine, EngineError
+from agenttrain.environments.kind import Episode
 from agenttrain.rollout.clip import fit_replies
+from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.episode import begin, end, score
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -34,6 +38,7 @@ from agenttrain.types import (
     ToolContext,
     ToolError,
     ToolResult,
+    ToolUnavailable,
 )
 
 
@@ -49,33 +54,57 @@ async def run_rollout(
     group_id: str = "",
     sample: int = 0,
     prompt_ids: Sequence[int] | None = None,
+    environments: Environments | None = None,
+    group_seed: int = 0,
 ) -> Rollout:
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
-    `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
-    when the prompt leaves no room to sample, before anything is sampled.
+    `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
+    environments, the same in all of them. Raises PromptTooLong when the prompt leaves no room to
+    sample, before anything is sampled, ValueError for tools or an environment that are not there,
+    RewardError when the environment's reward fails.
     """
-    schemas = toolbox.schemas(task.tools)
-    if prompt_ids is None:
-        prompt_ids = chat.prompt_ids(task.messages, schemas)
-    check_room(task, len(prompt_ids), engine.max_context)
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
-    rollout.messages.extend(dict(message) for message in task.messages)
-    rollout.append_context(prompt_ids, Origin.prompt)
-    loop = _Loop(rollout, engine, chat, toolbox, limits, sampling, schemas)
+    environments = environments or Environments()
     started = time.perf_counter()
+    episode: Episode | None = None
     try:
-        async with asyncio.timeout(limits.timeout_s):
-            await loop.run()
-    except TimeoutError:
-        rollout.stop_reason = StopReason.timeout
-    except EngineError as error:
+        episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
+        tools = RowTools(task, toolbox, environments, episode)
+        _prompt(rollout, engine, chat, tools, prompt_ids)
+        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode)
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                await loop.run()
+        except TimeoutError:
+            rollout.stop_reason = StopReason.timeout
+        await score(rollout, episode)
+    except (EngineError, ToolUnavailable) as error:
         rollout.stop_reason, rollout.error = StopReason.error, str(error)
     finally:
         rollout.seconds = time.perf_counter() - started
-        await engine.release(rollout_id)
-        await toolbox.release(rollout_id)
+        # The engine first: others may wait for this row, and closing can take its time.
+        try:
+            await engine.release(rollout_id)
+            await toolbox.release(rollout_id)
+        finally:
+            await end(rollout, episode)
     return rollout
+
+
+def _prompt(
+    rollout: Rollout,
+    engine: Engine,
+    chat: Chat,
+    tools: RowTools,
+    prompt_ids: Sequence[int] | None,
+) -> None:
+    task = rollout.task
+    rollout.messages.extend(dict(message) for message in task.messages)
+    if prompt_ids is None:
+        prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
+    check_room(task, len(prompt_ids), engine.max_context)
+    rollout.append_context(prompt_ids, Origin.prompt)
 
 
 def check_room(task: Task, prompt_length: int, max_context: int) -> None:
@@ -92,10 +121,10 @@ class _Loop:
     rollout: Rollout
     engine: Engine
     chat: Chat
-    toolbox: Toolbox
+    tools: RowTools
     limits: RolloutConfig
     sampling: Sampling
-    schemas: list[dict]
+    episode: Episode | None
     _streak: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -108,7 +137,7 @@ class _Loop:
             completion = await self._sample(budget)
             turn = self.chat.parse(
                 completion.token_ids,
-                self.schemas,
+                self.tools.schemas,
                 turn=self.rollout.turns - 1,
                 after=self.rollout.messages[-1]["role"],
             )
@@ -149,8 +178,8 @@ class _Loop:
         """Run the turn's calls and append their replies; the reason to stop, if there is one."""
         calls = self._calls(turn)
         if not calls:
-            return self._next_question(turn, completion)
-        stops = any(call.name in self.toolbox.stop_tools for call in calls)
+            return await self._next_question(turn, completion)
+        stops = any(call.name in self.tools.stop_tools for call in calls)
         if not stops and (reason := self._refusal(turn, calls, completion)):
             return reason
         results = await self._execute(calls)
@@ -158,29 +187,53 @@ class _Loop:
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
         return reason
 
-    def _next_question(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
-        """Append the task's next scripted user turn; `completed` when there is none left."""
-        added = self.rollout.messages[len(self.rollout.task.messages) :]
-        asked = sum(message["role"] == "user" for message in added)
-        if asked == len(self.rollout.task.user_turns):
-            return StopReason.completed
+    async def _next_question(
+        self, turn: AssistantTurn, completion: Completion
+    ) -> StopReason | None:
+        """Append what the user says next; the reason to stop when that is nothing."""
+        text = await self._user_says()
+        if text is None:
+            return StopReason.environment_done if self._is_over() else StopReason.completed
+        if self._is_over():
+            self._append_question(turn, completion, text, generation_prompt=False)
+            return StopReason.environment_done
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
-        question: Message = {"role": "user", "content": self.rollout.task.user_turns[asked]}
+        fits = self._append_question(turn, completion, text, generation_prompt=True)
+        return None if fits else self._full()
+
+    async def _user_says(self) -> str | None:
+        """The task's next scripted user turn; after the last one the environment is asked."""
+        added = self.rollout.messages[len(self.rollout.task.messages) :]
+        asked = sum(message["role"] == "user" for message in added)
+        if asked < len(self.rollout.task.user_turns):
+            return self.rollout.task.user_turns[asked]
+        if self.episode is None:
+            return None
+        return await self.episode.user(self.rollout.messages[-1])
+
+    def _is_over(self) -> bool:
+        return self.episode is not None and self.episode.done
+
+    def _append_question(
+        self, turn: AssistantTurn, completion: Completion, text: str, *, generation_prompt: bool
+    ) -> bool:
+        """Append a user message; False, and nothing is appended, where it does not fit whole."""
+        question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
             turn,
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=True,
+            generation_prompt=generation_prompt,
         )
         # Unlike a tool's text, a question is never clipped: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + 1 > self._room():
-            return self._full()
+        if sum(len(ids) for _, ids in suffix) + int(generation_prompt) > self._room():
+            return False
         for origin, token_ids in suffix:
             self.rollout.append_context(token_ids, origin)
         self.rollout.messages.append(question)
-        return None
+        return True
 
     def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
         ignore = self.limits.on_malformed_call is OnMalformedCall.ignore
@@ -223,17 +276,15 @@ class _Loop:
 
     async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
         """One result per call, in call order; calls over a limit get an error result."""
-        if self._too_many(calls) and not any(c.name in self.toolbox.stop_tools for c in calls):
+        if self._too_many(calls) and not any(c.name in self.tools.stop_tools for c in calls):
             return await self._execute_first(calls)
         allowed = len(calls)
         if self.limits.max_tool_calls is not None:
             allowed = max(self.limits.max_tool_calls - len(self.rollout.tool_results), 0)
             # A stop tool ends the rollout before any other limit, so it always runs.
-            if any(call.name in self.toolbox.stop_tools for call in calls):
+            if any(call.name in self.tools.stop_tools for call in calls):
                 allowed = len(calls)
-        results = await self.toolbox.execute(
-            calls[:allowed], self._context, allowed=self.rollout.task.tools
-        )
+        results = await self.tools.execute(calls[:allowed], self._context)
         over = f"Error: the limit of {self.limits.max_tool_calls} tool calls is reached"
         results += [
             ToolResult(call=call, content=over, error=ToolError.limit) for call in calls[allowed:]
@@ -261,11 +312,12 @@ class _Loop:
             task=self.rollout.task,
             turn=self.rollout.turns - 1,
             call_id=call.id,
+            tool=call.name,
         )
 
     def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
         """Limits that end the rollout once the calls are answered."""
-        if any(result.done for result in results):
+        if self._is_over() or any(result.done for result in results):
             return StopReason.environment_done
         if any(result.error is ToolError.limit for result in results):
             return StopReason.max_tool_calls
