@@ -13,15 +13,16 @@ from typing import Any
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.check import certified
+from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import build_rows
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
+from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
 from agenttrain.training.policy import Policy
@@ -34,6 +35,7 @@ class Prepared:
     tokenizer: Any
     chat: Chat
     toolbox: Toolbox
+    environments: Environments
     rubric: Rubric
     certificate: Certificate
     train_tasks: TaskSource
@@ -61,20 +63,34 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    train = TaskSource(
-        build_rows(config.data.train, "data.train"), shuffle=config.data.shuffle, seed=config.seed
-    )
-    test = TaskSource(build_rows(config.data.test, "data.test"))
-    check_columns(test, {"eval.group_by": config.eval.group_by})
+    check_columns(found.test_tasks, {"eval.group_by": config.eval.group_by})
     return Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
-        rubric=build_rubric(config.reward),
+        environments=found.environments,
+        rubric=build_rubric(_rewards(config, found.environments)),
         certificate=found.certificate,
-        train_tasks=train,
-        test_tasks=test,
+        train_tasks=found.train_tasks,
+        test_tasks=found.test_tasks,
     )
+
+
+def _rewards(config: RunConfig, environments: Environments) -> dict[str, Any]:
+    """The reward sections with the environments' own; raises ValueError when that is left out."""
+    sections = reward_sections(config, rewarding=bool(environments.rewards))
+    targets = [section.get("_target_") for section in sections.values()]
+    if environments.rewards and REWARD_TARGET not in targets:
+        raise ValueError(
+            f"reward.{REWARD}._target_={sections[REWARD]['_target_']}: hides the `reward` of "
+            f"environment.{environments.rewards[0]}; give yours another name: reward.mine._target_"
+        )
+    if not environments.rewards and REWARD_TARGET in targets:
+        raise ValueError(
+            f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
+            f"one, or leave out reward.{REWARD}"
+        )
+    return sections
 
 
 def precision_advice(config: RunConfig) -> str | None:
@@ -124,5 +140,6 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         toolbox=prepared.toolbox,
         rubric=prepared.rubric,
         limits=config.rollout,
+        environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)

@@ -79,12 +79,13 @@ class Trainer:
         return {
             **rollout_metrics(
                 collected.groups,
-                tools=self.collector.toolbox.names,
+                tools=self.collector.tool_names,
                 rewards=self.collector.rubric.names,
             ),
             **training,
             "rollout/dropped": collected.dropped,
             "data/overlong": collected.overlong,
+            "data/uneven_prompts": collected.uneven_prompts,
             "time/reward_s": collected.reward_s,
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             "tokens_per_s": tokens / clock.seconds["rollout"],

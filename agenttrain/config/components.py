@@ -10,11 +10,13 @@ from dataclasses import fields
 from math import isfinite
 from typing import Any
 
+from agenttrain.config.environments import REWARD_TARGET, reward_sections, setting_problems
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, check_row_file
-from agenttrain.config.schema import RunConfig, ToolLimits
+from agenttrain.config.schema import EnvironmentSettings, RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
+from agenttrain.config.tool_names import stop_tool_problems
 
 
 def is_number(value: Any, *, whole: bool = False) -> bool:
@@ -34,20 +36,29 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
             if not is_number(value, whole=whole) or value <= 0:
                 wanted = "a whole number of at least 1" if whole else "a number above 0"
                 yield f"tools.{name}.{limit}={value}: must be {wanted}"
-    for name in config.stop_tools:
-        if name not in config.tools:
-            hint = did_you_mean(name, config.tools)
-            known = ", ".join(config.tools) or "none"
+    yield from stop_tool_problems(config)
+
+
+def environment_problems(config: RunConfig) -> Iterator[str]:
+    settings = tuple(field.name for field in fields(EnvironmentSettings))
+    for name, section in config.environment.items():
+        key = f"environment.{name}"
+        yield from _component(key, section, extra=settings, others=config.environment)
+        if isinstance(section, Mapping):
+            yield from setting_problems(key, section)
+    for name, section in config.reward.items():
+        ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
+        if ours and not config.environment:
             yield (
-                f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}; "
-                "stop_tools=[] is none (as with experiment=none)"
+                f"reward.{name}: is the reward of an environment, and the run has none; add "
+                "+environment.<name>._target_=<class>, or leave it out"
             )
 
 
 def reward_problems(config: RunConfig) -> Iterator[str]:
-    if not config.reward:
+    if not config.reward and not config.environment:  # an environment may have a reward
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
-    for name, section in config.reward.items():
+    for name, section in reward_sections(config).items():
         yield from _component(f"reward.{name}", section, extra=("weight",), others=config.reward)
         weight = section.get("weight", 1) if isinstance(section, Mapping) else 1
         if not is_number(weight):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agenttrain.config.arithmetic import arithmetic
+from agenttrain.config.environments import reward_sections
 from agenttrain.config.schema import RunConfig
 
 
@@ -17,9 +18,13 @@ def describe(config: RunConfig) -> str:
         "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
         "tools": ", ".join(config.tools) or "none",
         "stop tools": ", ".join(config.stop_tools) or "none",
+        **_environments(config),
         "train data": _call(config.data.train),
         "test data": _call(config.data.test),
-        "reward": ", ".join(f"{name} {_call(part)}" for name, part in config.reward.items()),
+        "reward": ", ".join(
+            f"{name} {_call(part)}" for name, part in reward_sections(config).items()
+        )
+        or "none",
         "algorithm": f"{algorithm.name}: advantage {algorithm.advantage}, scale {algorithm.scale}, "
         f"ratio {algorithm.ratio}, clip -{algorithm.clip_low:g} +{algorithm.clip_high:g}, "
         f"{algorithm.aggregation}, beta {algorithm.beta:g}",
@@ -30,6 +35,11 @@ def describe(config: RunConfig) -> str:
     }
     lines = [f"{name:<12}{text}" for name, text in parts.items()]
     return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _environments(config: RunConfig) -> dict[str, str]:
+    shown = [f"{name} {_call(part)}" for name, part in config.environment.items()]
+    return {"environment": ", ".join(shown)} if shown else {}
 
 
 def _call(section: Mapping[str, Any]) -> str:

@@ -13,7 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from agenttrain.config.components import data_problems, reward_problems, tool_problems
+from agenttrain.config.components import (
+    data_problems,
+    environment_problems,
+    reward_problems,
+    tool_problems,
+)
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
@@ -212,6 +217,6 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, _algorithm),
-    *(tool_problems, reward_problems, data_problems, _model, _files, _names),
+    *(tool_problems, environment_problems, reward_problems, data_problems, _model, _files, _names),
     *(_optimizer, _evaluation),
 )

@@ -29,8 +29,6 @@ from agenttrain.config.schema import EnvironmentSettings
 from agenttrain.environments.instance import Instance, TookTooLong, bounded
 from agenttrain.types import Message, Rollout, ToolUnavailable
 
-HOOKS = ("reset", "done", "user", "reward", "close")
-"""Names that are no tools."""
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
 """What a `reset` may ask for, by name."""
 

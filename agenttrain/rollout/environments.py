@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.environments.kind import HOOKS, EnvironmentKind
+from agenttrain.config.tool_names import HOOKS
+from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.tools.base import Tool
 from agenttrain.tools.methods import method_schema, public_methods
 from agenttrain.tools.toolbox import Toolbox

@@ -142,9 +142,7 @@ class _Step:
     """The declared tool is a method of the environment."""
 
 
-async def _run(
-    toolbox: Toolbox, steps: Sequence[_Step], context_of: ContextOf
-) -> list[ToolResult]:
+async def _run(toolbox: Toolbox, steps: Sequence[_Step], context_of: ContextOf) -> list[ToolResult]:
     originals = {id(step.passed): step.call for step in steps}
     results = await toolbox.execute(
         [step.passed for step in steps], lambda passed: context_of(originals[id(passed)])

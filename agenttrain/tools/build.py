@@ -9,8 +9,9 @@ from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.components import is_number
 from agenttrain.config.schema import ToolLimits
-from agenttrain.config.target import locate_section
+from agenttrain.config.target import Located, locate_section
 from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.methods import method_tools
 from agenttrain.tools.toolbox import Toolbox
 
 
@@ -22,15 +23,22 @@ def build_toolbox(
     Example: ``{"lookup": {"_target_": "my_pkg.lookup", "timeout_s": 2.0, "table": "a.csv"}}`` is a
     tool `lookup` of two seconds whose parameter `table` is bound. `_target_` names a function, a
     class whose instances are callable (built once, with the bound arguments), or a function
-    annotated to return a Tool or a callable. Raises ValueError with key, value and remedy.
+    annotated to return a Tool or a callable. Of a class whose instances cannot be called, every
+    public method is a tool. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limits[name] = _limits(located.bound, key)
-        built[name] = _build(located.found, name, located.bound, located.where)
+        limit = _limits(located.bound, key)
+        for tool in _build(located, name):
+            if tool.name in built:
+                raise ValueError(
+                    f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
+                    "one of the two"
+                )
+            built[tool.name], limits[tool.name] = tool, limit
     return Toolbox(built, limits=limits, stop_tools=stop_tools, threads=threads)
 
 
@@ -47,21 +55,22 @@ def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
     return ToolLimits(**given)
 
 
-def _build(target: Any, name: str, bound: dict[str, Any], where: str) -> Tool:
+def _build(located: Located, name: str) -> list[Tool]:
+    target, bound, where = located.found, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     if not inspect.isclass(target) and not _makes_tool(target):
-        return _wrap(target, name, bound, where)
+        return [_wrap(target, name, bound, where)]
     try:
         inspect.signature(target).bind(**bound)
         made = target(**bound)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} with {bound}: {error}") from error
     if hasattr(made, "schema") and hasattr(made, "name"):
-        return made
+        return [made]
     if not callable(made):
-        raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
-    return _wrap(made, name, {}, where)
+        return list(method_tools(made, where).values())
+    return [_wrap(made, name, {}, where)]
 
 
 def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], where: str) -> Tool:

@@ -6,11 +6,9 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+from agenttrain.config.tool_names import LIFE_CYCLE
 from agenttrain.tools.base import FunctionTool, call_optional
 from agenttrain.tools.schema import function_schema, takes_context
-
-LIFE_CYCLE = ("release", "close")
-"""Methods of a class in `tools` that are no tools: a rollout, or the run, is over."""
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
@@ -51,8 +49,8 @@ def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
     names = public_methods(type(made))
     if not names:
         raise ValueError(
-            f"{where}: its instances cannot be called and have no public method; give the class a "
-            "__call__, or methods that are tools"
+            f"{where}: its instances cannot be called; give the class a __call__, or public "
+            "methods, each of which is a tool then"
         )
     keeper: object | None = made
     tools: dict[str, FunctionTool] = {}
