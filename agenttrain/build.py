@@ -12,10 +12,11 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified
+from agenttrain.check import certified, check_rows
 from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.data.build import build_rows
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
@@ -63,7 +64,17 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    check_columns(found.test_tasks, {"eval.group_by": config.eval.group_by})
+    needs_prompt = not config.environment
+    train = TaskSource(
+        build_rows(config.data.train, "data.train"),
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+        needs_prompt=needs_prompt,
+    )
+    test = TaskSource(build_rows(config.data.test, "data.test"), needs_prompt=needs_prompt)
+    check_rows(found, "data.train", train)
+    check_rows(found, "data.test", test)
+    check_columns(test, {"eval.group_by": config.eval.group_by})
     return Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
@@ -71,8 +82,8 @@ def prepare(config: RunConfig) -> Prepared:
         environments=found.environments,
         rubric=build_rubric(_rewards(config, found.environments)),
         certificate=found.certificate,
-        train_tasks=found.train_tasks,
-        test_tasks=found.test_tasks,
+        train_tasks=train,
+        test_tasks=test,
     )
 
 

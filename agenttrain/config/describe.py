@@ -8,6 +8,7 @@ from typing import Any
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.environments import reward_sections
 from agenttrain.config.schema import RunConfig
+from agenttrain.config.tool_names import tool_names
 
 
 def describe(config: RunConfig) -> str:
@@ -38,8 +39,13 @@ def describe(config: RunConfig) -> str:
 
 
 def _environments(config: RunConfig) -> dict[str, str]:
-    shown = [f"{name} {_call(part)}" for name, part in config.environment.items()]
-    return {"environment": ", ".join(shown)} if shown else {}
+    """Each environment with the tools that it adds, as far as its source tells."""
+    lines = []
+    for name, section in config.environment.items():
+        found = tool_names(RunConfig(environment={name: section}))
+        tools = [*found.names, *([] if found.complete else ["…"])]
+        lines.append(f"{name} {_call(section)}, tools {', '.join(tools) or 'none'}")
+    return {"environment": "\n            ".join(lines)} if lines else {}
 
 
 def _call(section: Mapping[str, Any]) -> str:

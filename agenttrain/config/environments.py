@@ -34,6 +34,12 @@ def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def rewarding(config: RunConfig) -> bool:
+    """Whether the source of some environment has a `reward` (that of a base class is not seen)."""
+    targets = [look_up(section["_target_"]) for section in config.environment.values()]
+    return any("reward" in target.methods for target in targets)
+
+
 def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
     """The reward functions of a run, with the environments' own among them.
 

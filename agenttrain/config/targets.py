@@ -137,6 +137,9 @@ def _parameters(node: Definition) -> tuple[str, ...] | None:
     """Names that may be passed by keyword; None: any, or not to be seen here."""
     if isinstance(node, ast.ClassDef):
         init = next((n for name, n in _definitions(node.body) if name == "__init__"), None)
+        plain = not (node.decorator_list or node.bases or node.keywords)
+        if plain and all(name != "__init__" for name, _ in _definitions(node.body)):
+            return ()
         if node.decorator_list or not isinstance(init, ast.FunctionDef):
             return None
         node, skip = init, 1

@@ -74,10 +74,10 @@ class TaskSource:
         """The task of a row, whatever the order."""
         return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
 
-    def place(self, index: int) -> str:
-        """Where a row stands, for messages: ``path=rows.jsonl, line 17``, or ``data row 16``."""
-        place = getattr(self._rows, "place", None)
-        return f"data row {index}" if place is None else place(index)
+    def where(self, index: int) -> str:
+        """How an error message names a row."""
+        where = getattr(self._rows, "where", None)
+        return f"data row {index}" if where is None else where(index)
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:

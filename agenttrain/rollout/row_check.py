@@ -50,11 +50,12 @@ def row_tool_sets(
     seen: set[str] = set()
     count = LOOKED_AT if len(source) == sys.maxsize else min(len(source), CHECKED)
     for index in range(count):
-        task = source.row(index)
         try:
+            task = source.row(index)
             tools = RowTools(task, toolbox, environments)
         except ValueError as error:
-            raise RowError(f"{key}: {source.place(index)}: {error}") from error
+            reason = str(error).removeprefix(f"data row {index}: ")
+            raise RowError(f"{key}: {source.where(index)}: {reason}") from error
         names = json.dumps(tools.schemas)
         if task.tools is not None and names not in seen:
             seen.add(names)
