@@ -11,6 +11,8 @@ from typing import Any
 import parts
 import pytest
 import worlds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from parts import LIMITS, call, ids, script, toolbox
 
 from agenttrain.config.schema import EnvironmentSettings, ToolLimits
@@ -366,15 +368,18 @@ def test_failing_resets_are_dropped_and_counted_never_scored():
         asyncio.run(parts.acollect(collector(the_worlds, script(BYE)), [task(1, bad=True)]))
 
 
-def test_prompts_that_differ_within_a_group_are_counted():
+def test_prompts_that_differ_within_a_group_are_counted_and_told_once(capsys):
     class Dice(worlds.Life):
         def reset(self, seed: int) -> str:
             return f"You rolled {seed % 1000}."
 
-    collected = asyncio.run(
-        parts.acollect(collector(environments(Dice), script(BYE)), [task(), task(1)], samples=2)
-    )
-    assert collected.uneven_prompts == 2
+    the_worlds = environments(Dice)
+    for _ in range(2):
+        collecting = collector(the_worlds, script(BYE))
+        collected = asyncio.run(parts.acollect(collecting, [task(), task(1)], samples=2))
+        assert collected.uneven_prompts == 2
+    told = capsys.readouterr().err
+    assert told.count("note: in 2 of 2 groups the environment's reset gave") == 1
 
 
 def test_a_prompt_that_a_reset_makes_too_long_is_counted_as_overlong():
@@ -491,3 +496,54 @@ def test_limits_of_an_environment_are_those_of_its_tools():
     assert isinstance(EnvironmentSettings(timeout_s=2.0), ToolLimits)
     done = run(call("wait", "{}"), BYE, worlds_=environments(worlds.Stuck, timeout_s=0.05))
     assert done.tool_results[0].content == "Error: timed out after 0.05 s"
+
+
+ANSWERS = (
+    move(1),
+    move(101),
+    call("move", '{"stps": 1}'),
+    call("look", "{}"),
+    call("nope", "{}"),
+    call("add", '{"a": 1, "b": 2}'),
+    f"{move(1)[:-10]}\n{call('look', '{}')}",
+    "<tool_call>\n{broken\n</tool_call><|im_end|>",
+    BYE,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(ANSWERS), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+)
+def test_whatever_models_do_every_world_is_closed_once_and_every_call_answered(
+    scripts, pooled, max_tool_calls
+):
+    worlds.Life.events = []
+    the_worlds = environments(worlds.Maze, pooled=pooled)
+
+    def answer(token_ids, session, turn):
+        return ids(scripts[int(session.split("-")[2])][turn])
+
+    async def scenario():
+        collecting = collector(the_worlds, answer, max_tool_calls=max_tool_calls)
+        collected = await parts.acollect(collecting, [task(n) for n in range(len(scripts))])
+        await the_worlds.aclose()
+        return collected
+
+    collected = asyncio.run(scenario())  # collect verifies every ledger
+    counts = Counter(worlds.Life.events)
+    assert set(counts.values()) <= {1} or pooled
+    made = {number for what, number in counts if what == "made"}
+    assert made == {number for what, number in counts if what == "closed"}
+    for done in collected.rollouts:
+        at = sum(
+            int(result.call.arguments["steps"])
+            for result in done.tool_results
+            if result.call.name == "move" and result.error is None
+        )
+        assert done.environment_reward == at / 3
+        assert (done.stop_reason is StopReason.environment_done) == (at >= 3)
+        replied = [m["tool_call_id"] for m in done.messages if m["role"] == "tool"]
+        assert replied == [result.call.id for result in done.tool_results]

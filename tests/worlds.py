@@ -131,3 +131,16 @@ class DoneAtOnce(Life):
 class BadReward(Life):
     def reward(self, rollout: Rollout) -> str:
         return "much"
+
+
+def flat(rollout: Rollout) -> float:
+    return 1.0
+
+
+def move(steps: int) -> str:
+    """Walk.
+
+    Args:
+        steps: How far.
+    """
+    return f"{steps}"

@@ -121,6 +121,7 @@ async def collect(
         )
     collected.groups = _whole_groups(attempts, results)
     collected.uneven_prompts = sum(map(_uneven, collected.groups))
+    collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
     if attempts and not usable:
         raise NoRollouts(_why(collected.rollouts, len(attempts)))

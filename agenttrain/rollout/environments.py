@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Environments:
         self.kinds = dict(kinds or {})
         self.toolboxes = {name: _toolbox(kind, stop_tools) for name, kind in self.kinds.items()}
         self._empty = Toolbox({})
+        self._told = False
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -73,6 +75,18 @@ class Environments:
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
         """The methods of an environment; an empty toolbox for None."""
         return self._empty if kind is None else self.toolboxes[kind.name]
+
+    def tell_uneven(self, groups: int, total: int) -> None:
+        """Say once, on stderr, that groups began with different prompts."""
+        if groups and not self._told:
+            self._told = True
+            print(
+                f"note: in {groups} of {total} groups the environment's reset gave the rollouts of "
+                "one task different prompts, and their rewards are compared with each other; take "
+                "from `group_seed`, not `seed`, what they must share (metric: data/uneven_prompts; "
+                "said once)",
+                file=sys.stderr,
+            )
 
     async def aclose(self) -> None:
         """The run is over: close every instance and its tools."""
