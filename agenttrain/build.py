@@ -26,6 +26,7 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
+from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 
 
@@ -104,16 +105,6 @@ def _rewards(config: RunConfig, environments: Environments) -> dict[str, Any]:
     return sections
 
 
-def precision_advice(config: RunConfig) -> str | None:
-    """What is wrong with training in `model.dtype`; None if nothing is."""
-    if config.model.dtype == "float32":
-        return None
-    return (
-        f"model.dtype={config.model.dtype}: the optimizer's updates are rounded to it too, and "
-        "small ones are lost. model.dtype=float32 training.mixed_precision=bf16 keeps them."
-    )
-
-
 def seed_all(seed: int) -> None:
     """Seed the generators that anyone's tool, reward or data may draw from."""
     import numpy as np
@@ -135,6 +126,8 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
     )
+    if config.model.lora.rank:
+        add_lora(model, config.model.lora)
     policy = Policy(
         model,
         algorithm=config.algorithm,

@@ -78,6 +78,7 @@ examples
   agenttrain check algorithm.group_size=16           what would that be?
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
+        if verb == "export":
+            return _export(rest)
         return _view(rest) if verb == "view" else _run(parse(arguments))
     except ConfigError as error:
         for line in str(error).splitlines():
@@ -323,6 +326,12 @@ def _view(arguments: Sequence[str]) -> int:
 
 def _templates(arguments: Sequence[str]) -> int:
     from agenttrain.chat.command import main  # tokenizers come with it
+
+    return main(arguments)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from agenttrain.training.export import main
 
     return main(arguments)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, precision_advice, prepare
+from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
@@ -204,8 +204,6 @@ def record_fix(folder: Path, prepared: Prepared) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    if advice := precision_advice(job.config):
-        print(f"warning: {advice}", file=sys.stderr)
     with _timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)

@@ -97,3 +97,38 @@ def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
     assert f"the groups are in {packaged}" in text
     checked = agenttrain("check", "experiment=calculator", cwd=tmp_path, package=installed)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_adapters_are_trained_resumed_evaluated_and_exported(tmp_path: Path) -> None:
+    lora = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01")
+    done = agenttrain(*SHORT, *lora, "eval.questions=0", "hydra.run.dir=mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = agenttrain("resume=mine", "steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    evaluation = ("eval", "run=mine", "eval.questions=2", "hydra.run.dir=judged")
+    done = agenttrain(*evaluation, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = agenttrain("export", "mine", "to=served", "dtype=bfloat16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step-000002 -> served" in done.stdout
+    assert (tmp_path / "served" / "model.safetensors").is_file()
+    done = agenttrain("check", "debug=tiny", "model.path=served", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_export_that_cannot_be_says_why(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "manifest.json").write_text("{}")
+    for arguments, problem in (
+        (["nowhere", "to=out"], "neither a run with a checkpoint nor a checkpoint"),
+        (["checkpoint"], "give export <run or checkpoint folder> to="),
+        (["checkpoint", "to=full"], "to=full: holds something already"),
+        (["checkpoint", "to=out", "dtype=int8"], "expected one of auto, float32"),
+        (["checkpoint", "to=out", "merge=1"], "merge=…: not an option of export"),
+    ):
+        done = agenttrain("export", *arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert problem in done.stderr
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"

@@ -96,6 +96,12 @@ UNUSABLE = {
     "optimizer.warmup_steps=80": "the warm-up would not end in steps=80; lower it",
     "optimizer.betas=[0.9]": "must be two numbers",
     "optimizer.betas=[0.9,1]": "must be two numbers from 0 to below 1",
+    "optimizer.momentum=0.5": "is Muon's; add optimizer=muon",
+    "optimizer.schedule_options.power=2": "not an option of optimizer.schedule=linear",
+    "optimizer.schedule=cosine_with_min_lr": "set one of optimizer.schedule_options.min_lr",
+    "optimizer.schedule=warmup_stable_decay": "num_decay_steps=None: optimizer.schedule=warmup",
+    "model.lora.rank=-1": "must be 0 (no adapters) or more",
+    "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
     # Names that are no enums.
     "engine.name=transformer": "expected one of: transformers (did you mean 'transformers'?)",
     "tracker.name=wandb": "expected one of: trackio, none",

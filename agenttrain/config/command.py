@@ -28,6 +28,7 @@ VERBS = {
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
 WITH_VALUE = (

@@ -24,7 +24,7 @@ HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "reward.", "data.train.", "data.test."),
-    "chat_template.kwargs.",
+    *("chat_template.kwargs.", "optimizer.schedule_options."),
 )
 """Sections that hold arguments of other people's functions: any key may be set below them."""
 

@@ -10,7 +10,7 @@ from agenttrain.config.suggest import did_you_mean
 
 BUNDLED = "bundled:"
 PARTS = {
-    "config.json": ("config.json",),
+    "config.json": ("config.json", "adapter_config.json"),
     "file of weights (*.safetensors, *.bin)": ("*.safetensors", "*.bin"),
     "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
 }

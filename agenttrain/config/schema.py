@@ -104,14 +104,29 @@ class KlIn(StrEnum):
     reward = "reward"
 
 
+class OptimizerName(StrEnum):
+    """What updates the weights."""
+
+    adamw = "adamw"
+    muon = "muon"
+    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+
+
 class Schedule(StrEnum):
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up: transformers' schedules, by their names."""
 
     constant = "constant"
     linear = "linear"
-    """Down to zero at the last step."""
+    """Down to zero after the last step."""
     cosine = "cosine"
-    """Down to zero at the last step."""
+    """Down to zero after the last step."""
+    cosine_with_restarts = "cosine_with_restarts"
+    cosine_with_min_lr = "cosine_with_min_lr"
+    """Down to `min_lr` or `min_lr_rate` of schedule_options."""
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+    """Flat, then down within the last `num_decay_steps` of schedule_options."""
 
 
 class WeightSyncMode(StrEnum):
@@ -122,13 +137,26 @@ class WeightSyncMode(StrEnum):
 
 
 @dataclass
+class LoraSettings:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
+
+    rank: int = 0
+    """Of each adapter's matrices; 0: no adapters, all weights are trained."""
+    alpha: float = 32.0
+    """An adapter's output is scaled by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
+
+
+@dataclass
 class ModelConfig:
     """The policy. `path` is a folder that transformers can load, or `bundled:<name>`."""
 
     path: str = MISSING
     """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
     dtype: Dtype = Dtype.float32
-    """Number format of the weights while training."""
+    """Number format of the weights; the optimizer keeps float32 copies of others."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass
@@ -265,14 +293,20 @@ class EngineConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.99)
+    """Of AdamW."""
+    momentum: float = 0.95
+    """Of Muon."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    """Of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this L2 norm."""
 
@@ -287,6 +321,8 @@ class TrainingConfig:
     """Logits held at once; above it they are recomputed in the backward pass."""
     mixed_precision: str = "no"
     """accelerate's `no`, `bf16` or `fp16`."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from agenttrain.config.components import (
 )
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
+from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
 from agenttrain.config.suggest import did_you_mean
 
@@ -189,19 +190,6 @@ def _names(config: RunConfig) -> Iterator[str]:
         yield f"tracker.rollouts={rollouts}: expected all, none, or a whole number{hint}"
 
 
-def _optimizer(config: RunConfig) -> Iterator[str]:
-    warmup = config.optimizer.warmup_steps
-    if 0 < config.steps <= warmup:
-        yield (
-            f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={config.steps}; "
-            "lower it (0: no warm-up), or raise steps"
-        )
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        shown = ",".join(str(beta) for beta in betas)
-        yield f"optimizer.betas=[{shown}]: must be two numbers from 0 to below 1, e.g. [0.9,0.99]"
-
-
 def _evaluation(config: RunConfig) -> Iterator[str]:
     evaluation = config.eval
     if not 0 < evaluation.top_p <= 1:
@@ -218,5 +206,5 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, _algorithm),
     *(tool_problems, environment_problems, reward_problems, data_problems, _model, _files, _names),
-    *(_optimizer, _evaluation),
+    *(optimizer_problems, weight_problems, _evaluation),
 )

@@ -1,6 +1,7 @@
 """Checkpoints that are whole or not there.
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
+                           (with LoRA: adapter_model.safetensors and adapter_config.json)
                            policy.pt      optimizer and step
                            rng-0.pt       python, numpy and torch random states of process 0
                            state.json     what the trainer wants back
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from agenttrain.training.lora import is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
 from agenttrain.types import AgenttrainError
 
@@ -83,7 +85,10 @@ class Checkpoints:
 
     def _write(self, policy: Policy, part: Path, state: Mapping[str, Any]) -> None:
         try:
-            policy.model.save_pretrained(part)
+            if is_adapted(policy.model):
+                save_adapter(policy.model, part)
+            else:
+                policy.model.save_pretrained(part)
             self._tokenizer.save_pretrained(part)
             torch.save(policy.state_dict(), part / "policy.pt")
         except (RuntimeError, SafetensorError) as error:  # a full disk, as these two tell it
@@ -96,8 +101,11 @@ class Checkpoints:
         Raises CheckpointError, before anything is changed, when a file is not what was written.
         """
         verify(path)
-        saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
-        policy.model.load_state_dict(saved.state_dict())
+        if is_adapted(policy.model):
+            load_adapter(policy.model, path)
+        else:
+            saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
+            policy.model.load_state_dict(saved.state_dict())
         policy.load_state_dict(torch.load(path / "policy.pt", weights_only=True))
         index = policy.accelerator.process_index
         _set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.training.attention import packing
 from agenttrain.training.batch import Microbatch
@@ -58,6 +59,7 @@ class Scorer(nn.Module):
         training = self.model.training
         # Dropout would make the policy another than the one that sampled.
         self.model.eval()
+        _wake_checkpointed(self.model)
         try:
             if self.packed:
                 with packing(self.model):
@@ -78,6 +80,27 @@ class Scorer(nn.Module):
             temperature=self.temperature,
             logits_budget_mb=self.logits_budget_mb,
         )
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the model's layers recompute themselves in the backward pass.
+
+    Raises UnsupportedModel for a model that cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UnsupportedModel(
+            f"training.gradient_checkpointing=true: {type(model).__name__} cannot; set it to false"
+        )
+    # Renamed in transformers 5.23.
+    older = model.gradient_checkpointing_enable
+    getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+
+
+def _wake_checkpointed(model: PreTrainedModel) -> None:
+    """Layers recompute only in training mode; what is in them (dropout) stays in eval mode."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.training = True
 
 
 def head_logprobs(

@@ -23,7 +23,9 @@ from agenttrain.config.schema import AlgorithmConfig, KlIn, OptimizerConfig, Tra
 from agenttrain.training.averages import Averages
 from agenttrain.training.batch import Microbatch, Row, make_row, pack, split, stand_in
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
-from agenttrain.training.logprobs import Scorer
+from agenttrain.training.logprobs import Scorer, checkpoint_layers
+from agenttrain.training.lora import BaseScorer, is_adapted
+from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.schedule import learning_rate
 from agenttrain.types import AgenttrainError, Rollout
 
@@ -84,12 +86,16 @@ class Policy:
         self._steps = steps
         budget = training.logits_budget_mb
         self._scorer = Scorer(self.model, temperature=temperature, logits_budget_mb=budget)
+        if training.gradient_checkpointing:
+            checkpoint_layers(self.model)
         self._reference: Any = self._freeze(self._scorer) if algorithm.beta > 0 else None
         self._wrapped, self.optimizer = self.accelerator.prepare(
-            self._scorer, _adamw(self.model, optimizer)
+            self._scorer, build_optimizer(self.model, optimizer)
         )
 
     def _freeze(self, scorer: Scorer) -> Any:
+        if is_adapted(self.model):
+            return BaseScorer(scorer)
         frozen = copy.deepcopy(scorer).requires_grad_(False)
         return self.accelerator.prepare_model(frozen, evaluation_mode=True)
 
@@ -296,14 +302,3 @@ def _not_finite(losses: Tensor, norm: float, microbatches: Sequence[Microbatch],
         f"step {step}: loss {losses.sum().item():g}, gradient norm {norm:g}{where}. The weights "
         "are those before this update. Lower optimizer.lr, or set training.mixed_precision=no."
     )
-
-
-def _adamw(model: PreTrainedModel, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW whose weight decay leaves norms and biases (fewer than two dimensions) alone."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    first, second = config.betas
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second))

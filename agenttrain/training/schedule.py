@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from agenttrain.config.schema import OptimizerConfig, Schedule
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step 1 … steps.
+    """Learning rate of step 1 … steps, by one of transformers' schedules.
 
-    Unlike transformers' schedules, which start at a rate of 0 and waste a step's rollouts, the
-    warm-up rises from 1 / warmup_steps in the first step, and the decay reaches 0 after the last.
+    Theirs give the first step a rate of 0, which wastes its rollouts: here step n has the rate that
+    they give the step after it. The warm-up rises from 1 / warmup_steps, and a decay reaches 0
+    after the last step.
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
-    if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    left = (steps + 1 - step) / max(steps + 1 - max(config.warmup_steps, 1), 1)
-    left = min(left, 1.0)
-    if config.schedule is Schedule.linear:
-        return config.lr * left
-    if config.schedule is Schedule.cosine:
-        return config.lr * (1 - math.cos(math.pi * left)) / 2
-    return config.lr
+    options = tuple(sorted(config.schedule_options.items()))
+    factor = _factor(config.schedule, config.lr, config.warmup_steps, steps, options)
+    return config.lr * factor(step)
+
+
+@cache
+def _factor(
+    schedule: Schedule, lr: float, warmup: int, steps: int, options: tuple[tuple[str, object], ...]
+) -> Callable[[int], float]:
+    name = "constant_with_warmup" if schedule is Schedule.constant else str(schedule)
+    # The schedules hang on an optimizer, of which they read the rate (for `min_lr`).
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    made = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=max(warmup, 1),
+        num_training_steps=steps + 1,
+        scheduler_specific_kwargs=dict(options),
+    )
+    assert isinstance(made, LambdaLR)
+    return made.lr_lambdas[0]

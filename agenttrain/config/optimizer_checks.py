@@ -1,0 +1,106 @@
+"""Checks of the optimizer, its schedule, and the formats and adapters of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agenttrain.config.components import is_number
+from agenttrain.config.schema import (
+    Dtype,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    Schedule,
+)
+from agenttrain.config.suggest import did_you_mean
+
+OPTIONS: dict[Schedule, tuple[str, ...]] = {
+    Schedule.cosine: ("num_cycles",),
+    Schedule.cosine_with_restarts: ("num_cycles",),
+    Schedule.cosine_with_min_lr: ("min_lr", "min_lr_rate", "num_cycles"),
+    Schedule.polynomial: ("lr_end", "power"),
+    Schedule.inverse_sqrt: ("timescale",),
+    Schedule.warmup_stable_decay: ("num_decay_steps", "min_lr_ratio", "num_cycles"),
+}
+"""What `optimizer.schedule_options` may hold, by schedule."""
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with `optimizer`."""
+    optimizer = config.optimizer
+    warmup = optimizer.warmup_steps
+    if 0 < config.steps <= warmup:
+        yield (
+            f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={config.steps}; "
+            "lower it (0: no warm-up), or raise steps"
+        )
+    betas = optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        shown = ",".join(str(beta) for beta in betas)
+        yield f"optimizer.betas=[{shown}]: must be two numbers from 0 to below 1, e.g. [0.9,0.99]"
+    if not 0 <= optimizer.momentum < 1:
+        yield f"optimizer.momentum={optimizer.momentum}: must be from 0 to below 1"
+    unused = optimizer.momentum != OptimizerConfig.momentum
+    if optimizer.name is OptimizerName.adamw and unused:
+        yield (
+            f"optimizer.momentum={optimizer.momentum}: is Muon's; add optimizer=muon, or set "
+            "optimizer.betas"
+        )
+    yield from _schedule(optimizer, config.steps)
+
+
+def _schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
+    known = OPTIONS.get(optimizer.schedule, ())
+    for name, value in optimizer.schedule_options.items():
+        key = f"optimizer.schedule_options.{name}={value}"
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield (
+                f"{key}: not an option of optimizer.schedule={optimizer.schedule}"
+                f"{did_you_mean(name, known)}; {takes}"
+            )
+        elif not is_number(value, whole=False):
+            yield f"{key}: must be a number"
+        elif value < 0:
+            yield f"{key}: must be 0 or more"
+    options = optimizer.schedule_options
+    if optimizer.schedule is Schedule.warmup_stable_decay:
+        decay = options.get("num_decay_steps")
+        left = steps - optimizer.warmup_steps
+        if not isinstance(decay, int) or not 1 <= decay <= left:
+            yield (
+                f"optimizer.schedule_options.num_decay_steps={decay}: "
+                f"optimizer.schedule=warmup_stable_decay needs a whole number from 1 to {left}, "
+                "the steps after the warm-up"
+            )
+    if optimizer.schedule is Schedule.cosine_with_min_lr and not (
+        ("min_lr" in options) ^ ("min_lr_rate" in options)
+    ):
+        yield (
+            "optimizer.schedule=cosine_with_min_lr: set one of "
+            "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
+        )
+
+
+def weight_problems(config: RunConfig) -> Iterator[str]:
+    """What is wrong with the format of the weights and with their adapters."""
+    model, mixed = config.model, config.training.mixed_precision
+    if model.dtype is Dtype.bfloat16 and mixed != "no":
+        yield (
+            f"training.mixed_precision={mixed}: the weights are model.dtype=bfloat16 already; set "
+            "training.mixed_precision=no, or model.dtype=float32"
+        )
+    lora = model.lora
+    if lora.rank < 0:
+        yield f"model.lora.rank={lora.rank}: must be 0 (no adapters) or more"
+    if lora.rank > 0 and lora.alpha <= 0:
+        yield f"model.lora.alpha={lora.alpha}: must be more than 0"
+    if lora.rank > 0 and not lora.targets:
+        yield "model.lora.targets=[]: name the modules to adapt, e.g. [q_proj,v_proj]"
+    if "all-linear" in lora.targets and len(lora.targets) > 1:
+        yield f"model.lora.targets={lora.targets}: all-linear stands alone"
+    defaults = type(lora)()
+    for name in ("alpha", "targets"):
+        value = getattr(lora, name)
+        if lora.rank == 0 and value != getattr(defaults, name):
+            yield f"model.lora.{name}={value}: has no effect with model.lora.rank=0; set the rank"

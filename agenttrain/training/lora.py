@@ -1,0 +1,101 @@
+"""Low-rank adapters through peft: added in place, saved alone, switched off for the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agenttrain.config.schema import LoraSettings
+from agenttrain.training.batch import Microbatch
+from agenttrain.training.logprobs import Scorer
+
+ADAPTER = "default"
+"""peft's name of the only adapter."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put adapters into the layers of `model` and freeze everything else.
+
+    The model stays the object that it is, so that an engine may sample from it. A model that was
+    loaded with adapters goes on with them. Raises ValueError for targets that it does not have.
+    """
+    if not is_adapted(model):
+        named = settings.targets
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is as good
+            target_modules="all-linear" if named == ["all-linear"] else list(named),
+            task_type="CAUSAL_LM",
+        )
+        try:
+            model.add_adapter(config, ADAPTER)
+        except ValueError as error:
+            raise ValueError(f"model.lora.targets={named}: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def is_adapted(model: PreTrainedModel) -> bool:
+    """Whether there are adapters in the model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+class BaseScorer:
+    """The reference of a model with adapters: itself, with them switched off."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within, calls score with the model as it was before training."""
+        model: Any = self._scorer.model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model.disable_adapters()
+        try:
+            with self._scorer.ready():
+                yield
+        finally:
+            model.enable_adapters()
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """As `Scorer`."""
+        return self._scorer(microbatch)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters, and what transformers needs to load them onto their base model."""
+    config: Any = model.peft_config[ADAPTER]
+    config.save_pretrained(folder)
+    if model.generation_config is not None:  # it names the tokens that end a turn
+        model.generation_config.save_pretrained(folder)
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    tensors = {f"base_model.model.{name}": t.contiguous().cpu() for name, t in state.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Restore what `save_adapter` wrote into the adapters of `model`."""
+    state = load_peft_weights(str(folder), device="cpu")
+    stripped = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    set_peft_model_state_dict(model, stripped, adapter_name=ADAPTER)
+
+
+def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The base model of a folder of adapters with them merged into its weights."""
+    config = LoraConfig.from_pretrained(str(folder))
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype)
+    return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()

@@ -1,0 +1,142 @@
+"""Optimizers: AdamW, Muon beside AdamW, and float32 copies of weights in a shorter format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import PreTrainedModel
+
+from agenttrain.config.schema import OptimizerConfig, OptimizerName
+
+
+def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
+    """The optimizer of the trainable weights.
+
+    Weights in bfloat16 have eight bits: an update below 1/256 of a weight would be lost. The
+    optimizer updates float32 copies of them, and rounds into the model.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # A copy is a leaf of its own, but of the model's shape and place.
+    masters = {
+        name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
+        for name, p in trained.items()
+    }
+    optimizer = _over(masters, _layer_matrices(model), config)
+    pairs = [(p, masters[name]) for name, p in trained.items() if masters[name] is not p]
+    return MasterWeights(optimizer, pairs) if pairs else optimizer
+
+
+def _over(
+    parameters: Mapping[str, Tensor], matrices: frozenset[str], config: OptimizerConfig
+) -> Optimizer:
+    if config.name is OptimizerName.adamw:
+        return _adamw(list(parameters.values()), config)
+    inner = [p for name, p in parameters.items() if name in matrices]
+    rest = [p for name, p in parameters.items() if name not in matrices]
+    if not inner:
+        raise ValueError(
+            "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
+        )
+    muon = Muon(
+        inner,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        # Updates of AdamW's size, so that one learning rate serves both
+        # (https://arxiv.org/abs/2502.16982, section 2.2).
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Together([muon, _adamw(rest, config)]) if rest else muon
+
+
+def _layer_matrices(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the weights that Muon is for: matrices, but not embeddings and not the head."""
+    outer = {
+        id(weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for weight in module.parameters()
+    }
+    return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer)
+
+
+def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> AdamW:
+    """AdamW whose weight decay leaves norms and biases (fewer than two dimensions) alone."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    first, second = config.betas
+    return AdamW(groups, lr=config.lr, betas=(first, second))
+
+
+class _Wrapper(Optimizer):
+    """An optimizer made of others, whose groups it shows as its own."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([p for part in parts for g in part.param_groups for p in g["params"]], {})
+        self._show()
+
+    def _show(self) -> None:
+        # The same dictionaries: a learning rate set in them is set in the parts.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update by each part; a closure is not taken."""
+        for part in self.parts:
+            part.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parts' states."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._show()
+
+
+class Together(_Wrapper):
+    """Several optimizers, each of parameters of its own, as one."""
+
+
+class MasterWeights(_Wrapper):
+    """An optimizer of float32 copies: gradients are copied to them, new weights back, rounded."""
+
+    def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`pairs`: (the model's weight, the copy that `optimizer` updates)."""
+        self._pairs = list(pairs)
+        super().__init__([optimizer])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of the copies, then of the model's weights."""
+        for weight, master in self._pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        super().step(closure)
+        for weight, master in self._pairs:
+            weight.copy_(master)
+            master.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the model's weights, and of those that have no copy."""
+        super().zero_grad(set_to_none)
+        for weight, _ in self._pairs:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the copies."""
+        return {**super().state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        super().load_state_dict(state_dict)
+        for (_, master), saved in zip(self._pairs, state_dict["masters"], strict=True):
+            master.copy_(saved)

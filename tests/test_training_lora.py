@@ -1,0 +1,122 @@
+"""Adapters: what is trained, the reference, checkpoints of adapters alone, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from training_cases import policy, random_groups, weights
+from transformers import AutoModelForCausalLM
+
+from agenttrain.config.schema import LoraSettings
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.export import export
+from agenttrain.training.lora import add_lora
+
+
+def base(folder: Path) -> Path:
+    """The tiny model on disk, as a user's."""
+    tiny.model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, rank: int = 4, **settings: object):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    add_lora(model, LoraSettings(rank=rank, **settings))
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[7, 8, 9, 20, 2]])).logits
+
+
+def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path)), lr=1e-2)
+    before = weights(trained)
+    trained.update(random_groups(0))
+    changed = {n for n, t in weights(trained).items() if not torch.equal(t, before[n])}
+    # B is zero at first, so that A has no gradient in the first update.
+    assert changed and all("lora_B" in name for name in changed)
+    assert not any("lm_head" in name or "embed" in name for name in changed)
+
+
+def test_the_reference_is_the_model_without_adapters(tmp_path: Path) -> None:
+    algorithm = {"beta": 0.1}
+    trained = policy(adapted(base(tmp_path / "m")), algorithm=algorithm, lr=1e-2)
+    full = policy(tiny.model(), algorithm=algorithm, lr=1e-9)
+    first = trained.update(random_groups(0))
+    assert first["kl"] == pytest.approx(0, abs=1e-7), "an adapter starts as nothing"
+    moved = trained.update(random_groups(1))
+    assert moved["kl"] > 1e-6
+    assert trained.update(random_groups(2))["grad_norm"] > 0, "training goes on with adapters"
+    assert full.update(random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    folder = base(tmp_path / "m")
+
+    def saver() -> Checkpoints:
+        return Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+
+    whole = policy(adapted(folder), lr=1e-2)
+    for seed in range(3):
+        whole.update(random_groups(seed))
+    first = policy(adapted(folder), lr=1e-2)
+    first.update(random_groups(0))
+    path = saver().save(first, step=1)
+    assert not (path / "model.safetensors").exists()
+    sizes = [
+        (path / name).stat().st_size
+        for name in ("adapter_model.safetensors", "adapter_config.json")
+    ]
+    assert sizes[0] < (folder / "model.safetensors").stat().st_size
+    resumed = policy(adapted(folder), lr=1e-2)
+    saver().load_latest(resumed)
+    for seed in (1, 2):
+        resumed.update(random_groups(seed))
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_checkpoint_of_adapters_loads_in_plain_transformers(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    trained.update(random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    loaded = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert torch.equal(logits(loaded), logits(trained.model))
+    assert not torch.equal(logits(loaded), logits(tiny.model()))
+    add_lora(loaded, LoraSettings(rank=4))
+    assert torch.equal(logits(loaded), logits(trained.model)), "adapters that are there stay"
+    assert all(p.requires_grad == ("lora_" in n) for n, p in loaded.named_parameters())
+
+
+def test_export_merges_adapters_into_a_plain_model(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    trained.update(random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    export(path, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in names and "tokenizer.json" in names
+    assert not names & {"adapter_config.json", "policy.pt", "rng-0.pt", "manifest.json"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
+def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:
+    trained = policy()
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    export(path, tmp_path / "out", dtype="bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert plain.dtype is torch.bfloat16
+    for name, tensor in weights(trained).items():
+        assert torch.equal(plain.state_dict()[name], tensor.bfloat16()), name
+
+
+def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.lora.targets=\['query'\]"):
+        adapted(base(tmp_path), targets=["query"])

@@ -1,0 +1,148 @@
+"""Optimizers: what each weight is updated by, float32 copies, exact states, schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from training_cases import policy, random_groups, weights
+
+from agenttrain.config.schema import OptimizerConfig, OptimizerName, Schedule
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.optimizers import MasterWeights, Together, build_optimizer
+from agenttrain.training.schedule import learning_rate
+
+
+def with_gradients(model: torch.nn.Module) -> torch.nn.Module:
+    """Every weight gets a gradient of its own, the same for the same name and shape."""
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(index)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def test_muon_updates_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.1}
+    model = with_gradients(tiny.model())
+    optimizer = build_optimizer(model, OptimizerConfig(name=OptimizerName.muon, **settings))
+    assert isinstance(optimizer, Together)
+    optimizer.step()
+
+    other = with_gradients(tiny.model())
+    named = dict(other.named_parameters())
+    inner = [n for n in named if n.startswith("model.layers.") and named[n].ndim == 2]
+    assert len(inner) == 2 * 7  # q k v o, gate up down
+    torch.optim.Muon(
+        [named[n] for n in inner], **settings, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    ).step()
+    rest = [p for n, p in named.items() if n not in inner]
+    torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim == 2], "weight_decay": 0.1},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.99),
+    ).step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+
+
+def test_a_learning_rate_set_in_the_groups_reaches_every_part() -> None:
+    model = with_gradients(tiny.model())
+    optimizer = build_optimizer(model, OptimizerConfig(name=OptimizerName.muon, lr=1.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_small_updates_of_bfloat16_weights_add_up_in_their_float32_copies() -> None:
+    model = tiny.model().to(torch.bfloat16)
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.0005))
+    assert isinstance(optimizer, MasterWeights)
+    seen = []
+    for _ in range(16):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.grad is None
+        seen.append(weight[0, 0].item())
+    # Equal gradients: AdamW moves by lr each time, 16 x 0.0005 = 0.008. Just below 1 bfloat16's
+    # numbers are 1/256 = 0.0039 apart: 0.992 is nearest to 1 - 2/256 = 0.9921875.
+    assert seen[0] == 1.0, "one update alone is lost in rounding"
+    assert seen[-1] == 0.9921875
+
+
+def test_a_resumed_bfloat16_run_goes_on_from_the_copies(tmp_path: Path) -> None:
+    def fresh():
+        return policy(tiny.model().to(torch.bfloat16), lr=2e-5)
+
+    whole = fresh()
+    for seed in range(4):
+        whole.update(random_groups(seed))
+    first = fresh()
+    for seed in range(2):
+        first.update(random_groups(seed))
+    Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1).save(first, step=2)
+    resumed = fresh()
+    Checkpoints(tmp_path, tokenizer=tiny.tokenizer(), keep=1).load_latest(resumed)
+    for seed in range(2, 4):
+        resumed.update(random_groups(seed))
+    copies = resumed.optimizer.state_dict()["masters"]
+    for expected, copy in zip(whole.optimizer.state_dict()["masters"], copies, strict=True):
+        assert torch.equal(expected, copy)
+    assert any(not torch.equal(c, c.bfloat16().float()) for c in copies), "finer than the weights"
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
+    plain, recomputing = policy(), policy(training={"gradient_checkpointing": True})
+    kept = [saved_bytes(trained) for trained in (plain, recomputing)]
+    assert kept[1] < kept[0] / 2
+    for seed in range(2):
+        expected = plain.update(random_groups(seed))
+        assert recomputing.update(random_groups(seed)) == pytest.approx(expected, rel=1e-6)
+
+
+def saved_bytes(trained) -> int:
+    """Bytes that a forward pass keeps for the backward pass."""
+    total = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        trained.update(random_groups(9))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "expected"),
+    [
+        (Schedule.constant, {}, [0.5, 1, 1, 1, 1, 1]),
+        (Schedule.linear, {}, [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
+        # (1 + cos(pi k / 5)) / 2 for k = 0 … 4
+        (Schedule.cosine, {}, [0.5, 1, 0.904508, 0.654508, 0.345492, 0.095492]),
+        # (1 - k / 5)^2 (1 - 1e-7) + 1e-7, which rounds away
+        (Schedule.polynomial, {"power": 2.0, "lr_end": 0.0}, [0.5, 1, 0.64, 0.36, 0.16, 0.04]),
+        (Schedule.cosine_with_min_lr, {"min_lr": 1.0}, [0.5, 1, 1, 1, 1, 1]),
+        # 2 of 7 at the end: 1 until step 5, then (1 + cos(pi / 2)) / 2
+        (Schedule.warmup_stable_decay, {"num_decay_steps": 2}, [0.5, 1, 1, 1, 1, 0.5]),
+    ],
+)
+def test_schedules(schedule: Schedule, options: dict, expected: list[float]) -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule, schedule_options=options)
+    rates = [learning_rate(config, step, 6) for step in range(1, 7)]
+    assert rates == pytest.approx(expected, abs=1e-6)
