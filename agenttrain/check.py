@@ -44,7 +44,12 @@ def certified(config: RunConfig) -> Certified:
     chat = load_chat(tokenizer, config.chat_template, config.response_schema)
     environments = Environments(build_kinds(config.environment), stop_tools=config.stop_tools)
     stops = [name for name in config.stop_tools if name not in environments.tool_names]
-    toolbox = build_toolbox(config.tools, stops, threads=config.rollout.concurrency)
+    toolbox = build_toolbox(
+        config.tools,
+        stops,
+        threads=config.rollout.concurrency,
+        max_stuck=config.rollout.max_stuck_calls,
+    )
     check_collisions(toolbox, environments)
     return Certified(
         tokenizer=tokenizer,

@@ -84,6 +84,8 @@ class Trainer:
             ),
             **training,
             "rollout/dropped": collected.dropped,
+            "tools/stuck": len(self.collector.stuck),
+            "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,
             "data/uneven_prompts": collected.uneven_prompts,
             "time/reward_s": collected.reward_s,

@@ -225,6 +225,8 @@ class ToolError(StrEnum):
     """A limit on calls forbids this one."""
     parallel = "parallel"
     """The chat template renders one call per turn, and this was not the first."""
+    unavailable = "unavailable"
+    """What the tool needs is broken, after all retries; ends the rollout as `error`."""
 
     @property
     def invalid_call(self) -> bool:

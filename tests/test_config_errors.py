@@ -245,6 +245,7 @@ MAZE = "+environment.maze._target_=worlds.Maze"
         ([MAZE, "+environment.maze.pooled=maybe"], "pooled=maybe: expected true or false; null"),
         ([MAZE, "+environment.maze.timeout_s=0"], "maze.timeout_s=0: must be a number above 0"),
         ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: must be a whole number"),
+        ([MAZE, "+environment.maze.isolation=process"], "isolation=process: an environment keeps"),
         (
             ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],
             "environment.life.sise=2: worlds.Life has no such argument; known are: slow_s, board",

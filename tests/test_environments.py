@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import LIMITS, call, ids, script, toolbox
 
-from agenttrain.config.schema import EnvironmentSettings, ToolLimits
+from agenttrain.config.schema import EnvironmentSettings, OnToolFailure, ToolLimits
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.rewards.base import RewardError
@@ -26,7 +26,15 @@ from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.row_tools import RowTools
-from agenttrain.types import Origin, Rollout, Sampling, StopReason, Task, ToolError
+from agenttrain.types import (
+    Origin,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+    ToolError,
+    ToolUnavailable,
+)
 
 BYE = "I give up.<|im_end|>"
 
@@ -228,7 +236,7 @@ def test_a_constructor_that_takes_too_long_is_closed_when_it_is_done():
 
 
 def test_a_reset_that_takes_too_long():
-    done = run(BYE, worlds_=environments(worlds.SlowToReset, hook_timeout_s=0.05))
+    done = run(BYE, worlds_=environments(worlds.SlowToReset, hook_timeout_s=0.3))
     assert "its reset took too long" in str(done.error)
     assert life() == ["made", "closed"]
 
@@ -241,6 +249,33 @@ def test_a_call_that_takes_too_long_is_told_and_the_instance_is_not_used_again()
     assert done.stop_reason is StopReason.completed
     assert life() == ["made", "waiting", "closed"]
     assert the_worlds.kinds["world"].live == 0
+
+
+@pytest.mark.parametrize("on_tool_failure", list(OnToolFailure))
+def test_broken_infrastructure_of_a_method_is_tried_once_and_no_reply(on_tool_failure):
+    class Down(worlds.Life):
+        def go(self) -> str:
+            """Go."""
+            self._note("tried")
+            raise ToolUnavailable("the simulator is down")
+
+    def play() -> Rollout:
+        return run(call("go", "{}"), worlds_=environments(Down), on_tool_failure=on_tool_failure)
+
+    if on_tool_failure is OnToolFailure.error:
+        with pytest.raises(ToolUnavailable, match="the simulator is down"):
+            play()
+    else:
+        done = play()
+        assert (done.stop_reason, done.environment_reward) == (StopReason.error, None)
+        assert "the simulator is down" in str(done.error)
+    assert life() == ["made", "tried", "closed"]
+
+
+def test_the_limit_of_calls_of_a_method():
+    done = run(move(1), move(1), BYE, worlds_=environments(max_calls=1))
+    assert [r.error for r in done.tool_results] == [None, ToolError.limit]
+    assert done.stop_reason is StopReason.completed
 
 
 def test_the_rollout_times_out_inside_a_call():

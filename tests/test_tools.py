@@ -396,6 +396,7 @@ def test_an_async_tool_that_never_returns_times_out():
     assert cancelled == [True]
 
 
+@pytest.mark.filterwarnings("ignore:tool .*. a call still runs")
 def test_an_async_tool_that_ignores_its_cancellation_is_left_behind():
     async def main() -> None:
         release = asyncio.Event()
@@ -418,6 +419,7 @@ def test_an_async_tool_that_ignores_its_cancellation_is_left_behind():
     asyncio.run(main())
 
 
+@pytest.mark.filterwarnings("ignore:tool .*. a call still runs")
 def test_a_stuck_thread_is_counted_replaced_and_its_late_result_discarded():
     release = threading.Event()
 

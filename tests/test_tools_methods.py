@@ -147,6 +147,10 @@ def test_what_is_a_method_for_the_model():
             r"tools\.b.*its tool 'write' is the second of that name; rename one of the two",
         ),
         (
+            {"a": {"_target_": f"{HERE}.Files", "isolation": "process"}},
+            r"a\.isolation=process: takes one tool, and this makes write, read, suffix; leave it",
+        ),
+        (
             {"a": {"_target_": f"{HERE}.Bare"}},
             r"'key' has no type; annotate it, e\.g\. `key: str`\nor begin its name with _",
         ),

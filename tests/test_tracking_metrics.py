@@ -26,6 +26,7 @@ def test_metrics_of_three_rollouts():
         "rewards/answer/std": 0.5,
         "tools/call_frequency": 2 / 3,  # 2 calls, 3 rollouts
         "tools/failure_frequency": 1 / 2,  # 1 of 2 calls
+        "tools/unavailable": 0.0,
         "tools/rollout_share": 2 / 3,
         "tools/add/calls": 2.0,
         "tools/add/failures": 1.0,

@@ -121,7 +121,7 @@ class SlowToMake(Life):
 
 class SlowToReset(Life):
     def reset(self) -> None:
-        time.sleep(0.2)
+        time.sleep(1.0)
 
 
 class DoneAtOnce(Life):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from math import isfinite
 from typing import Any
 
 from agenttrain.config.environments import REWARD_TARGET, reward_sections, setting_problems
@@ -16,26 +15,17 @@ from agenttrain.config.schema import EnvironmentSettings, RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
+from agenttrain.config.tool_limits import is_number, limit_problems
 from agenttrain.config.tool_names import stop_tool_problems
-
-
-def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether a value is a finite number; true and false are none."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
 
 
 def tool_problems(config: RunConfig) -> Iterator[str]:
     limits = tuple(field.name for field in fields(ToolLimits))
     for name, section in config.tools.items():
         yield from _component(f"tools.{name}", section, extra=limits, others=config.tools)
-        for limit in limits:
-            value = section.get(limit, 1) if isinstance(section, Mapping) else 1
-            whole = limit == "concurrency"
-            if not is_number(value, whole=whole) or value <= 0:
-                wanted = "a whole number of at least 1" if whole else "a number above 0"
-                yield f"tools.{name}.{limit}={value}: must be {wanted}"
+        if isinstance(section, Mapping):
+            yield from limit_problems(f"tools.{name}", section)
+            yield from _without_effect(f"tools.{name}", section, config)
     yield from stop_tool_problems(config)
 
 
@@ -52,6 +42,20 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
             yield (
                 f"reward.{name}: is the reward of an environment, and the run has none; add "
                 "+environment.<name>._target_=<class>, or leave it out"
+            )
+
+
+def _without_effect(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
+    """A tool's limits that a limit of the whole rollout makes meaningless."""
+    for name, whole in (
+        ("max_calls", "max_tool_calls"),
+        ("max_result_tokens", "max_completion_tokens"),
+    ):
+        value, most = section.get(name), getattr(config.rollout, whole)
+        if is_number(value, whole=True) and most is not None and value > most:
+            yield (
+                f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
+                f"rollout.{whole}={most}; lower one or raise the other"
             )
 
 

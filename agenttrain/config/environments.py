@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import isfinite
 from typing import Any
 
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import Isolation, RunConfig
 from agenttrain.config.targets import Kind, look_up
+from agenttrain.config.tool_limits import is_number, limit_problems
 
 REWARD = "environment"
 """Name of the reward function that environments share."""
@@ -16,14 +16,15 @@ REWARD_TARGET = "agenttrain.rewards.environment.environment"
 
 def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the settings of an environment, as ``key=value: problem``."""
-    for name in ("timeout_s", "hook_timeout_s"):
-        value = section.get(name, 1)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not isfinite(value) or value <= 0:
-            yield f"{key}.{name}={value}: must be a number above 0"
-    value = section.get("concurrency", 1)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        yield f"{key}.concurrency={value}: must be a whole number of at least 1"
+    yield from limit_problems(key, section)
+    value = section.get("hook_timeout_s", 1)
+    if not is_number(value) or value <= 0:
+        yield f"{key}.hook_timeout_s={value}: must be a number above 0"
+    if section.get("isolation", Isolation.thread) != Isolation.thread:
+        yield (
+            f"{key}.isolation={section['isolation']}: an environment keeps its state in this "
+            "process; leave isolation out, and let it start a process of its own"
+        )
     value = section.get("pooled")
     if not isinstance(value, bool | None):
         yield f"{key}.pooled={value}: expected true or false; null: what the class says"

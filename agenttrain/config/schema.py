@@ -185,6 +185,24 @@ class ResponseSchemaConfig:
     """The format, as the group's files hold it; empty: the file of that name in conf/."""
 
 
+class Isolation(StrEnum):
+    """Where the calls of a tool run."""
+
+    thread = "thread"
+    """In this process; a call that takes too long is left behind."""
+    process = "process"
+    """In worker processes of the tool's own; a call that takes too long is killed."""
+
+
+class OnToolFailure(StrEnum):
+    """What a fault of a tool's infrastructure does, once it has been retried in vain."""
+
+    drop = "drop"
+    """The rollout ends as `error`, is not scored and counted (`rollout/dropped`)."""
+    error = "error"
+    """Stop the run."""
+
+
 @dataclass
 class ToolLimits:
     """Limits of one tool; they stand beside its `_target_`."""
@@ -192,13 +210,26 @@ class ToolLimits:
     timeout_s: float = 10.0
     """Seconds a call may take before the model reads a timeout error."""
     concurrency: int = 64
-    """Calls of this tool at once, over all rollouts."""
+    """Calls of this tool at once, over all rollouts; isolation=process: at most as many workers."""
+    max_calls: int | None = None
+    """Calls of this tool in a rollout, one more is answered with an error; None: no limit."""
+    max_result_tokens: int | None = None
+    """Tokens of one of its results; None: rollout.max_result_tokens."""
+    retries: int = 2
+    """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
+    retry_on: list[str] = field(default_factory=list)
+    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
+    retry_backoff_s: float = 0.5
+    """Seconds before a call is made again, doubled each time."""
+    isolation: Isolation = Isolation.thread
 
 
 @dataclass
 class EnvironmentSettings(ToolLimits):
     """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
 
+    retries: int = 0
+    """None: a method may have changed the state before it failed."""
     hook_timeout_s: float = 60.0
     """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
     pooled: bool | None = None
@@ -266,12 +297,17 @@ class RolloutConfig:
     """Times in a row the same call with the same arguments may be made; None: no limit."""
     timeout_s: float | None = None
     """Wall-clock seconds of one rollout; None: no limit."""
+    max_stuck_calls: int = 32
+    """Calls of blocking tools that still run past their time limit; more stop the run."""
+    max_loop_lag_s: float = 1.0
+    """Seconds the event loop may stand still before a warning names the tool that holds it."""
     concurrency: int = 512
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
     deterministic: bool = True
     """With engine=transformers: the same batch at every decode step, so that a run repeats."""
     temperature: float = 1.0
     on_break: OnBreak = OnBreak.error
+    on_tool_failure: OnToolFailure = OnToolFailure.drop
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
     on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""

@@ -50,11 +50,12 @@ AT_LEAST_ONE = (
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
     *("seed", "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high"),
+    "rollout.max_stuck_calls",
     *("optimizer.weight_decay", "optimizer.warmup_steps"),
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (
-    *("rollout.temperature", "rollout.timeout_s"),
+    *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
     *("optimizer.lr", "optimizer.max_grad_norm"),
 )
 

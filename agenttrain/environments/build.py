@@ -23,7 +23,7 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
 
 def _build(name: str, section: Any) -> EnvironmentKind:
     located = locate_section(section, key=f"environment.{name}")
-    bound = located.bound
+    bound = dict(located.bound)
     known = [field.name for field in fields(EnvironmentSettings)]
     settings = EnvironmentSettings(**{key: bound.pop(key) for key in known if key in bound})
     if not inspect.isclass(located.found):

@@ -66,6 +66,11 @@ class Instance:
         """Whether it may be used again: no call runs, and none was given up half-way."""
         return not (self._running or self._given_up)
 
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """The label, once for each call that was given up and still runs."""
+        return self._threads.stuck
+
     async def make(self, make: Callable[[], object]) -> None:
         """Construct the object; one that comes into being after `close` is closed at once."""
 

@@ -78,6 +78,12 @@ class EnvironmentKind:
         """Instances that are not closed."""
         return len(self._episodes) + len(self._idle)
 
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """One label for each call that was given up and still runs, in rollouts in flight."""
+        live = (episode.instance for episode in self._episodes.values())
+        return tuple(label for instance in live for label in instance.stuck)
+
     def episode(self, rollout_id: str) -> Episode:
         """The episode of a rollout in flight."""
         return self._episodes[rollout_id]

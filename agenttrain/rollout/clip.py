@@ -17,12 +17,13 @@ def fit_replies(
     *,
     completion: Completion,
     room: int,
-    max_result_tokens: int,
+    max_result_tokens: Sequence[int],
     generation_prompt: bool,
 ) -> tuple[list[Message], Suffix]:
     """The replies with clipped texts, and their suffix ids: at most `room` tokens.
 
-    Where not even the empty replies fit (a stop tool's may not), the suffix itself is cut.
+    `max_result_tokens` has the limit of each reply. Where not even the empty replies fit (a
+    stop tool's may not), the suffix itself is cut.
     """
 
     def render(texts: Sequence[str]) -> tuple[list[Message], Suffix, int]:
@@ -37,7 +38,7 @@ def fit_replies(
         return clipped, suffix, sum(len(ids) for _, ids in suffix)
 
     full = [str(reply["content"]) for reply in replies]
-    texts = [chat.clip(text, max_result_tokens) for text in full]
+    texts = [chat.clip(text, most) for text, most in zip(full, max_result_tokens, strict=True)]
     clipped, suffix, length = render(texts)
     while length > room and any(texts):
         # A template may lengthen a text (JSON escapes), so the first cut can be too small.

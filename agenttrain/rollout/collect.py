@@ -14,8 +14,10 @@ from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import check_room, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
@@ -46,6 +48,17 @@ class Collector:
     environments: Environments = field(default_factory=Environments)
 
     @property
+    def awaited(self) -> tuple[str, ...]:
+        """Names of the tools that may hold the event loop now."""
+        boxes = (self.toolbox, *self.environments.toolboxes.values())
+        return tuple(name for box in boxes for name in box.awaited)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """Names of the tools whose abandoned calls still run, one per call."""
+        return (*self.toolbox.stuck, *self.environments.stuck)
+
+    @property
     def tool_names(self) -> tuple[str, ...]:
         """Every tool that a rollout may have."""
         return (*self.toolbox.names, *self.environments.tool_names)
@@ -66,6 +79,8 @@ class Collected:
     different messages, so that their rewards compare different questions."""
     reward_s: float = 0.0
     """Wall seconds of scoring."""
+    loop_lag_s: float = 0.0
+    """The longest that the event loop stood still while rollouts were made."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -107,11 +122,15 @@ async def collect(
 
     `seed_path` names the call, e.g. (run seed, "train", step): a rollout's seed derives from it,
     the task's position, the sample and the attempt, so that sampling noise depends on nothing else.
-    Raises NoRollouts when not one rollout could be had, LedgerError as `rollout.on_break` says.
+    Raises NoRollouts when not one rollout could be had, LedgerError and ToolUnavailable as
+    `rollout.on_break` and `rollout.on_tool_failure` say, StuckTools when calls pile up.
     """
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
-    results = await _run_all(collector, attempts, sampling)
+    limit_s = collector.limits.max_loop_lag_s
+    async with LoopMonitor(limit_s, lambda: collector.awaited) as monitor:
+        results = await _run_all(collector, attempts, sampling)
+    collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts:
         raise NoRollouts(

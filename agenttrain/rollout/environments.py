@@ -44,6 +44,11 @@ class Environments:
         return tuple(dict.fromkeys(names))
 
     @property
+    def stuck(self) -> tuple[str, ...]:
+        """Names of the environments of calls that were given up and still run, one per call."""
+        return tuple(label for kind in self.kinds.values() for label in kind.stuck)
+
+    @property
     def rewards(self) -> tuple[str, ...]:
         """The environments that have a `reward`."""
         return tuple(name for name, kind in self.kinds.items() if kind.rewards)

@@ -7,19 +7,24 @@ A rollout does not raise for what the model, a tool or the engine does: it ends 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 from agenttrain.chat.template import Chat
-from agenttrain.config.schema import OnMalformedCall, OnParallelCalls, RolloutConfig
+from agenttrain.config.schema import (
+    OnMalformedCall,
+    OnParallelCalls,
+    OnToolFailure,
+    RolloutConfig,
+)
 from agenttrain.engine.base import Engine, EngineError
 from agenttrain.environments.kind import Episode
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end, score
+from agenttrain.rollout.limits import own_copy, refusals, repeated
+from agenttrain.rollout.prompt import append_prompt
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
@@ -28,8 +33,6 @@ from agenttrain.types import (
     Completion,
     Finish,
     Message,
-    Origin,
-    PromptTooLong,
     Rollout,
     Sampling,
     StopReason,
@@ -62,7 +65,8 @@ async def run_rollout(
     `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
     environments, the same in all of them. Raises PromptTooLong when the prompt leaves no room to
     sample, before anything is sampled, ValueError for tools or an environment that are not there,
-    RewardError when the environment's reward fails.
+    RewardError when the environment's reward fails; StuckTools; and ToolUnavailable where
+    `limits.on_tool_failure` is `error`.
     """
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     environments = environments or Environments()
@@ -71,49 +75,37 @@ async def run_rollout(
     try:
         episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
         tools = RowTools(task, toolbox, environments, episode)
-        _prompt(rollout, engine, chat, tools, prompt_ids)
+        append_prompt(rollout, engine, chat, tools, prompt_ids)
         loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode)
-        try:
-            async with asyncio.timeout(limits.timeout_s):
-                await loop.run()
-        except TimeoutError:
-            rollout.stop_reason = StopReason.timeout
+        await _within(loop, limits.timeout_s)
         await score(rollout, episode)
     except (EngineError, ToolUnavailable) as error:
+        if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
+            raise
         rollout.stop_reason, rollout.error = StopReason.error, str(error)
     finally:
         rollout.seconds = time.perf_counter() - started
         # The engine first: others may wait for this row, and closing can take its time.
         try:
             await engine.release(rollout_id)
-            await toolbox.release(rollout_id)
         finally:
-            await end(rollout, episode)
+            try:
+                await toolbox.release(rollout_id)
+            finally:
+                await end(rollout, episode)
     return rollout
 
 
-def _prompt(
-    rollout: Rollout,
-    engine: Engine,
-    chat: Chat,
-    tools: RowTools,
-    prompt_ids: Sequence[int] | None,
-) -> None:
-    task = rollout.task
-    rollout.messages.extend(dict(message) for message in task.messages)
-    if prompt_ids is None:
-        prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
-    check_room(task, len(prompt_ids), engine.max_context)
-    rollout.append_context(prompt_ids, Origin.prompt)
-
-
-def check_room(task: Task, prompt_length: int, max_context: int) -> None:
-    """Raise PromptTooLong unless one token can follow the prompt."""
-    if prompt_length >= max_context:
-        raise PromptTooLong(
-            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
-            f"{max_context}: shorten the prompt or raise engine.max_context"
-        )
+async def _within(loop: _Loop, limit_s: float | None) -> None:
+    """Run the loop for at most its wall-clock limit."""
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            await loop.run()
+    except TimeoutError as error:
+        if not scope.expired():  # not ours: an engine's own
+            raise EngineError(f"TimeoutError: {error}") from error
+        loop.rollout.stop_reason = StopReason.timeout
 
 
 @dataclass(slots=True)
@@ -125,7 +117,9 @@ class _Loop:
     limits: RolloutConfig
     sampling: Sampling
     episode: Episode | None
-    _streak: list[str] = field(default_factory=list)
+    _calls_made: list[ToolCall] = field(default_factory=list)
+    _task: Task | None = None
+    """The task as tools see it: theirs to change."""
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -179,10 +173,11 @@ class _Loop:
         calls = self._calls(turn)
         if not calls:
             return await self._next_question(turn, completion)
-        stops = any(call.name in self.tools.stop_tools for call in calls)
+        stops = self._stops(calls)
         if not stops and (reason := self._refusal(turn, calls, completion)):
             return reason
         results = await self._execute(calls)
+        self._raise_if_unavailable(results)
         reason = StopReason.stop_tool if stops else self._limit_reached(results)
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
         return reason
@@ -263,12 +258,14 @@ class _Loop:
         # One token must be left to sample, or the reply could never be read.
         return self._full() if wrapper + 1 > self._room() else None
 
+    def _stops(self, calls: Sequence[ToolCall]) -> bool:
+        """Whether a stop tool is among them; one that is not this task's is an unknown tool."""
+        return any(call.name in self.tools.stop_tools for call in calls)
+
     def _repeats(self, calls: list[ToolCall]) -> bool:
+        self._calls_made += calls
         limit = self.limits.max_repeated_calls
-        if limit is None:
-            return False
-        self._streak += [json.dumps([c.name, c.arguments], sort_keys=True) for c in calls]
-        return any(len(list(run)) > limit for _, run in groupby(self._streak))
+        return limit is not None and repeated(self._calls_made, limit)
 
     def _too_many(self, calls: list[ToolCall]) -> bool:
         """Whether the template cannot render the calls of this turn together."""
@@ -276,18 +273,22 @@ class _Loop:
 
     async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
         """One result per call, in call order; calls over a limit get an error result."""
-        if self._too_many(calls) and not any(c.name in self.tools.stop_tools for c in calls):
+        if self._too_many(calls) and not self._stops(calls):
             return await self._execute_first(calls)
-        allowed = len(calls)
-        if self.limits.max_tool_calls is not None:
-            allowed = max(self.limits.max_tool_calls - len(self.rollout.tool_results), 0)
-            # A stop tool ends the rollout before any other limit, so it always runs.
-            if any(call.name in self.tools.stop_tools for call in calls):
-                allowed = len(calls)
-        results = await self.tools.execute(calls[:allowed], self._context)
-        over = f"Error: the limit of {self.limits.max_tool_calls} tool calls is reached"
-        results += [
-            ToolResult(call=call, content=over, error=ToolError.limit) for call in calls[allowed:]
+        refused = refusals(
+            calls,
+            self.rollout.tool_results,
+            # A stop tool ends the rollout before any other limit, so its turn always runs.
+            most=None if self._stops(calls) else self.limits.max_tool_calls,
+            own_limit=lambda name: (
+                None if name in self.tools.stop_tools else self.tools.limits(name).max_calls
+            ),
+        )
+        runnable = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
+        ran = iter(await self.tools.execute(runnable, self._context))
+        results = [
+            next(ran) if refusal is None else _refused(call, refusal)
+            for call, refusal in zip(calls, refused, strict=True)
         ]
         self.rollout.tool_results.extend(results)
         return results
@@ -307,19 +308,29 @@ class _Loop:
         return [*first, *rest]
 
     def _context(self, call: ToolCall) -> ToolContext:
+        if self._task is None:
+            self._task = own_copy(self.rollout.task)
         return ToolContext(
             rollout_id=self.rollout.rollout_id,
-            task=self.rollout.task,
+            task=self._task,
             turn=self.rollout.turns - 1,
             call_id=call.id,
             tool=call.name,
         )
 
+    def _raise_if_unavailable(self, results: list[ToolResult]) -> None:
+        """What a broken tool says is no reply: the model must not learn from it."""
+        for result in results:
+            if result.error is ToolError.unavailable:
+                raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
+
     def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
         """Limits that end the rollout once the calls are answered."""
         if self._is_over() or any(result.done for result in results):
             return StopReason.environment_done
-        if any(result.error is ToolError.limit for result in results):
+        most = self.limits.max_tool_calls
+        over = any(result.error is ToolError.limit for result in results)
+        if over and most is not None and len(self.rollout.tool_results) > most:
             return StopReason.max_tool_calls
         errors = [result.error for result in self.rollout.tool_results if result.error]
         invalid = sum(error.invalid_call for error in errors)
@@ -341,7 +352,11 @@ class _Loop:
             [_reply(result) for result in results],
             completion=completion,
             room=room,
-            max_result_tokens=self.limits.max_result_tokens,
+            max_result_tokens=[
+                self.tools.limits(result.call.name).max_result_tokens
+                or self.limits.max_result_tokens
+                for result in results
+            ],
             generation_prompt=generation_prompt,
         )
         for origin, token_ids in suffix:
@@ -353,6 +368,10 @@ def _end_of(completion: Completion) -> StopReason | None:
     if completion.finish is Finish.length:
         return StopReason.max_tokens
     return StopReason.aborted if completion.finish is Finish.abort else None
+
+
+def _refused(call: ToolCall, text: str) -> ToolResult:
+    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
 
 
 def _reply(result: ToolResult) -> Message:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agenttrain.config.schema import ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.environments.kind import Episode
 from agenttrain.rollout.environments import Environments
@@ -61,6 +62,12 @@ class RowTools:
         return [
             step if isinstance(step, ToolResult) else next(found[step.method]) for step in steps
         ]
+
+    def limits(self, name: str) -> ToolLimits:
+        """The limits of a visible tool; a row's own tool has its executor's."""
+        runs = self._runs(name)
+        toolbox = self._methods if runs in self._methods.names else self._toolbox
+        return toolbox.limits(runs)
 
     def _prepare(self, call: ToolCall) -> _Step | ToolResult:
         """What to run for a call, or its error result."""

@@ -65,16 +65,19 @@ class FunctionTool:
         """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
         function, settings = _without_partial(function, dict(bound or {}))
         self.function = function
+        self.owner: object = function
+        """What is released and closed: an instance that can be called may hold something."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.schema = function_schema(function, name=self.name, hidden=settings)
         self.blocking = blocks(function)
         """Whether a call occupies its thread; the toolbox then gives it one of its own."""
         self._bound = settings
-        self._takes_context = takes_context(function) and "context" not in settings
+        self.takes_context = takes_context(function) and "context" not in settings
+        """Whether calls are given the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Call the function in this thread; an async one returns its awaitable."""
-        extra = {"context": context} if self._takes_context else {}
+        extra = {"context": context} if self.takes_context else {}
         return self.function(**self._bound, **extra, **arguments)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
@@ -84,11 +87,11 @@ class FunctionTool:
 
     async def release(self, rollout_id: str) -> None:
         """Let the callable instance behind the tool free what it holds for a rollout."""
-        await call_optional(self.function, "release", rollout_id)
+        await call_optional(self.owner, "release", rollout_id)
 
     async def close(self) -> None:
         """Close the callable instance behind the tool, if it can be closed."""
-        await call_optional(self.function, "close")
+        await call_optional(self.owner, "close")
 
 
 async def call_optional(owner: object, method: str, *arguments: object) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from functools import partial
 from typing import Any, get_origin, get_type_hints
 
-from agenttrain.config.components import is_number
-from agenttrain.config.schema import ToolLimits
+from agenttrain.config.schema import Isolation, ToolLimits
 from agenttrain.config.target import Located, locate_section
+from agenttrain.config.tool_limits import take_limits
 from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.methods import method_tools
+from agenttrain.tools.process import ProcessTool
 from agenttrain.tools.toolbox import Toolbox
 
 
 def build_toolbox(
-    tools: Mapping[str, Any], stop_tools: Sequence[str] = (), *, threads: int = 512
+    tools: Mapping[str, Any],
+    stop_tools: Sequence[str] = (),
+    *,
+    threads: int = 512,
+    max_stuck: int = 32,
 ) -> Toolbox:
     """Build every declared tool.
 
@@ -31,28 +36,35 @@ def build_toolbox(
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limit = _limits(located.bound, key)
-        for tool in _build(located, name):
+        limit = take_limits(key, located.bound)
+        if limit.isolation is Isolation.process:
+            made: list[Tool] = [ProcessTool(name, partial(_rebuild, name, dict(section)), limit)]
+        else:
+            made = _build(located, name)
+        for tool in made:
             if tool.name in built:
                 raise ValueError(
                     f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
                     "one of the two"
                 )
             built[tool.name], limits[tool.name] = tool, limit
-    return Toolbox(built, limits=limits, stop_tools=stop_tools, threads=threads)
+    return Toolbox(
+        built, limits=limits, stop_tools=stop_tools, threads=threads, max_stuck=max_stuck
+    )
 
 
-def _limits(bound: dict[str, Any], key: str) -> ToolLimits:
-    """The limits, taken out of the section."""
-    given = {
-        field.name: bound.pop(field.name) for field in fields(ToolLimits) if field.name in bound
-    }
-    for name, value in given.items():
-        whole = name == "concurrency"
-        if not is_number(value, whole=whole) or value <= 0:
-            expected = "a positive whole number" if whole else "a positive number of seconds"
-            raise ValueError(f"{key}.{name}={value!r}: expected {expected}")
-    return ToolLimits(**given)
+def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
+    """The tool of a section, in whichever process this is."""
+    key = f"tools.{name}"
+    located = locate_section(section, key=key)
+    take_limits(key, located.bound)
+    made = _build(located, name)
+    if any(isinstance(tool, FunctionTool) and tool.name != name for tool in made):
+        names = ", ".join(tool.name for tool in made)
+        raise ValueError(
+            f"{key}.isolation=process: takes one tool, and this makes {names}; leave it out"
+        )
+    return made[0]
 
 
 def _build(located: Located, name: str) -> list[Tool]:

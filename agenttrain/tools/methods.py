@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from agenttrain.config.tool_names import LIFE_CYCLE
-from agenttrain.tools.base import FunctionTool, call_optional
+from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.schema import function_schema, takes_context
 
 
@@ -52,26 +52,9 @@ def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
             f"{where}: its instances cannot be called; give the class a __call__, or public "
             "methods, each of which is a tool then"
         )
-    keeper: object | None = made
     tools: dict[str, FunctionTool] = {}
     for name in names:
         method_schema(type(made), name)  # its error says how a method is kept from being a tool
-        tools[name], keeper = MethodTool(made, name, keeper), None
+        tools[name] = FunctionTool(getattr(made, name), name=name)
+    tools[names[0]].owner = made  # the first one alone: an object is released and closed once
     return tools
-
-
-class MethodTool(FunctionTool):
-    """A method of an object that all rollouts share."""
-
-    def __init__(self, made: object, name: str, keeper: object | None) -> None:
-        """`keeper`: the object, for the one of its tools that releases and closes it."""
-        super().__init__(getattr(made, name), name=name)
-        self._keeper = keeper
-
-    async def release(self, rollout_id: str) -> None:
-        """A rollout is over: tell the object, once."""
-        await call_optional(self._keeper, "release", rollout_id)
-
-    async def close(self) -> None:
-        """The run is over: close the object, once."""
-        await call_optional(self._keeper, "close")

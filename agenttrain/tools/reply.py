@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.tools.base import ToolFailure
-from agenttrain.types import Done, ToolError
+from agenttrain.types import Done, ToolError, ToolUnavailable
+
+MAX_RESULT_CHARS = 2_000_000
+"""Where a result is cut before anybody counts its tokens: far above any token limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +34,24 @@ def reply_of(value: object, *, max_chars: int) -> Reply:
     return Reply(content=text, done=done)
 
 
-def failure(error: BaseException, *, max_chars: int) -> Reply:
-    """An error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone."""
+def failure(
+    error: BaseException,
+    *,
+    max_chars: int,
+    faults: tuple[type[BaseException], ...] = (ToolUnavailable,),
+) -> Reply:
+    """An error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
+
+    `faults` are errors of the infrastructure, which no model is to read.
+    """
     try:
         message = str(error)
     except Exception:
         message = ""
     name = "" if isinstance(error, ToolFailure) else type(error).__name__
     text = ": ".join(part for part in ("Error", name, message) if part)
-    return Reply(content=_bounded(text, max_chars), error=ToolError.exception)
+    kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
+    return Reply(content=_bounded(text, max_chars), error=kind)
 
 
 def result_text(value: object, *, max_chars: int) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any, get_args, get_type_hints
 
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.types import ToolContext
 
 Function = Callable[..., object]
+
+UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
+"""Set where no model sees the schemas, in a tool's worker process: they are left empty there, so
+that it need not wait for the import of transformers."""
 
 
 def function_schema(
@@ -29,6 +34,8 @@ def function_schema(
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
     signature = inspect.signature(target)
     _check_hidden(signature, hidden, where)
+    if UNSEEN.get():
+        return {"type": "function", "function": {"name": name}}
     hints = _hints(target, where)
     shown = [
         parameter

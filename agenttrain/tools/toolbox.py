@@ -5,21 +5,37 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.config.schema import ToolLimits
+from agenttrain.config.schema import Isolation, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.threads import DaemonThreads
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
-from agenttrain.tools.base import FunctionTool, Tool, call_optional
-from agenttrain.tools.reply import Reply, failure, reply_of
-from agenttrain.types import ToolCall, ToolContext, ToolError, ToolResult
+from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.ending import Endings
+from agenttrain.tools.process import ProcessTool
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, reply_of
+from agenttrain.tools.worker import fault_types
+from agenttrain.types import (
+    AgenttrainError,
+    ToolCall,
+    ToolContext,
+    ToolError,
+    ToolResult,
+    ToolUnavailable,
+)
 
-MAX_RESULT_CHARS = 2_000_000
-"""Where a result is cut before anybody counts its tokens: far above any token limit."""
+CANCEL_S = 0.05
+"""Seconds that a cancelled call has to end before it counts as stuck."""
+
+
+class StuckTools(AgenttrainError):
+    """More calls than allowed still run past their time limit; the message names their tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +43,17 @@ class _Entry:
     tool: Tool
     arguments: ArgumentSchema
     limits: ToolLimits
+    faults: tuple[type[BaseException], ...]
+    """Errors that are the infrastructure's and not the model's."""
 
 
 class Toolbox:
     """Runs calls of tools; whatever a tool does, each call gets one result that a model can read.
 
     Blocking functions run in daemon threads. A call that takes longer than its tool's limit is
-    abandoned: the model reads an error, a late result is discarded, `stuck` names it meanwhile.
+    abandoned: the model reads an error, a late result is discarded, `stuck` names it meanwhile. A
+    tool with isolation=process runs in workers that are killed instead. A fault of what a tool
+    needs is retried; the result that remains has the error `unavailable`.
 
     Example::
 
@@ -49,9 +69,10 @@ class Toolbox:
         limits: Mapping[str, ToolLimits] | None = None,
         stop_tools: Sequence[str] = (),
         threads: int = 512,
+        max_stuck: int = 32,
         max_result_chars: int = MAX_RESULT_CHARS,
     ) -> None:
-        """At most `threads` blocking calls run at once, abandoned ones not counted.
+        """At most `threads` blocking calls run at once, beside at most `max_stuck` abandoned ones.
 
         Raises ValueError for a tool under another's name, a schema that is none, and for limits
         or stop tools of a tool that is not there.
@@ -67,7 +88,11 @@ class Toolbox:
         }
         self._threads = DaemonThreads()
         self._thread_limit = threads
+        self._max_stuck = max_stuck
         self._max_chars = max_result_chars
+        self._endings = Endings(self._threads)
+        self._told: set[str] = set()
+        self._awaited: Counter[str] = Counter()
         self._abandoned: dict[asyncio.Task[Reply], str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
@@ -76,6 +101,20 @@ class Toolbox:
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools of abandoned calls that still run, one per call."""
         return (*self._threads.stuck, *self._abandoned.values())
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Names of the tools whose calls run on the event loop now, which they can block."""
+        return tuple(name for name, count in list(self._awaited.items()) if count)
+
+    def tool(self, name: str) -> Tool:
+        """The tool of this name."""
+        return self._entries[name].tool
+
+    def limits(self, name: str) -> ToolLimits:
+        """The limits of a tool; those of a tool that is not there limit nothing but its time."""
+        entry = self._entries.get(name)
+        return ToolLimits() if entry is None else entry.limits
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The schemas of these tools, or of all; raises ValueError for an unknown name."""
@@ -95,23 +134,50 @@ class Toolbox:
         """Run calls at once: one result per call, in call order, faults as error results.
 
         Tools that are not in `allowed` (None: all are) do not exist for these calls. Cancelling
-        the caller cancels the calls.
+        the caller cancels the calls. Raises StuckTools when too many calls cannot be ended.
         """
+        self._check_stuck()
         known = self.names if allowed is None else [n for n in self.names if n in allowed]
         return await asyncio.gather(*(self._answer(call, context_of, known) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
-        """The rollout is over: let every tool free what it holds for it."""
+        """The rollout is over: let every tool free what it holds for it; faults are warned of."""
         for entry in self._entries.values():
-            await call_optional(entry.tool, "release", rollout_id)
+            await self._endings.release(entry.tool, rollout_id, entry.limits.timeout_s)
 
     async def aclose(self) -> None:
         """Cancel what still runs, end idle threads, close tools that can be closed."""
-        for task in list(self._abandoned):
-            task.cancel()
-        self._threads.close()
         for entry in self._entries.values():
-            await call_optional(entry.tool, "close")
+            await self._endings.close(entry.tool, entry.limits.timeout_s)
+        await self._forget(list(self._abandoned))
+        self._threads.close()
+
+    async def _forget(self, tasks: Sequence[asyncio.Task[Reply]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_S)
+        for task in tasks:
+            # asyncio.run would wait for ever for one that ignores its cancellation.
+            asyncio._unregister_task(task)
+
+    def _check_stuck(self) -> None:
+        """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
+        stuck = Counter(self.stuck)
+        for name in stuck.keys() - self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"tool {name}: a call still runs though its {self.limits(name).timeout_s:g} s are "
+                f"over; {stuck_remedy(name)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if stuck.total() > self._max_stuck:
+            names = ", ".join(f"{name} ({count})" for name, count in stuck.most_common())
+            raise StuckTools(
+                f"rollout.max_stuck_calls={self._max_stuck}: {stuck.total()} calls of tools still "
+                f"run past their time limit: {names}; {stuck_remedy(stuck.most_common()[0][0])}"
+            )
 
     def _check_known(self, name: str, key: str) -> None:
         if name not in self.names:
@@ -132,18 +198,33 @@ class Toolbox:
             text = f"unknown tool {call.name!r}{did_you_mean(call.name, known)}; tools: "
             return _refuse(call, ToolError.unknown_tool, text + (", ".join(known) or "none"))
         entry = self._entries[call.name]
-        try:
-            arguments = entry.arguments.read(call.arguments)
-        except InvalidArguments as error:
-            return _refuse(call, ToolError.invalid_arguments, str(error))
-        async with self._slot(call.name, entry.limits.concurrency), self._thread_slot(entry):
-            # Only now: waiting for others is not the tool's time.
-            started = time.perf_counter()
-            reply = await self._run(entry, arguments, context_of(call))
-            seconds = time.perf_counter() - started
+        for tried in range(entry.limits.retries + 1):
+            if tried:
+                await asyncio.sleep(entry.limits.retry_backoff_s * 2 ** (tried - 1))
+            try:
+                # Read anew each time: the tool may have changed what it was given.
+                arguments = entry.arguments.read(call.arguments)
+            except InvalidArguments as error:
+                return _refuse(call, ToolError.invalid_arguments, str(error))
+            reply, seconds = await self._attempt(entry, arguments, context_of(call))
+            if reply.error is not ToolError.unavailable:
+                break
         return ToolResult(
             call=call, content=reply.content, error=reply.error, done=reply.done, seconds=seconds
         )
+
+    async def _attempt(
+        self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
+    ) -> tuple[Reply, float]:
+        """One reply and the seconds it took, without the wait for a place or a worker."""
+        async with self._slot(entry.tool.name, entry.limits.concurrency), self._thread_slot(entry):
+            try:
+                async with _ready(entry.tool) as tool:
+                    started = time.perf_counter()
+                    reply = await self._run(entry, tool, arguments, context)
+                    return reply, time.perf_counter() - started
+            except ToolUnavailable as error:  # there is no worker to be had
+                return failure(error, max_chars=self._max_chars), 0.0
 
     def _thread_slot(self, entry: _Entry) -> AbstractAsyncContextManager[None]:
         if _blocks(entry.tool) is None:
@@ -157,40 +238,63 @@ class Toolbox:
             self._loop, self._slots = loop, {}
         return self._slots.setdefault(name, asyncio.Semaphore(limit))
 
-    async def _run(self, entry: _Entry, arguments: dict[str, Any], context: ToolContext) -> Reply:
+    async def _run(
+        self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
+    ) -> Reply:
         """Run one call for at most its time limit; then leave it to itself."""
-        task = asyncio.create_task(self._reply(entry.tool, arguments, context))
+        task = asyncio.create_task(self._reply(entry, tool, arguments, context))
         try:
             # Not asyncio.timeout, which would wait for a tool that ignores its cancellation.
             await asyncio.wait({task}, timeout=entry.limits.timeout_s)
         finally:
             if expired := not task.done():
-                self._abandoned[task] = entry.tool.name
-                task.add_done_callback(self._abandoned.pop)
+                self._abandoned[task] = tool.name
+                task.add_done_callback(self._left)
                 task.cancel()
         if expired:
+            await asyncio.wait({task}, timeout=CANCEL_S)
+            self._check_stuck()
             text = f"Error: timed out after {entry.limits.timeout_s:g} s"
             return Reply(content=text, error=ToolError.timeout)
         if task.cancelled():  # by the tool itself
             return failure(asyncio.CancelledError(), max_chars=self._max_chars)
         return task.result()
 
-    async def _reply(self, tool: Tool, arguments: dict[str, Any], context: ToolContext) -> Reply:
+    def _left(self, task: asyncio.Task[Reply]) -> None:
+        """An abandoned call has ended after all: nobody wants to know how."""
+        self._abandoned.pop(task, None)
+        if not task.cancelled():
+            task.exception()
+
+    async def _reply(
+        self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
+    ) -> Reply:
         try:
             function = _blocks(tool)
             if function is None:
-                value = await tool(arguments, context)
+                value = await self._on_loop(tool.name, tool(arguments, context))
             else:
-                value = await self._in_thread(function, arguments, context)
+                value = await self._in_thread(entry, function, arguments, context)
             return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
         except (asyncio.CancelledError, KeyboardInterrupt):
             # On the event loop's own thread a KeyboardInterrupt is the user's.
             raise
         except BaseException as error:
-            return failure(error, max_chars=self._max_chars)
+            return failure(error, max_chars=self._max_chars, faults=entry.faults)
+
+    async def _on_loop(self, name: str, awaitable: Awaitable[object]) -> object:
+        self._awaited[name] += 1
+        try:
+            return await awaitable
+        finally:
+            self._awaited[name] -= 1
 
     async def _in_thread(
-        self, tool: FunctionTool, arguments: dict[str, Any], context: ToolContext
+        self,
+        entry: _Entry,
+        tool: FunctionTool,
+        arguments: dict[str, Any],
+        context: ToolContext,
     ) -> object:
         def work() -> object:
             value = tool.call(arguments, context)
@@ -198,10 +302,15 @@ class Toolbox:
             waits = inspect.isawaitable(value)
             return value if waits else reply_of(value, max_chars=self._max_chars)
 
-        outcome = await self._threads.run(work, label=tool.name)
+        try:
+            outcome = await self._threads.run(work, label=tool.name)
+        except RuntimeError as error:  # "can't start new thread"
+            raise ToolUnavailable(f"tool {tool.name}: {error}") from error
         if outcome.error is not None:
-            return failure(outcome.error, max_chars=self._max_chars)
-        return await outcome.value if inspect.isawaitable(outcome.value) else outcome.value
+            return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
+        if inspect.isawaitable(outcome.value):
+            return await self._on_loop(tool.name, outcome.value)
+        return outcome.value
 
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
@@ -215,7 +324,29 @@ def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
         arguments = ArgumentSchema(function.get("parameters", {}))
     except ValueError as error:
         raise ValueError(f"tools.{name}: its parameters are {error}") from error
-    return _Entry(tool=tool, arguments=arguments, limits=limits)
+    if limits.isolation is Isolation.process and not isinstance(tool, ProcessTool):
+        raise ValueError(
+            f"tools.{name}.isolation=process: {tool!r} runs in this process; declare the tool by "
+            "its _target_, or give a ProcessTool"
+        )
+    try:
+        faults = fault_types(tuple(limits.retry_on))
+    except ValueError as error:
+        raise ValueError(f"tools.{name}.{error}") from error
+    return _Entry(tool=tool, arguments=arguments, limits=limits, faults=faults)
+
+
+def stuck_remedy(name: str) -> str:
+    """What to do about a tool whose calls do not end."""
+    return (
+        f"its thread cannot be ended: set tools.{name}.isolation=process, whose workers are killed "
+        "in time, or give the tool a time limit of its own"
+    )
+
+
+def _ready(tool: Tool) -> AbstractAsyncContextManager[Tool]:
+    """What to call: the tool, or a worker of it once there is one."""
+    return tool.worker() if isinstance(tool, ProcessTool) else nullcontext(tool)
 
 
 def _blocks(tool: Tool) -> FunctionTool | None:

@@ -77,6 +77,7 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         # Calls per rollout, as in TRL: above 1 when rollouts call more than once.
         "tools/call_frequency": _mean([len(rollout.tool_results) for rollout in rollouts]),
         "tools/failure_frequency": _failures(results) / len(results) if results else 0.0,
+        "tools/unavailable": float(sum(r.error is ToolError.unavailable for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
     # A name the model made up gets no column of its own: there would be no end of them.

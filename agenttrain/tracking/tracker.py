@@ -26,6 +26,7 @@ TRACES = 4
 
 ONCE = {
     "data/overlong": "left out {:.0f} tasks, whose prompts fill the context (engine.max_context)",
+    "tools/unavailable": "{:.0f} tool calls failed because what the tool needs is broken",
     "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
 }
 """Metrics that the console tells the first time that they are not 0."""

@@ -1,0 +1,73 @@
+"""Limits on a rollout's calls: which are refused, and which repeat themselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from agenttrain.types import Task, ToolCall, ToolError, ToolResult
+
+
+def refusals(
+    calls: Sequence[ToolCall],
+    before: Sequence[ToolResult],
+    *,
+    most: int | None,
+    own_limit: Callable[[str], int | None],
+) -> list[str | None]:
+    """Why each call of a turn may not run, in words for the model; None: it may.
+
+    `most` limits all calls of a rollout, `own_limit` those of a tool by its name; `before` are the
+    results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
+    before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
+    is reached"]``.
+    """
+    ran = Counter(result.call.name for result in before if _counts(result))
+    refused: list[str | None] = []
+    for place, call in enumerate(calls, start=len(before)):
+        limit = own_limit(call.name)
+        if most is not None and place >= most:
+            refused.append(f"the limit of {most} tool calls is reached")
+        elif limit is not None and call.malformed is None and ran[call.name] >= limit:
+            plural = "" if limit == 1 else "s"
+            refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
+        else:
+            ran[call.name] += 1
+            refused.append(None)
+    return refused
+
+
+def _counts(result: ToolResult) -> bool:
+    """Whether the tool ran; only those calls use up its own limit."""
+    error = result.error
+    return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
+
+
+def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
+    """Whether more than `limit` calls in a row are the same, the order of arguments aside."""
+    return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
+
+
+def _identity(call: ToolCall) -> str:
+    if call.malformed is not None:
+        return call.text
+    try:
+        return json.dumps([call.name, call.arguments], sort_keys=True)
+    except (RecursionError, ValueError):  # nested as deeply as could just be parsed
+        return call.text
+
+
+def own_copy(task: Task) -> Task:
+    """The task for the tools of one rollout: what they change in it is nobody else's.
+
+    Columns that cannot be copied (an open file, say) are shared.
+    """
+    try:
+        columns, messages = copy.deepcopy((dict(task.columns), task.messages))
+    except Exception:
+        columns, messages = dict(task.columns), task.messages
+    return replace(task, columns=columns, messages=messages)

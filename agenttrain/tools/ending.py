@@ -1,0 +1,64 @@
+"""The end of a rollout, and of the run, for tools that hold something: bounded, and never fatal."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from agenttrain.threads import DaemonThreads, blocks
+from agenttrain.tools.base import FunctionTool, Tool
+
+
+class Endings:
+    """Calls `release` and `close` of tools, blocking ones in threads, and warns when they fail."""
+
+    def __init__(self, threads: DaemonThreads) -> None:
+        self._threads = threads
+        self._told: set[tuple[str, str]] = set()
+
+    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
+        """The rollout is over for `tool`."""
+        await self._end(tool, "release", limit_s, rollout_id)
+
+    async def close(self, tool: Tool, limit_s: float) -> None:
+        """The run is over for `tool`."""
+        await self._end(tool, "close", limit_s)
+
+    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+        owner = tool.owner if isinstance(tool, FunctionTool) else tool
+        found = getattr(owner, method, None)
+        if found is None:
+            return
+        ending = asyncio.ensure_future(self._call(found, f"{tool.name}.{method}", arguments))
+        await asyncio.wait({ending}, timeout=limit_s)
+        if not ending.done():
+            ending.cancel()
+            self._tell(tool.name, method, f"did not end within {limit_s:g} s")
+        elif ending.cancelled():
+            self._tell(tool.name, method, "was cancelled")
+        elif (error := ending.exception()) is not None:
+            self._tell(tool.name, method, f"{type(error).__name__}: {error}")
+
+    async def _call(
+        self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
+    ) -> None:
+        if not blocks(method):
+            await method(*arguments)
+            return
+        outcome = await self._threads.run(lambda: method(*arguments), label=label)
+        if outcome.error is not None:
+            raise RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
+        if inspect.isawaitable(outcome.value):
+            await outcome.value
+
+    def _tell(self, name: str, method: str, problem: str) -> None:
+        if (name, method) not in self._told:
+            self._told.add((name, method))
+            warnings.warn(
+                f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

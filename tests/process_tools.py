@@ -1,0 +1,148 @@
+"""Tools for worker processes: they must be importable there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from agenttrain.tools.base import FunctionTool, Tool, ToolFailure
+from agenttrain.types import Done, ToolContext, ToolUnavailable
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    return a + b
+
+
+async def async_add(a: int, b: int) -> int:
+    """Add after a turn of the event loop.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    await asyncio.sleep(0)
+    return a + b
+
+
+def pid() -> int:
+    """Say which process this is."""
+    return os.getpid()
+
+
+def behave(how: str) -> object:
+    """Do something that a tool should not do.
+
+    Args:
+        how: What.
+    """
+    match how:
+        case "hang":
+            threading.Event().wait()
+        case "child":  # leaves a child that ignores what can be ignored
+            program = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+            subprocess.Popen([sys.executable, "-c", program])
+            threading.Event().wait()
+        case "exit":
+            print("last words", flush=True)
+            os._exit(3)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "fork":  # returns in two processes
+            os.fork()
+            return "once"
+        case "noise":
+            print("noise " * 100_000)
+            os.write(1, b"raw noise\n")
+            return "quiet"
+        case "huge":
+            return "x" * 100_000_000
+        case "raise":
+            raise KeyboardInterrupt("by the tool")
+        case "fail":
+            raise ToolFailure("no such table")
+        case "unavailable":
+            raise ToolUnavailable("the server is gone")
+        case "done":
+            return Done("over")
+        case "stdin":
+            return sys.stdin.read() + "nothing"
+    return how
+
+
+def flaky(file: str, failures: int) -> int:
+    """Lose its connection some times.
+
+    Args:
+        file: Where the calls are counted.
+        failures: How many calls fail.
+    """
+    with Path(file).open("a") as log:
+        log.write("x")
+    calls = Path(file).stat().st_size
+    if calls <= failures:
+        raise ConnectionResetError("peer is away")
+    return calls
+
+
+def slow(seconds: float) -> str:
+    """Take its time.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+class Notebook:
+    """Holds something for every rollout; writes down what becomes of it."""
+
+    def __init__(self, log: str) -> None:
+        self.log = Path(log)
+        self.notes: dict[str, int] = {}
+
+    def __call__(self, context: ToolContext) -> str:
+        """Count the calls of a rollout."""
+        rollout = context.rollout_id
+        self.notes[rollout] = self.notes.get(rollout, 0) + 1
+        return f"{context.task.columns['city']} {self.notes[rollout]}"
+
+    def release(self, rollout_id: str) -> None:
+        with self.log.open("a") as log:
+            log.write(f"release {rollout_id} {self.notes.pop(rollout_id, None)}\n")
+
+    def close(self) -> None:
+        with self.log.open("a") as log:
+            log.write(f"close {len(self.notes)}\n")
+
+
+def own_kind() -> Tool:
+    """A tool that is no function."""
+
+    class Remote:
+        name = "remote"
+        schema: dict = {"type": "function", "function": {"name": "remote", "parameters": {}}}  # noqa: RUF012
+
+        async def __call__(self, arguments: dict, context: ToolContext) -> object:
+            return None
+
+    return Remote()
+
+
+def only_in(process: int) -> FunctionTool:
+    """A tool that can be built in one process only."""
+    if os.getpid() != process:
+        raise RuntimeError(f"made for process {process}")
+    return FunctionTool(add)
