@@ -361,8 +361,7 @@ def test_two_hundred_rollouts_each_with_a_world_of_its_own():
         return ids([move(task_number + 1), move(sample), BYE][turn])
 
     tasks = [task(number, exit=1000) for number in range(50)]
-    # Two hundred prompts are rendered in one go; how long that takes is not what is tested.
-    collecting = collector(the_worlds, answer, max_loop_lag_s=60.0)
+    collecting = collector(the_worlds, answer)
     collected = asyncio.run(parts.acollect(collecting, tasks, samples=4))
     assert [[r.environment_reward for r in group] for group in collected.groups] == [
         [(number + 1 + sample) / 1000 for sample in range(4)] for number in range(50)

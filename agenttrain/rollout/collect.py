@@ -47,11 +47,10 @@ class Collector:
     limits: RolloutConfig
     environments: Environments = field(default_factory=Environments)
 
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Names of the tools that may hold the event loop now."""
+    def blocking(self, limit_s: float) -> str | None:
+        """The async tool that has held the event loop for longer than `limit_s`; any thread."""
         boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return tuple(name for box in boxes for name in box.awaited)
+        return next((name for box in boxes if (name := box.blocking(limit_s))), None)
 
     @property
     def stuck(self) -> tuple[str, ...]:
@@ -128,7 +127,7 @@ async def collect(
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
-    async with LoopMonitor(limit_s, lambda: collector.awaited) as monitor:
+    async with LoopMonitor(limit_s, collector.blocking) as monitor:
         results = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)

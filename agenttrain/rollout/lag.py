@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
 BEAT_S = 0.05
@@ -19,16 +19,19 @@ class LoopMonitor:
 
     A thread watches, so that a loop that never comes back is told too. Example::
 
-        async with LoopMonitor(1.0, lambda: toolbox.awaited) as monitor:
+        async with LoopMonitor(1.0, toolbox.blocking) as monitor:
             …
         monitor.max_lag_s   # e.g. 0.003
     """
 
-    def __init__(self, limit_s: float, suspects: Callable[[], Sequence[str]]) -> None:
-        """Above `limit_s` a warning, once, names the `suspects` of that moment."""
+    def __init__(self, limit_s: float, blocking: Callable[[float], str | None]) -> None:
+        """`blocking` says which tool holds the loop for that long: above `limit_s`, a warning.
+
+        Many rollouts that are ready at once make a lag too, which is no tool's fault.
+        """
         self.max_lag_s = 0.0
         self._limit_s = limit_s
-        self._suspects = suspects
+        self._blocking = blocking
         self._over = threading.Event()
 
     async def __aenter__(self) -> LoopMonitor:
@@ -59,21 +62,17 @@ class LoopMonitor:
         self._seen = now
 
     def _watch(self) -> None:
-        while not self._over.wait(self._limit_s / 2):
-            if time.monotonic() - self._seen > self._limit_s + BEAT_S:
-                warnings.warn(self._finding(), RuntimeWarning, stacklevel=1)
+        while not self._over.wait(self._limit_s / 4):
+            name = self._blocking(self._limit_s)
+            if name is not None:
+                warnings.warn(self._finding(name), RuntimeWarning, stacklevel=1)
                 return
 
-    def _finding(self) -> str:
+    def _finding(self, name: str) -> str:
         frame = sys._current_frames().get(self._thread)
-        where = ""
-        if frame is not None:
-            code = frame.f_code
-            where = f", in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
-        names = self._suspects()
-        running = f"async tools running: {', '.join(names)}" if names else "no async tool runs"
+        where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
         return (
-            f"the event loop stands still for over {self._limit_s:g} s{where}, and all rollouts "
-            f"with it; {running}. A blocking function should be a plain `def`, which gets a thread "
-            "of its own, or have isolation=process (limit: rollout.max_loop_lag_s)"
+            f"tool {name}: it is async and has held the event loop for over {self._limit_s:g} s, "
+            f"and all rollouts with it{where}; make it a plain `def`, which gets a thread of its "
+            f"own, or set tools.{name}.isolation=process (limit: rollout.max_loop_lag_s)"
         )

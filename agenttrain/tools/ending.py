@@ -15,8 +15,8 @@ from agenttrain.tools.base import FunctionTool, Tool
 class Endings:
     """Calls `release` and `close` of tools, blocking ones in threads, and warns when they fail."""
 
-    def __init__(self, threads: DaemonThreads) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
+        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
         self._told: set[tuple[str, str]] = set()
 
     async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:

@@ -7,7 +7,7 @@ import inspect
 import time
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.ending import Endings
 from agenttrain.tools.process import ProcessTool
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, reply_of
+from agenttrain.tools.steps import Steps
 from agenttrain.tools.worker import fault_types
 from agenttrain.types import (
     AgenttrainError,
@@ -90,9 +91,9 @@ class Toolbox:
         self._thread_limit = threads
         self._max_stuck = max_stuck
         self._max_chars = max_result_chars
-        self._endings = Endings(self._threads)
+        self._endings = Endings()
         self._told: set[str] = set()
-        self._awaited: Counter[str] = Counter()
+        self._steps = Steps()
         self._abandoned: dict[asyncio.Task[Reply], str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
@@ -102,10 +103,9 @@ class Toolbox:
         """Names of the tools of abandoned calls that still run, one per call."""
         return (*self._threads.stuck, *self._abandoned.values())
 
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Names of the tools whose calls run on the event loop now, which they can block."""
-        return tuple(name for name, count in list(self._awaited.items()) if count)
+    def blocking(self, limit_s: float) -> str | None:
+        """The async tool that has held the event loop for longer than `limit_s`; any thread."""
+        return self._steps.blocking(limit_s)
 
     def tool(self, name: str) -> Tool:
         """The tool of this name."""
@@ -272,7 +272,7 @@ class Toolbox:
         try:
             function = _blocks(tool)
             if function is None:
-                value = await self._on_loop(tool.name, tool(arguments, context))
+                value = await self._steps.run(tool.name, tool(arguments, context))
             else:
                 value = await self._in_thread(entry, function, arguments, context)
             return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
@@ -281,13 +281,6 @@ class Toolbox:
             raise
         except BaseException as error:
             return failure(error, max_chars=self._max_chars, faults=entry.faults)
-
-    async def _on_loop(self, name: str, awaitable: Awaitable[object]) -> object:
-        self._awaited[name] += 1
-        try:
-            return await awaitable
-        finally:
-            self._awaited[name] -= 1
 
     async def _in_thread(
         self,
@@ -309,7 +302,7 @@ class Toolbox:
         if outcome.error is not None:
             return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
         if inspect.isawaitable(outcome.value):
-            return await self._on_loop(tool.name, outcome.value)
+            return await self._steps.run(tool.name, outcome.value)
         return outcome.value
 
 
