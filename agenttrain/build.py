@@ -137,7 +137,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         max_completion_tokens=config.rollout.max_completion_tokens,
         steps=config.steps,
     )
-    engine = TransformersEngine(policy.model, config.engine)
+    engine = _engine(config, policy)
     collector = Collector(
         engine=engine,
         chat=prepared.chat,
@@ -147,3 +147,17 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def _engine(config: RunConfig, policy: Policy) -> Engine:
+    if config.engine.name == "transformers":
+        return TransformersEngine(policy.model, config.engine)
+    from agenttrain.engine.vllm import VllmEngine
+
+    # vLLM loads the base model's folder; adapters reach it merged, with the first sync.
+    return VllmEngine(
+        model_folder(config.model.path),
+        config.engine,
+        dtype=config.model.dtype,
+        mode=config.weight_sync.mode,
+    )

@@ -262,7 +262,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     done = 0
     if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
         done = checkpoints.load_latest(loaded.policy)["step"]
-        await sync(loaded.policy, loaded.engine, version=done)
+        await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = Tracker(
         job.folder,
         config.tracker,

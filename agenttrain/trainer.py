@@ -19,7 +19,7 @@ from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
-from agenttrain.training.weight_sync import sync
+from agenttrain.training.weight_sync import rest, sync
 from agenttrain.types import Sampling
 
 
@@ -57,9 +57,10 @@ class Trainer:
             collected = await self._collect(number)
         self.tracker.phase("train")
         with clock("train"):
+            await rest(self.collector.engine)
             training = self.policy.update(collected.groups)
         with clock("sync"):
-            await sync(self.policy, self.collector.engine, version=number)
+            await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         return self._metrics(collected, training, clock), collected
 
     async def _collect(self, number: int) -> Collected:

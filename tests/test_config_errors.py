@@ -102,8 +102,11 @@ UNUSABLE = {
     "optimizer.schedule=warmup_stable_decay": "num_decay_steps=None: optimizer.schedule=warmup",
     "model.lora.rank=-1": "must be 0 (no adapters) or more",
     "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
+    "engine.vllm.sleep=true": "has no effect without engine=vllm",
+    "weight_sync.mode=in_flight": "has no effect without engine=vllm",
+    "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Names that are no enums.
-    "engine.name=transformer": "expected one of: transformers (did you mean 'transformers'?)",
+    "engine.name=transformer": "expected one of: transformers, vllm (did you mean 'transformers'?)",
     "tracker.name=wandb": "expected one of: trackio, none",
     "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
     "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",

@@ -19,10 +19,11 @@ from agenttrain.config.schema import (
     Ratio,
     Scale,
     Schedule,
+    WeightSyncConfig,
 )
 from agenttrain.training.policy import NotFinite, Policy
 from agenttrain.training.schedule import learning_rate
-from agenttrain.training.weight_sync import named_weights, sync
+from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync
 from agenttrain.types import Origin, StopReason
 
 RLOO = {
@@ -335,10 +336,42 @@ class Recorder:
 
 
 def test_sync_sends_nothing_to_an_engine_that_shares_the_module() -> None:
-    trained, engine = policy(), Recorder()
-    asyncio.run(sync(trained, engine, 7))
-    asyncio.run(sync(trained, engine, 8, shared=False))
-    (nothing, first), (sent, second) = engine.updates
-    assert (nothing, first, second) == ({}, 7, 8)
-    assert sent.keys() == trained.model.state_dict().keys()
+    engine = Recorder()
+    asyncio.run(sync(policy(), engine, 7, WeightSyncConfig()))
+    assert engine.updates == [({}, 7)]
+
+
+class Copy:
+    """An engine with a model of its own; `lost` is dropped on its way there."""
+
+    max_context = 64
+
+    def __init__(self, lost: str | None = None) -> None:
+        self.model, self.lost = tiny.model(seed=1), lost
+
+    async def update(self, weights, version: int) -> None:
+        state = {name: tensor for name, tensor in weights if name != self.lost}
+        self.model.load_state_dict(state, strict=self.lost is None)
+
+    async def score(self, token_ids) -> list[float]:
+        return policy_logprobs(self.model, token_ids)
+
+    async def rest(self) -> None:
+        raise AssertionError("nothing rests here")
+
+
+def test_sync_checks_that_an_engine_with_weights_of_its_own_holds_the_policys() -> None:
+    trained = policy()
+    with torch.no_grad():  # every weight differs from a new model's, the norms' ones too
+        for parameter in trained.model.parameters():
+            parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+    engine = Copy()
+    asyncio.run(sync(trained, engine, 7, WeightSyncConfig()))
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, engine.model.state_dict()[name])
     assert "lm_head.weight" in dict(named_weights(trained.model))  # tied, and sent all the same
+    for name, _ in trained.model.named_parameters():
+        if name == "model.embed_tokens.weight":
+            continue  # tied: the head's name brings it
+        with pytest.raises(StaleWeights, match=r"weight sync 8: .* weight_sync\.tolerance=0\.001"):
+            asyncio.run(sync(trained, Copy(lost=name), 8, WeightSyncConfig()))

@@ -133,7 +133,11 @@ class WeightSyncMode(StrEnum):
     """What happens to rollouts in flight when weights change."""
 
     drain = "drain"
-    """None are in flight: the step's rollouts are complete."""
+    """They end first."""
+    abort_resume = "abort_resume"
+    """They go on, and the new weights read all their tokens again."""
+    in_flight = "in_flight"
+    """They go on with the keys and values that they have, of both weights."""
 
 
 @dataclass
@@ -303,14 +307,33 @@ class RolloutConfig:
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
     concurrency: int = 512
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
-    deterministic: bool = True
-    """With engine=transformers: the same batch at every decode step, so that a run repeats."""
+    deterministic: bool | None = None
+    """The same batch at every decode step, so that a run repeats; None: where the engine can
+    (transformers)."""
     temperature: float = 1.0
     on_break: OnBreak = OnBreak.error
     on_tool_failure: OnToolFailure = OnToolFailure.drop
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
     on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
+
+
+@dataclass
+class VllmSettings:
+    """What only vLLM knows."""
+
+    memory_share: float = 0.5
+    """Of a GPU's memory, for weights and cache; the rest is the trainer's."""
+    kv_cache_mb: int | None = None
+    """Size of the cache of keys and values; None: what memory_share leaves."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the engine's weights."""
+    quantization: str | None = None
+    """Of the engine's weights, by vLLM's names, e.g. fp8."""
+    enforce_eager: bool = False
+    """No CUDA graphs: starts faster, samples slower."""
+    sleep: bool = False
+    """Give the GPU's memory back while the policy is updated, once per step."""
 
 
 @dataclass
@@ -325,6 +348,7 @@ class EngineConfig:
     rejoin_steps: int = 2
     """Decode steps between a completion and its rollout's return; no effect with
     rollout.deterministic=false."""
+    vllm: VllmSettings = field(default_factory=VllmSettings)
 
 
 @dataclass
@@ -366,6 +390,9 @@ class WeightSyncConfig:
     """How the engine gets new weights."""
 
     mode: WeightSyncMode = WeightSyncMode.drain
+    tolerance: float | None = None
+    """Largest gap of log-probabilities between engine and policy after a sync, for an engine with
+    weights of its own; None: 1e-3 in float32, 0.2 in bfloat16."""
 
 
 @dataclass

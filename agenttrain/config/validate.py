@@ -19,13 +19,14 @@ from agenttrain.config.components import (
     reward_problems,
     tool_problems,
 )
+from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import Advantage, KlEstimator, KlIn, RunConfig, Scale
 from agenttrain.config.suggest import did_you_mean
 
-ENGINES = ("transformers",)
+ENGINES = ("transformers", "vllm")
 TRACKERS = ("trackio", "none")
 MIXED_PRECISION = ("no", "bf16", "fp16")
 SEEDS = 2**63
@@ -56,7 +57,7 @@ NOT_NEGATIVE = (
 )
 POSITIVE = (
     *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
-    *("optimizer.lr", "optimizer.max_grad_norm"),
+    *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
 )
 
 
@@ -207,5 +208,5 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, _algorithm),
     *(tool_problems, environment_problems, reward_problems, data_problems, _model, _files, _names),
-    *(optimizer_problems, weight_problems, _evaluation),
+    *(optimizer_problems, weight_problems, engine_problems, _evaluation),
 )

@@ -48,6 +48,19 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Separate(Protocol):
+    """An engine with weights of its own: they are sent to it, and what it holds is checked."""
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every id after the first, given those before it, at temperature 1."""
+        ...
+
+    async def rest(self) -> None:
+        """Give memory back until the next `update`; nothing may be asked of it meanwhile."""
+        ...
+
+
+@runtime_checkable
 class Lockstep(Protocol):
     """An engine that can repeat a run bit for bit, if told which rollouts to wait for."""
 

@@ -208,7 +208,7 @@ async def _run_all(
     collector: Collector, attempts: Sequence[_Attempt], sampling: Sampling
 ) -> list[Rollout | _Left]:
     engine, at_once = collector.engine, collector.limits.concurrency
-    if collector.limits.deterministic and isinstance(engine, Lockstep):
+    if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([attempt.rollout_id for attempt in attempts])
         # The engine admits by its rows; a limit here would keep back rollouts it waits for.
         at_once = len(attempts)

@@ -1,26 +1,94 @@
-"""The engine gets the policy's weights."""
+"""The engine gets the policy's weights, and is asked whether it holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.engine.base import Engine
+from agenttrain.config.schema import WeightSyncConfig
+from agenttrain.engine.base import Engine, Separate
+from agenttrain.training.lora import ADAPTER, is_adapted
 from agenttrain.training.policy import Policy
+from agenttrain.types import AgenttrainError
+
+PROBE_TOKENS = 128
+STEP = 7919
+"""A prime: the probe's ids wander over the whole vocabulary."""
+TOLERANCES = {torch.float32: 1e-3}
+OTHER_TOLERANCE = 0.2
+"""In bfloat16, where kernels differ by a rounding of 1/256 in every layer."""
 
 
-async def sync(policy: Policy, engine: Engine, version: int, *, shared: bool = True) -> None:
+class StaleWeights(AgenttrainError):
+    """After a weight sync the engine does not sample from the policy."""
+
+
+async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncConfig) -> None:
     """Every token that `engine` samples from now on is of weights `version`.
 
-    `shared`: the engine samples from `policy.model` itself, so that nothing needs to be sent and
-    the engine only forgets what it cached.
+    An engine that samples from `policy.model` itself only forgets what it cached. One with weights
+    of its own is sent them, and then scores a fixed sequence: StaleWeights if the policy's
+    log-probabilities of it are others.
     """
-    await engine.update(() if shared else named_weights(policy.model), version)
+    if not isinstance(engine, Separate):
+        await engine.update((), version)
+        return
+    await engine.update(named_weights(policy.model), version)
+    probe_ids = probe(policy.model, engine.max_context)
+    expected_T = torch.tensor(policy_logprobs(policy.model, probe_ids))
+    gap_T = (torch.tensor(await engine.score(probe_ids)) - expected_T).abs()
+    tolerance = config.tolerance or TOLERANCES.get(policy.model.dtype, OTHER_TOLERANCE)
+    if not gap_T.max() <= tolerance:
+        raise StaleWeights(
+            f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
+            f"from the policy's by up to {gap_T.max().item():.3g} (mean {gap_T.mean().item():.3g}; "
+            f"weight_sync.tolerance={tolerance:g}). It does not hold the policy's weights: do "
+            "engine and trainer know the same model, in the same format (engine.vllm.quantization)?"
+        )
+
+
+async def rest(engine: Engine) -> None:
+    """The policy is about to be updated: an engine that can gives its memory back."""
+    if isinstance(engine, Separate):
+        await engine.rest()
+
+
+def probe(model: PreTrainedModel, max_context: int) -> list[int]:
+    """A fixed sequence of ids from all over the vocabulary."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [index * STEP % vocabulary for index in range(1, min(PROBE_TOKENS, max_context - 1))]
+
+
+def policy_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+    """Log-probability of every id after the first, by a plain forward pass."""
+    training = model.training
+    model.eval()
+    ids_T = torch.tensor(token_ids, device=model.device)
+    try:
+        with torch.no_grad():
+            logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+    finally:
+        model.train(training)
+    return logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].tolist()
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by the name that transformers saves it under, tied ones under each name."""
+    """Every weight by the name that transformers saves it under, tied ones under each name.
+
+    Adapters are merged, one weight at a time: the engine gets a model without them.
+    """
+    modules = dict(model.named_modules()) if is_adapted(model) else {}
     for name, tensor in model.state_dict().items():
-        yield name, tensor.detach()
+        owner, _, kind = name.rpartition(".")
+        if "lora_" in name:
+            continue
+        layer = modules.get(owner.removesuffix(".base_layer"))
+        if isinstance(layer, LoraLayer) and kind == "weight":
+            adapted: Any = layer  # peft's class for linear layers, which alone has the method
+            tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
+        yield name.replace(".base_layer.", "."), tensor.detach()

