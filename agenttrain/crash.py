@@ -60,6 +60,8 @@ class Evidence:
         try:
             yield seen
         except (NotFinite, RewardError) as error:
+            if isinstance(error, RewardError) and not error.rollouts:
+                raise  # an environment's own reward: without its state there is nothing to do again
             rollouts = error.rollouts if isinstance(error, RewardError) else seen.rollouts
             error.args = (f"{error}. {self._write(step, error, rollouts)}",)
             raise

@@ -9,7 +9,7 @@ from typing import Any
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import build_tasks
+from agenttrain.data.build import Splits, build_tasks
 from agenttrain.data.find import find_tasks
 from agenttrain.tracking.rollouts_file import read_step
 from agenttrain.types import Task
@@ -35,14 +35,18 @@ def step_records(folder: Path, step: int, said: str) -> list[dict[str, Any]]:
     return list(read_step(folder, step))
 
 
+def splits_of(config: RunConfig) -> Splits:
+    """The run's tasks."""
+    return build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
+
+
 def recorded_tasks(
-    config: RunConfig, records: Sequence[dict[str, Any]], step: int
+    config: RunConfig, splits: Splits, records: Sequence[dict[str, Any]], step: int
 ) -> dict[str, Task]:
     """rollout_id -> task, of those records whose rows are still in the data.
 
     The rows are looked for among all that the run can have drawn up to `step`.
     """
-    splits = build_tasks(config.data, seed=config.seed)
     if step == EVALUATED:
         return find_tasks(records, splits.test, config.eval.questions)
     drawn = arithmetic(config).most_tasks_per_step * step

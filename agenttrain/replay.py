@@ -19,7 +19,7 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import OnToolFailure, RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.engine.recorded import RecordedEngine
-from agenttrain.recorded import recorded_tasks, step_records
+from agenttrain.recorded import recorded_tasks, splits_of, step_records
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.show_data import context_of
 from agenttrain.tools.recorded import RecordedToolbox
@@ -44,9 +44,14 @@ def replay_rollouts(
     one is identical. Raises ConfigError for a rollout that is not there.
     """
     said = f"replay {folder}"
+    if config.environment:
+        raise ConfigError(
+            f"{said}: the run has environments ({', '.join(config.environment)}), whose state is "
+            "not recorded; agenttrain view shows their rollouts, agenttrain rescore scores them"
+        )
     records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
     found = certified(config)
-    tasks = recorded_tasks(config, records, step)
+    tasks = recorded_tasks(config, splits_of(config), records, step)
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
         raise ConfigError(
@@ -107,7 +112,7 @@ async def replay(
             completions(record, chat.stop_token_ids), max_context=context_of(config) or sys.maxsize
         ),
         chat=chat,
-        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record, task)),
+        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record)),
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         sampling=Sampling(),
         rollout_id=record["rollout_id"],

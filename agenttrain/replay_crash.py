@@ -11,7 +11,7 @@ from typing import Any
 from agenttrain.build import load_policy, prepare
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import read_batch
-from agenttrain.recorded import recorded_tasks, step_records
+from agenttrain.recorded import recorded_tasks, splits_of, step_records
 from agenttrain.rewards.base import RewardError
 from agenttrain.tracking.rollouts_file import step_path
 from agenttrain.tracking.rollouts_read import read_rollout
@@ -49,7 +49,7 @@ def _rollouts(
     if not step_path(bundle, step).exists():
         return []
     records = step_records(bundle, step, f"replay {bundle}")
-    tasks = recorded_tasks(config, records, step)
+    tasks = recorded_tasks(config, splits_of(config), records, step)
     return [
         read_rollout(
             record,

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agenttrain.check import certified, rewards_of
+from agenttrain.check import certified, check_rows, rewards_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.recorded import recorded_tasks, step_records, written_steps
+from agenttrain.recorded import recorded_tasks, splits_of, step_records, written_steps
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import may_be_scored
 from agenttrain.tracking.json_lines import dumps
@@ -54,12 +54,13 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     """
     said = f"rescore {folder}"
     found = certified(config)
-    rubric = rewards_of(config, found)
+    splits = splits_of(config)
+    rubric = rewards_of(config, found, check_rows(found, splits.by_key))
     steps = written_steps(folder, said) if step is None else [step]
     rows: list[Rescored] = []
     for number in steps:
         records = step_records(folder, number, said)
-        tasks = recorded_tasks(config, records, number)
+        tasks = recorded_tasks(config, splits, records, number)
         _check_columns(rubric, [r for r in records if r["rollout_id"] not in tasks], said)
         for record in records:
             task = tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())

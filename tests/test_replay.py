@@ -269,4 +269,4 @@ def test_an_id_that_turns_repeat_keeps_each_turns_reply():
     rollout.messages[-1]["tool_call_id"] = "call_0_0"
     record = json.loads(dumps(rollout_record(rollout)))
     assert all("content" not in call for call in record["tool_calls"])
-    assert [r.content for r in tool_results(record, rollout.task)] == ["7", "no argument `x`"]
+    assert [r.content for r in tool_results(record)] == ["7", "no argument `x`"]

@@ -1,7 +1,8 @@
 """rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
 The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
-tool_calls, rewards, reward, advantage`, and `error` where there is one. `rollouts_read.py` makes
+tool_calls, rewards, reward, advantage`, and where there is one `error` and
+`environment_reward`. `rollouts_read.py` makes
 Rollouts of them again.
 """
 
@@ -42,6 +43,8 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "advantage": rollout.advantage,
     }
+    if rollout.environment_reward is not None:
+        record["environment_reward"] = rollout.environment_reward
     if rollout.error is not None:
         record["error"] = rollout.error
     return record

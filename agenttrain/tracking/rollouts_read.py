@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -57,9 +58,17 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def tool_results(record: Record, task: Task) -> list[ToolResult]:
+def prompt_messages(record: Record) -> list[Message]:
+    """The messages before the first sampled one: the row's, and those that a reset gave."""
+    turns = len({s["turn"] for s in record["spans"] if s["origin"] == Origin.sampled})
+    messages: list[Message] = record["messages"]
+    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: spoken[-turns]] if turns and len(spoken) >= turns else messages
+
+
+def tool_results(record: Record) -> list[ToolResult]:
     """What each call of a record was answered, in their order."""
-    added = record["messages"][len(task.messages) :]
+    added = record["messages"][len(prompt_messages(record)) :]
     shown, written = replies(added), _written(added)
     results = []
     for made in record["tool_calls"]:
@@ -101,14 +110,15 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
     Unknown are `seconds` of the whole, and the text of a call that was parsed.
     """
     rollout = Rollout(
-        task=task,
+        task=replace(task, messages=tuple(prompt_messages(record))),
         rollout_id=record["rollout_id"],
         group_id=record["group_id"],
         sample=_sample(record["rollout_id"]),
         messages=[dict(message) for message in record["messages"]],
-        tool_results=tool_results(record, task),
+        tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
+        environment_reward=record.get("environment_reward"),
         rewards=dict(record["rewards"]),
         reward=record["reward"],
         advantage=record["advantage"],
