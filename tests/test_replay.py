@@ -270,3 +270,21 @@ def test_an_id_that_turns_repeat_keeps_each_turns_reply():
     record = json.loads(dumps(rollout_record(rollout)))
     assert all("content" not in call for call in record["tool_calls"])
     assert [r.content for r in tool_results(record)] == ["7", "no argument `x`"]
+
+
+def test_an_environments_reward_is_read_again():
+    rollout = tracking_rollouts.new(0, 1.0)
+    tracking_rollouts.say(rollout, (10, 2))
+    rollout.environment_reward = 0.25
+    record = json.loads(dumps(rollout_record(rollout)))
+    assert read_rollout(record, rollout.task).environment_reward == 0.25
+
+
+def test_rollouts_of_an_environment_are_not_replayed(shop, tmp_path, capsys):
+    folder = Path(shutil.copytree(shop, tmp_path / "run"))
+    config = (folder / "config.yaml").read_text()
+    assert "\nenvironment: {}\n" in config
+    maze = "\nenvironment:\n  maze:\n    _target_: mazes.Maze\n"
+    (folder / "config.yaml").write_text(config.replace("\nenvironment: {}\n", maze))
+    assert main(["replay", str(folder)]) == 2
+    assert "the run has environments (maze), whose state is not recorded" in capsys.readouterr().err
