@@ -25,7 +25,7 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
-from agenttrain.training.lora import add_lora
+from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.policy import Policy
 
 
@@ -107,7 +107,7 @@ def load_policy(config: RunConfig, prepared: Prepared) -> Policy:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
     )
-    if config.model.lora.rank:
+    if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
     return Policy(
         model,

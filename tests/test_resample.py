@@ -16,7 +16,7 @@ from agenttrain.config.arithmetic import tasks_of_round
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector, NoRollouts
+from agenttrain.rollout.collect import Collected, Collector, NoRollouts
 from agenttrain.rollout.resample import Drawn, draw, informative, select
 from agenttrain.types import Rollout, Sampling, Task
 
@@ -95,6 +95,13 @@ def test_rounds_are_bounded_and_what_is_missing_is_filled_in_task_order() -> Non
     assert numbers(result.trained) == [0, 1, 4]
     assert (result.tasks, result.rounds) == (6, 1)
     assert result.metrics()["resample/uninformative"] == 3.0
+
+
+def test_the_lag_of_a_step_is_the_longest_of_its_rounds() -> None:
+    collected = Collected()
+    for lag in (0.2, 0.5, 0.1):
+        collected.extend(Collected(loop_lag_s=lag))
+    assert collected.loop_lag_s == 0.5
 
 
 def test_extra_rounds_have_names_and_seeds_of_their_own() -> None:

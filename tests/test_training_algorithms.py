@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import random
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_every_preset_prefers_the_better_answer(name: str) -> None:
     for _ in range(3):
         trained.update(on_policy(trained, [pair(20, 21)]))
     assert preference() > before + 0.1
+
+
+@pytest.mark.parametrize("name", ["gspo", "luspo", "rloo"])
+def test_ratios_of_whole_rollouts_do_not_read_the_engines_rounding(name: str) -> None:
+    """An engine in bfloat16 is off by some .02 per token: GSPO's clip of 3e-4 would take it all."""
+    rng = random.Random(0)
+    groups = on_policy(policy(), random_groups(0))
+    for one in (rollout for group in groups for rollout in group):
+        one.spans = [
+            span
+            if span.logprobs is None
+            else replace(span, logprobs=tuple(p + rng.gauss(0, 0.02) for p in span.logprobs))
+            for span in one.spans
+        ]
+    _, metrics = captured(preset(name), groups)
+    assert metrics["sampling/logprob_gap"] == pytest.approx(0.016, abs=0.003)
+    assert metrics["clip_ratio/region_mean"] == 0.0
+    _, of_engine = captured({**preset(name), "behaviour": Behaviour.engine}, groups)
+    assert (of_engine["clip_ratio/region_mean"] > 0.3) is (name != "rloo")  # 40 tokens: not yet
 
 
 EXTRAS = {

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from agenttrain.config.schema import LoraSettings
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.export import export
-from agenttrain.training.lora import add_lora
+from agenttrain.training.lora import add_lora, save_adapter
 
 
 def base(folder: Path) -> Path:
@@ -120,3 +120,13 @@ def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:
 def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.lora.targets=\['query'\]"):
         adapted(base(tmp_path), targets=["query"])
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 8}, {"rank": 4, "alpha": 8.0}])
+def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
+    model = adapted(base(tmp_path / "base"))
+    save_adapter(model, tmp_path / "adapters")
+    expected = r"set model.lora.rank=4 model.lora.alpha=32 to go on"
+    with pytest.raises(ValueError, match=expected):
+        adapted(tmp_path / "adapters", **settings)
+    assert any(p.requires_grad for p in adapted(tmp_path / "adapters", rank=4).parameters())

@@ -94,6 +94,7 @@ class Collected:
         self.overlong += later.overlong
         self.dropped += later.dropped
         self.reward_s += later.reward_s
+        self.loop_lag_s = max(self.loop_lag_s, later.loop_lag_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

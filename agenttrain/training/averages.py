@@ -36,6 +36,13 @@ class Averages:
         return {name: _value(name, _combine(name, parts[:, i])) for i, name in enumerate(names)}
 
 
+def nothing(name: str, like: Tensor) -> Tensor:
+    """The part of `name` that changes no other, [2]."""
+    if not name.endswith(("max", "min")):
+        return torch.zeros_like(like)
+    return torch.full_like(like, -torch.inf if name.endswith("max") else torch.inf)
+
+
 def _combine(name: str, parts: Tensor) -> Tensor:
     if name.endswith("max"):
         return parts.amax(0)

@@ -28,9 +28,12 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Put adapters into the layers of `model` and freeze everything else.
 
     The model stays the object that it is, so that an engine may sample from it. A model that was
-    loaded with adapters goes on with them. Raises ValueError for targets that it does not have.
+    loaded with adapters goes on with them. Raises ValueError for targets that it does not have, and
+    for loaded adapters of another rank or alpha.
     """
-    if not is_adapted(model):
+    if is_adapted(model):
+        _check_loaded(model, settings)
+    else:
         named = settings.targets
         config = LoraConfig(
             r=settings.rank,
@@ -44,6 +47,17 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             raise ValueError(f"model.lora.targets={named}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _check_loaded(model: Any, settings: LoraSettings) -> None:
+    loaded = model.peft_config[ADAPTER]
+    if (loaded.r, loaded.lora_alpha) != (settings.rank, settings.alpha):
+        own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
+        raise ValueError(
+            f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
+            f"holds other adapters; set {own} to go on with them, or merge them first "
+            "(agenttrain export)"
+        )
 
 
 def is_adapted(model: PreTrainedModel) -> bool:

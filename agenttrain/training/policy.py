@@ -21,7 +21,7 @@ from agenttrain.algorithms.loss import policy_loss
 from agenttrain.algorithms.metrics import extremes, mean_parts, metric_names
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
-from agenttrain.training.averages import Averages
+from agenttrain.training.averages import Averages, nothing
 from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
@@ -148,6 +148,8 @@ class Policy:
         penalties: dict[str, float] = {}
         if not self._algorithm.kl_in_reward:
             return penalties
+        # A process without rollouts has the name too: averages are over all processes.
+        averages.add("kl", torch.zeros(2, device=self.accelerator.device))
         for row in flat(groups):
             assert row.ref_logprobs_S is not None
             own_S = row.behaviour_S if row.old_logprobs_S is None else row.old_logprobs_S
@@ -217,7 +219,8 @@ class Policy:
             accelerator.backward(loss * accelerator.num_processes)
         entropy_S = entropy_S.detach()
         for name, part in {**metrics, "entropy": mean_parts(entropy_S)}.items():
-            averages.add(name, part)
+            # The row that stands in is no rollout: it is in no mean of rollouts.
+            averages.add(name, part if entropy_S.numel() else nothing(name, part))
         return Part(
             loss=loss.detach(),
             gap_S=(logprobs_S.detach() - microbatch.behaviour_S).abs(),
