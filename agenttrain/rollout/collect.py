@@ -54,6 +54,8 @@ class Collected:
     dropped: int = 0
     """Rollouts that are not trained on: failed ones, groups with a broken ledger, and those that
     a reward function could not score."""
+    broken: int = 0
+    """Rollouts whose ledger broke."""
     reward_s: float = 0.0
     """Wall seconds of scoring."""
     loop_lag_s: float = 0.0
@@ -69,6 +71,7 @@ class Collected:
         self.groups += later.groups
         self.overlong += later.overlong
         self.dropped += later.dropped
+        self.broken += later.broken
         self.reward_s += later.reward_s
 
 
@@ -111,6 +114,7 @@ async def collect(
     async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
         rollouts = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
+    collected.broken = rollouts.count(None)
     collected.groups = _whole_groups(attempts, rollouts)
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
     if attempts and not usable and not may_be_empty:
