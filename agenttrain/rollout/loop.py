@@ -18,7 +18,7 @@ from agenttrain.config.schema import (
     OnToolFailure,
     RolloutConfig,
 )
-from agenttrain.engine.base import Engine, EngineError
+from agenttrain.engine.base import Engine, EngineDead, EngineError
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.limits import own_copy, refusals, repeated
 from agenttrain.rollout.seeds import derive_seed
@@ -58,8 +58,8 @@ async def run_rollout(
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
     `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
-    when the prompt leaves no room to sample, before anything is sampled; StuckTools; and
-    ToolUnavailable where `limits.on_tool_failure` is `error`.
+    when the prompt leaves no room to sample, before anything is sampled; EngineDead; StuckTools;
+    and ToolUnavailable where `limits.on_tool_failure` is `error`.
     """
     schemas = toolbox.schemas(task.tools)
     if prompt_ids is None:
@@ -72,6 +72,8 @@ async def run_rollout(
     started = time.perf_counter()
     try:
         await _within(loop, limits.timeout_s)
+    except EngineDead:
+        raise
     except (EngineError, ToolUnavailable) as error:
         if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
             raise
