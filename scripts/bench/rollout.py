@@ -22,6 +22,9 @@ once with slow tools):
     speedup_vs_trl_fast_{n}_turns    TRL's seconds / ours, the same rollouts
     speedup_vs_trl_slow_{n}_turns
 
+    steps_vs_trl_fast_{n}_turns      decode steps of the engine that TRL's side takes / ours: what
+                                     the speedup comes to where a step's time is that of any other
+
     prefix_hit_rate      8 turns, fast: of the tokens that were sent, or sampled, in an earlier turn
                          of their rollout and are sent again, the share that the cache served
     engine_utilisation   8 turns, fast: our tokens/s over `engine_tokens_per_s`
@@ -122,6 +125,8 @@ class Measured:
     cached: int
     """Tokens that the prefix cache served."""
     resent: int
+    steps: int
+    """Decode steps of the engine."""
     context: list[int]
     """Tokens of each rollout that the engine did not sample."""
 
@@ -212,7 +217,7 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
         limits=RolloutConfig(max_turns=8, max_completion_tokens=10**5, concurrency=count),
     )
     tasks = [Task(task_id=str(i), messages=(m,)) for i, m in enumerate(plan.messages[::GROUP])]
-    cached = engine.stats.cached_tokens
+    cached, steps = engine.stats.cached_tokens, engine.stats.steps
     started = time.perf_counter()
     collected = runner.run(
         collect(collector, tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench"))
@@ -224,6 +229,7 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
         wall_s=wall,
         cached=engine.stats.cached_tokens - cached,
         resent=directed.resent,
+        steps=engine.stats.steps - steps,
         context=[
             r.length - sum(lengths)
             for r, lengths in zip(collected.rollouts, plan.lengths, strict=True)
@@ -380,10 +386,14 @@ def measure(quick: bool) -> dict[str, float]:
                 forget()
                 measured.append(ours(engine, chat, plan, runner))
             forget()
+            steps = engine.stats.steps
             trl_s = trls(engine, trainer, plan, runner)
+            steps = engine.stats.steps - steps
             best = min(one.wall_s for one in measured)
             figures[f"rollouts_per_s_{name}_{turns_}_turns"] = count / best
             figures[f"speedup_vs_trl_{name}_{turns_}_turns"] = trl_s / best
+            if not slow:
+                figures[f"steps_vs_trl_fast_{turns_}_turns"] = steps / measured[0].steps
             if (name, turns_) == ("fast", TURNS[-1]):
                 alone = math.inf
                 for _ in range(repeats):
