@@ -46,10 +46,15 @@ class Stepper:
             self._wake.notify()
 
     def call(self, function: Callable[[], Value]) -> Future[Value]:
-        """Run `function` before the next step; its result, or what it raised."""
+        """Run `function` before the next step; its result, or what it raised.
+
+        Not run at all if the future is cancelled before.
+        """
         future: Future[Value] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
