@@ -102,6 +102,7 @@ class Trainer:
             **training,
             **(drawn.metrics() if self.config.algorithm.resamples else {}),
             "rollout/dropped": collected.dropped,
+            "rollout/ledger_breaks": collected.broken,
             "tools/stuck": len(self.collector.stuck),
             "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,

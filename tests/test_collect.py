@@ -175,6 +175,7 @@ def test_a_broken_ledger_stops_the_run_or_drops_the_group():
         asyncio.run(acollect(collector(_Lying([ids(BYE)])), tasks(2)))
     engine = _Lying([ids(BYE)])
     kept = asyncio.run(acollect(collector(engine, on_break=OnBreak.drop), tasks(2), samples=2))
+    assert kept.broken == 2
     assert [r.task.task_id for r in kept.rollouts] == ["t1", "t1"]
     assert kept.dropped == 2
 

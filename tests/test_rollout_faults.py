@@ -21,6 +21,7 @@ import pytest
 from parts import LIMITS, acollect, call, ids, toolbox
 
 from agenttrain.config.schema import OnToolFailure, ToolLimits
+from agenttrain.engine.base import EngineDead
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collected, Collector, NoRollouts
@@ -498,3 +499,15 @@ def test_an_engines_own_timeout_is_no_wall_clock_limit():
         StopReason.error,
         "TimeoutError: read timed out",
     )
+
+
+def test_an_engine_that_dies_ends_the_run_and_not_rollout_after_rollout() -> None:
+    def answer(token_ids: Sequence[int], session: str, turn: int) -> tuple[int, ...]:
+        if turn:
+            raise EngineDead("vLLM died: RuntimeError: out of memory")
+        return ids(ADD)
+
+    engine = ScriptedEngine(answer, max_context=4096)
+    one = replace(collector(toolbox(), ADD), engine=engine)
+    with pytest.raises(EngineDead, match="out of memory"):
+        asyncio.run(acollect(one, [parts.TASK], samples=2))

@@ -148,7 +148,7 @@ def test_what_is_a_method_for_the_model():
         ),
         (
             {"a": {"_target_": f"{HERE}.Files", "isolation": "process"}},
-            r"a\.isolation=process: takes one tool, and this makes write, read, suffix; leave it",
+            r"a\.isolation=process: it makes the tools write, read, suffix, which cannot be moved",
         ),
         (
             {"a": {"_target_": f"{HERE}.Bare"}},

@@ -238,7 +238,8 @@ def test_a_resumed_policy_goes_on_to_the_same_bits(algorithm: dict, tmp_path: Pa
     resumed: Policy = policy(algorithm=algorithm, lr=1e-2)
     resumed.model.load_state_dict(whole.model.state_dict())
     resumed.load_state_dict(torch.load(tmp_path / "policy.pt", weights_only=True))
-    assert whole.update(random_groups(3)) == resumed.update(random_groups(3))
+    metrics = resumed.update(random_groups(3))
+    assert whole.update(random_groups(3)) == pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
 
@@ -279,7 +280,9 @@ def test_every_step_has_the_same_columns(algorithm: dict) -> None:
     nothing = trained.update([[with_tool(sample=i, reward=None) for i in range(2)]])
     something = trained.update(random_groups(0))
     assert nothing.keys() == something.keys()
-    assert not any(math.isnan(value) for value in something.values())
+    # It is the second update, and all tokens are of version 0.
+    missing = {name for name, value in something.items() if math.isnan(value)}
+    assert missing == {"sampling/logprob_gap_fresh"}
 
 
 def test_a_reward_of_no_function_gives_no_advantage() -> None:

@@ -119,7 +119,7 @@ def test_same_rollouts_same_bits_in_any_order_of_arrival() -> None:
         groups = random_groups(seed)
         metrics = first.update(groups)
         again = second.update([list(reversed(group)) for group in random_groups(seed)])
-        assert metrics == again
+        assert metrics == pytest.approx(again, rel=0, abs=0, nan_ok=True)
     for name, tensor in weights(first).items():
         assert torch.equal(tensor, weights(second)[name]), name
 

@@ -15,6 +15,10 @@ class EngineError(AgenttrainError):
     """The engine cannot serve a request; it fails that rollout only."""
 
 
+class EngineDead(EngineError):
+    """The engine will never serve a request again: the run ends."""
+
+
 class Engine(Protocol):
     """Samples completions of token ids.
 

@@ -40,16 +40,21 @@ class Stepper:
         self._thread.start()
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command`, which does not raise, before the next step."""
+        """Run `command` before the next step; what it raises ends the engine, as in a step."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
 
     def call(self, function: Callable[[], Value]) -> Future[Value]:
-        """Run `function` before the next step; its result, or what it raised."""
+        """Run `function` before the next step; its result, or what it raised.
+
+        Not run at all if the future is cancelled before.
+        """
         future: Future[Value] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -73,14 +78,20 @@ class Stepper:
                 commands, self._commands = self._commands, []
                 if self._closed and not commands:
                     return
-            for command in commands:
-                command()
-            if self._moving():
-                try:
+            try:
+                while commands:
+                    commands.pop(0)()
+                if self._moving():
                     self._engine.step()
-                except BaseException as error:
-                    self.dead = error
-                    self._engine.fail(error)
+            except BaseException as error:
+                self._die(error, commands)
+
+    def _die(self, error: BaseException, commands: list[Callable[[], None]]) -> None:
+        """Tell all who wait; `commands` were given and are run, so that nobody waits for them."""
+        self.dead = error
+        self._engine.fail(error)
+        with self._wake:
+            self._commands[:0] = commands
 
     def _moving(self) -> bool:
         return self.dead is None and self._engine.busy()

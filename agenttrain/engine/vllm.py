@@ -8,105 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from agenttrain.config.schema import EngineConfig, WeightSyncMode
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineDead, EngineError
 from agenttrain.engine.stepper import Stepper
+from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
 from agenttrain.engine.vllm_setup import build_llm_engine
 from agenttrain.types import Completion, Finish, Sampling
+
+Value = TypeVar("Value")
 
 FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.abort}
 """By vLLM's name; its others (an error, a repetition) end the rollout as failed."""
 
 
-@dataclass(slots=True)
-class VllmStats:
-    """Counters since the engine was built."""
-
-    prompt_tokens: int = 0
-    """Of all requests."""
-    cached_tokens: int = 0
-    """Of these, those whose keys and values the prefix cache held."""
-    sampled_tokens: int = 0
-    steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-
-    def deliver(self, outcome: Any) -> None:
-        self.loop.call_soon_threadsafe(_settle, self.future, outcome)
-
-
-def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-@dataclass(slots=True)
-class _Driver:
-    """vLLM's engine as the stepper sees it; only the stepper's thread comes here."""
-
-    llm: Any
-    waiting: dict[str, _Waiting] = field(default_factory=dict)
-    held: list[tuple[str, Any, Any]] = field(default_factory=list)
-    """Requests that wait until new weights are in."""
-    holding: bool = False
-    stats: VllmStats = field(default_factory=VllmStats)
-
-    def busy(self) -> bool:
-        return self.llm.has_unfinished_requests()
-
-    def step(self) -> None:
-        self.stats.steps += 1
-        for output in self.llm.step():
-            if output.finished and (waiting := self.waiting.pop(output.request_id, None)):
-                self.stats.prompt_tokens += len(output.prompt_token_ids)
-                self.stats.cached_tokens += output.num_cached_tokens or 0
-                self.stats.sampled_tokens += len(output.outputs[0].token_ids)
-                waiting.deliver(output)
-
-    def fail(self, error: BaseException) -> None:
-        waiting, self.waiting = self.waiting, {}
-        for one in waiting.values():
-            one.deliver(EngineError(f"vLLM died: {error}"))
-
-    def add(self, request_id: str, prompt: Any, parameters: Any, waiting: _Waiting) -> None:
-        self.waiting[request_id] = waiting
-        if self.holding:
-            self.held.append((request_id, prompt, parameters))
-        else:
-            self._admit(request_id, prompt, parameters)
-
-    def _admit(self, request_id: str, prompt: Any, parameters: Any) -> None:
-        try:
-            self.llm.add_request(request_id, prompt, parameters)
-        except Exception as error:  # whatever vLLM has against this request is its alone
-            self.waiting.pop(request_id).deliver(EngineError(f"vLLM refuses a request: {error}"))
-
-    def abort(self, request_id: str) -> None:
-        self.waiting.pop(request_id, None)
-        self.held = [held for held in self.held if held[0] != request_id]
-        self.llm.abort_request([request_id])
-
-    def release_held(self) -> None:
-        self.holding = False
-        held, self.held = self.held, []
-        for request_id, prompt, parameters in held:
-            self._admit(request_id, prompt, parameters)
+DRAIN_S = 600.0
+"""Seconds within which requests in flight end, at a drain."""
 
 
 class VllmEngine:
@@ -127,16 +50,20 @@ class VllmEngine:
         *,
         dtype: str = "float32",
         mode: WeightSyncMode = WeightSyncMode.drain,
+        drain_s: float = DRAIN_S,
     ) -> None:
-        """Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
+        """`drain_s` bounds how long an update waits for requests in flight.
+
+        Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
         llm = build_llm_engine(folder, config, dtype=dtype)
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
+        self._drain_s = drain_s
         self._sleeps = config.vllm.sleep
         self._vocabulary: int = llm.model_config.get_vocab_size()
-        self._version = 0
+        self._closed = False
         self._numbers = itertools.count()
-        self._driver = _Driver(llm)
+        self._driver = Driver(llm)
         llm.set_weight_version("0")
         self._stepper = Stepper(self._driver, name="vllm")
 
@@ -150,7 +77,7 @@ class VllmEngine:
     ) -> Completion:
         """As `Engine.generate`; the prefix cache holds the session's earlier turns.
 
-        Raises EngineError for a request that vLLM refuses, and for all requests once it died.
+        Raises EngineError for a request that vLLM refuses, and EngineDead once it died.
         """
         self._check(token_ids)
         budget = min(sampling.max_tokens, self.max_context - len(token_ids))
@@ -174,24 +101,31 @@ class VllmEngine:
         return [found[token].logprob for token, found in pairs]
 
     async def _ask(self, session: str, token_ids: list[int], parameters: Any) -> Any:
-        if self._stepper.dead is not None:
-            raise EngineError(f"vLLM died: {self._stepper.dead}")
+        self._check_alive()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(loop, loop.create_future())
-        request_id = f"{session}/{next(self._numbers)}"
-        # Salted: keys and values of other weights are never taken for those of these.
-        prompt = {"prompt_token_ids": token_ids, "cache_salt": str(self._version)}
-        self._stepper.post(partial(self._driver.add, request_id, prompt, parameters, waiting))
+        waiting = Waiting(loop, loop.create_future())
+        request = Request(f"{session}/{next(self._numbers)}", token_ids, parameters)
+        self._stepper.post(partial(self._driver.add, request, waiting))
         try:
             return await waiting.future
         except asyncio.CancelledError:
-            self._stepper.post(partial(self._driver.abort, request_id))
+            self._stepper.post(partial(self._driver.abort, request.id))
             raise
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
+        if self._stepper.dead is not None:
+            raise EngineDead(str(self._driver.refusal))
+
+    async def _between_steps(self, function: Callable[[], Value]) -> Value:
+        self._check_alive()
+        return await asyncio.wrap_future(self._stepper.call(function))
 
     async def rest(self) -> None:
         """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
         if self._sleeps:
-            await asyncio.wrap_future(self._stepper.call(partial(self._driver.llm.sleep, 2)))
+            await self._between_steps(partial(self._driver.llm.sleep, 2))
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # vLLM would die of what it does not know, and take every other rollout along.
@@ -215,41 +149,62 @@ class VllmEngine:
 
         drain: they end first, new ones wait; abort_resume: they go on under the new weights, which
         read all their tokens again; in_flight: they go on with the keys and values that they have.
-        Raises EngineError when weights do not fit the model.
+        Raises EngineError when weights do not fit the model; then it serves nothing until an
+        update that does, for some of its weights may be new. Also when it is dead, or does not
+        come to the end of its requests.
         """
         if self._mode is WeightSyncMode.drain:
             await self._drain()
-        await asyncio.wrap_future(self._stepper.call(partial(self._load, weights, version)))
+        await self._between_steps(partial(self._load, weights, version))
 
     async def _drain(self) -> None:
+        """Hold new requests back until there is none in flight."""
+
         def hold() -> bool:
             self._driver.holding = True
             return self._driver.busy()
 
-        while await asyncio.wrap_future(self._stepper.call(hold)):
-            await asyncio.sleep(0.005)
+        try:
+            async with asyncio.timeout(self._drain_s):
+                while await self._between_steps(hold):
+                    await asyncio.sleep(0.005)
+        except BaseException as error:
+            self._stepper.post(self._driver.release_held)
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"weight sync: requests in flight did not end within {self._drain_s:g} s. Set "
+                    "weight_sync.mode=abort_resume, or lower rollout.max_turn_tokens."
+                ) from error
+            raise
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        llm = self._driver.llm
+        llm, driver = self._driver.llm, self._driver
         try:
             if self._sleeps:
                 llm.wake_up()
             worker = llm.model_executor.driver_worker.worker
             worker.reload_weights(weights_iterator=iter(weights))
         except Exception as error:
-            raise EngineError(
-                f"vLLM cannot take the weights of version {version}: {error}"
-            ) from error
-        finally:
-            self._driver.release_held()
+            driver.refusal = EngineError(
+                f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
+                f"{error}"
+            )
+            driver.refuse_all(driver.refusal)
+            driver.release_held()
+            raise driver.refusal from error
+        driver.refusal = None
         again = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=again)
         llm.set_weight_version(str(version))
-        self._version = version
+        driver.version = version
+        driver.release_held()
 
     async def aclose(self) -> None:
-        """Shut vLLM down; calls still waiting fail with EngineError."""
-        self._stepper.post(partial(self._driver.fail, EngineError("the engine was closed")))
+        """Shut vLLM down; calls still waiting fail with EngineDead. A second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stepper.post(partial(self._driver.fail, EngineDead("the engine was closed")))
         await asyncio.to_thread(self._stepper.close)
         # Now, and not when memory is collected: it would tear down the groups of the next engine.
         self._driver.llm.engine_core.shutdown()
@@ -271,6 +226,7 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the stop tokens are named
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -283,12 +239,10 @@ def _completion(output: Any) -> Completion:
     finish = FINISHES.get(sampled.finish_reason)
     if finish is None:
         raise EngineError(f"vLLM ended a request with {sampled.finish_reason!r}")
-    token_ids = tuple(sampled.token_ids)
-    logprobs = zip(token_ids, sampled.logprobs, strict=True)
     spans = sampled.weight_versions or []
     return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(found[token].logprob for token, found in logprobs),
+        token_ids=tuple(sampled.token_ids),
+        logprobs=tuple(sampled.logprobs.logprobs),  # flat, the sampled token's alone
         finish=finish,
         versions=tuple((int(span.version), span.end - span.start) for span in spans),
     )

@@ -75,6 +75,8 @@ class Collected:
     dropped: int = 0
     """Rollouts that are not trained on: failed ones, groups with a broken ledger, and those that
     a reward function could not score."""
+    broken: int = 0
+    """Rollouts whose ledger broke."""
     uneven_prompts: int = 0
     """Groups whose rollouts did not begin with the same prompt: their environment's reset gave
     different messages, so that their rewards compare different questions."""
@@ -93,6 +95,8 @@ class Collected:
         self.groups += later.groups
         self.overlong += later.overlong
         self.dropped += later.dropped
+        self.broken += later.broken
+        self.uneven_prompts += later.uneven_prompts
         self.reward_s += later.reward_s
         self.loop_lag_s = max(self.loop_lag_s, later.loop_lag_s)
 
@@ -149,6 +153,7 @@ async def collect(
             f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
             "prompts in data.train and data.test."
         )
+    collected.broken = results.count(_Left.broken)
     collected.groups = _whole_groups(attempts, results)
     collected.uneven_prompts = sum(map(_uneven, collected.groups))
     collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))

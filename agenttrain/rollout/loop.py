@@ -18,7 +18,7 @@ from agenttrain.config.schema import (
     OnToolFailure,
     RolloutConfig,
 )
-from agenttrain.engine.base import Engine, EngineError
+from agenttrain.engine.base import Engine, EngineDead, EngineError
 from agenttrain.environments.kind import Episode
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
@@ -65,8 +65,8 @@ async def run_rollout(
     `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
     environments, the same in all of them. Raises PromptTooLong when the prompt leaves no room to
     sample, before anything is sampled, ValueError for tools or an environment that are not there,
-    RewardError when the environment's reward fails; StuckTools; and ToolUnavailable where
-    `limits.on_tool_failure` is `error`.
+    RewardError when the environment's reward fails; EngineDead; StuckTools; and
+    ToolUnavailable where `limits.on_tool_failure` is `error`.
     """
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     environments = environments or Environments()
@@ -79,6 +79,8 @@ async def run_rollout(
         loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode)
         await _within(loop, limits.timeout_s)
         await score(rollout, episode)
+    except EngineDead:
+        raise
     except (EngineError, ToolUnavailable) as error:
         if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
             raise

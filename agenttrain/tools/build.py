@@ -64,7 +64,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     located = locate_section(section, key=key)
     take_limits(key, located.bound)
     tools = _build(located, name)
-    if len(tools) != 1 or tools[0].name != name:
+    if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):
         names = ", ".join(tool.name for tool in tools)
         raise ValueError(
             f"{key}.isolation=process: it makes the tools {names}, which cannot be moved to "

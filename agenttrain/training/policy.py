@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from agenttrain.algorithms.entropy import EntropyBonus
 from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import policy_loss
-from agenttrain.algorithms.metrics import extremes, mean_parts, metric_names
+from agenttrain.algorithms.metrics import mean_parts, metric_names
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES, mismatch
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages, nothing
@@ -27,13 +28,12 @@ from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, to
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
 from agenttrain.training.optimizers import build_optimizer
+from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
 from agenttrain.training.scoring import flat, needs_own, with_own, with_reference
 from agenttrain.training.update import Part, Plan, loss_inputs, plan
 from agenttrain.types import Rollout
-
-GAP = "sampling/logprob_gap"
 
 
 class Policy:
@@ -94,8 +94,8 @@ class Policy:
         by a loss or gradient that is not finite.
 
         Metrics: loss, grad_norm, lr, train/tokens (sampled tokens per update), those of
-        `metric_names` over the rollouts that had a gradient, and sampling/logprob_gap (mean and max
-        distance between the engine's and the trainer's logprobs before the first update). The
+        `metric_names` over the rollouts that had a gradient, and `MISMATCH_NAMES` (the distance
+        between the engine's and the trainer's logprobs before the first update). The
         names are always the same; NaN stands where no rollout had a gradient.
         """
         ordered = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
@@ -118,7 +118,7 @@ class Policy:
 
     def _nothing(self) -> dict[str, float]:
         """The metrics of a step in which nothing had a gradient."""
-        names = (*metric_names(self._algorithm), GAP, f"{GAP}_max")
+        names = (*metric_names(self._algorithm), *MISMATCH_NAMES)
         zero = dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0)
         return {**zero, **dict.fromkeys(names, math.nan)}
 
@@ -170,9 +170,7 @@ class Policy:
                     done = self._update_once(flat(part), averages)
                     if done and not measured:
                         measured = True
-                        gap_S = torch.cat([part.gap_S for part in done])
-                        averages.add(GAP, mean_parts(gap_S))
-                        averages.add(f"{GAP}_max", extremes(GAP, gap_S)[f"{GAP}/max"])
+                        self._compare(done, averages)
 
     def _update_once(self, rows: list[Row], averages: Averages) -> list[Part]:
         """One optimizer update over `rows`; what each microbatch contributed."""
@@ -223,7 +221,8 @@ class Policy:
             averages.add(name, part if entropy_S.numel() else nothing(name, part))
         return Part(
             loss=loss.detach(),
-            gap_S=(logprobs_S.detach() - microbatch.behaviour_S).abs(),
+            microbatch=microbatch,
+            trainer_S=logprobs_S.detach(),
             entropy=(entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S).sum(),
         )
 
@@ -239,6 +238,16 @@ class Policy:
             total = float(self.accelerator.reduce(entropy, "sum"))
             self._bonus.observe(total / shared.bonus_tokens, self._algorithm)
             self._count("entropy_coef", self._bonus.coefficient, averages)
+
+    def _compare(self, parts: list[Part], averages: Averages) -> None:
+        """Measure the distance of the engine that sampled; `parts` are of the first update."""
+        rows = [row for part in parts for row in part.microbatch.rows]
+        engine_S = torch.cat([part.microbatch.behaviour_S for part in parts])
+        trainer_S = torch.cat([part.trainer_S for part in parts])
+        # As many updates of the engine's weights as steps so far.
+        found = origins(rows, self.step, engine_S.device)
+        for name, part in mismatch(engine_S, trainer_S, found).items():
+            averages.add(name, part)
 
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; its norm before, or None when it or a loss is not finite."""

@@ -38,8 +38,9 @@ class Part:
     """What a microbatch contributed to an update."""
 
     loss: Tensor
-    gap_S: Tensor
-    """|trainer - engine| of the logprobs."""
+    microbatch: Microbatch
+    trainer_S: Tensor
+    """The logprobs before the update."""
     entropy: Tensor
     """Sum over the tokens that the bonus acts on."""
 

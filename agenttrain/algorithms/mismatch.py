@@ -1,0 +1,93 @@
+"""How far the engine's log-probabilities of what it sampled are from the trainer's, and where.
+
+What the figures say of the cause, in the order to look:
+
+1. token error: the trainer scores other tokens than were sampled. The ledger forbids it and
+   counts (``rollout/ledger_breaks``).
+2. stale weights: ``sampling/stale_tokens`` > 0, with a gap that the tokens of the trainer's own
+   version do not have (``logprob_gap_stale`` beside ``logprob_gap_fresh``).
+3. another sampling transform (temperature, filters): ``sampling/logprob_slope`` is not 1. At a
+   temperature T that the trainer does not know it is near 1 / T; a filter moves the ends only.
+4. numerics: what is left. The slope is 1; kernels of other precision give a gap that grows with
+   the position (``logprob_gap_early`` … ``_late``), a cache that is wrong one after the first turn.
+
+Shapes: S sampled tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agenttrain.algorithms.kl import kl_estimate
+from agenttrain.algorithms.metrics import Metrics, mean_parts
+from agenttrain.config.algorithm import KlEstimator
+
+GAP = "sampling/logprob_gap"
+THIRDS = ("early", "middle", "late")
+MISMATCH_NAMES = (
+    GAP,
+    f"{GAP}_max",
+    *(f"{GAP}_{part}" for part in ("first_turn", "later_turns", *THIRDS, "fresh", "stale")),
+    "sampling/kl",
+    "sampling/logprob_slope",
+    "sampling/stale_tokens",
+)
+"""What `mismatch` measures."""
+LEAST_SPREAD = 1e-3
+"""Standard deviation of the trainer's logprobs below which they have no slope to speak of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origins:
+    """Where sampled tokens stand, and who sampled them."""
+
+    turn_S: Tensor
+    """Turn of the rollout, from 0."""
+    third_S: Tensor
+    """0, 1 or 2: the third of its rollout's sampled tokens."""
+    stale_S: Tensor
+    """Whether it was sampled under other weights than the trainer's at the step's begin."""
+
+
+def mismatch(engine_S: Tensor, trainer_S: Tensor, origins: Origins) -> Metrics:
+    """Parts of `MISMATCH_NAMES`.
+
+    The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer).
+
+    Example: engine [-1, -2], trainer [-1, -1.5], the second token of turn 1: mean 0.25, max 0.5,
+    first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
+    """
+    gap_S = (trainer_S - engine_S).abs()
+    top = gap_S.amax() if gap_S.numel() else gap_S.new_tensor(-torch.inf)
+    first_S = origins.turn_S == 0
+    where = {
+        "first_turn": first_S,
+        "later_turns": ~first_S,
+        **{name: origins.third_S == index for index, name in enumerate(THIRDS)},
+        "fresh": ~origins.stale_S,
+        "stale": origins.stale_S,
+    }
+    return {
+        GAP: mean_parts(gap_S),
+        f"{GAP}_max": torch.stack((top, top)).float(),
+        **{f"{GAP}_{name}": mean_parts(gap_S[here_S]) for name, here_S in where.items()},
+        "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
+        "sampling/logprob_slope": _slope_parts(engine_S, trainer_S),
+        "sampling/stale_tokens": mean_parts(origins.stale_S),
+    }
+
+
+def _slope_parts(engine_S: Tensor, trainer_S: Tensor) -> Tensor:
+    """(slope x tokens, tokens) of the line through (trainer, engine) by least squares, [2].
+
+    Over processes it averages by their tokens. No part where all tokens are equally likely.
+    """
+    count = float(trainer_S.numel())
+    if count < 2 or trainer_S.std() < LEAST_SPREAD:
+        return trainer_S.new_zeros(2).float()
+    centred_S = (trainer_S - trainer_S.mean()).float()
+    slope = (centred_S * (engine_S - engine_S.mean())).sum() / centred_S.square().sum()
+    return torch.stack((slope * count, torch.full_like(slope, count)))

@@ -1,0 +1,149 @@
+"""vLLM's engine as its stepping thread sees it: requests in, finished ones back to their loops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agenttrain.engine.base import EngineDead, EngineError
+
+
+@dataclass(slots=True)
+class VllmStats:
+    """Counters since the engine was built."""
+
+    prompt_tokens: int = 0
+    """Of all requests."""
+    cached_tokens: int = 0
+    """Of these, those whose keys and values the prefix cache held."""
+    sampled_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Who waits for a request."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as it came."""
+
+    id: str
+    token_ids: list[int]
+    parameters: Any
+
+
+def deliver(outcomes: Sequence[tuple[Waiting, Any]]) -> None:
+    """Settle futures with their outcomes; each event loop is woken once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+    for waiting, outcome in outcomes:
+        by_loop.setdefault(waiting.loop, []).append((waiting.future, outcome))
+    for loop, settled in by_loop.items():
+        # A loop that was closed meanwhile has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, settled)
+
+
+def _settle(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in settled:
+        if future.done():
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+@dataclass(slots=True)
+class Driver:
+    """The `Steppable` over vLLM's `LLMEngine`; only the stepper's thread comes here."""
+
+    llm: Any
+    version: int = 0
+    """Of the weights."""
+    holding: bool = False
+    """Whether new requests wait until new weights are in."""
+    refusal: EngineError | None = None
+    """Why no request is served: the engine is dead, or half of its weights are new."""
+    stats: VllmStats = field(default_factory=VllmStats)
+    _waiting: dict[str, Waiting] = field(default_factory=dict)
+    _held: list[Request] = field(default_factory=list)
+
+    def busy(self) -> bool:
+        """Whether vLLM has requests that are not finished."""
+        return bool(self.llm.has_unfinished_requests())
+
+    def step(self) -> None:
+        """One step of vLLM."""
+        self.stats.steps += 1
+        done = []
+        for output in self.llm.step():
+            if output.finished and (waiting := self._waiting.pop(output.request_id, None)):
+                self.stats.prompt_tokens += len(output.prompt_token_ids)
+                self.stats.cached_tokens += output.num_cached_tokens or 0
+                self.stats.sampled_tokens += len(output.outputs[0].token_ids)
+                done.append((waiting, output))
+        if done:
+            deliver(done)
+
+    def fail(self, error: BaseException) -> None:
+        """vLLM is dead: whoever waits is told, and whoever comes."""
+        self.refusal = (
+            error if isinstance(error, EngineDead) else EngineDead(f"vLLM died: {_said(error)}")
+        )
+        self.refuse_all(self.refusal)
+
+    def refuse_all(self, error: EngineError) -> None:
+        """All requests fail."""
+        waiting, self._waiting, self._held = self._waiting, {}, []
+        if not isinstance(error, EngineDead):
+            self.llm.abort_request([*waiting])
+        # An exception of its own for each: a traceback grows where it is raised.
+        deliver([(one, type(error)(str(error))) for one in waiting.values()])
+
+    def add(self, request: Request, waiting: Waiting) -> None:
+        """Take a request, now or when the new weights are in."""
+        if self.refusal is not None:
+            deliver([(waiting, type(self.refusal)(str(self.refusal)))])
+            return
+        self._waiting[request.id] = waiting
+        if self.holding:
+            self._held.append(request)
+        else:
+            self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        # Salted: keys and values of other weights are never taken for those of these.
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
+        try:
+            self.llm.add_request(request.id, prompt, request.parameters)
+        except Exception as error:  # whatever vLLM has against this request is its alone
+            refused = EngineError(f"vLLM refuses a request: {_said(error)}")
+            deliver([(self._waiting.pop(request.id), refused)])
+
+    def abort(self, request_id: str) -> None:
+        """Nobody waits any more for a request; it may have ended already, or never begun."""
+        if self._waiting.pop(request_id, None) is None:
+            return
+        held = [request for request in self._held if request.id != request_id]
+        if len(held) == len(self._held):
+            self.llm.abort_request([request_id])
+        self._held = held
+
+    def release_held(self) -> None:
+        """Requests come in again."""
+        self.holding = False
+        held, self._held = self._held, []
+        for request in held:
+            self._admit(request)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
