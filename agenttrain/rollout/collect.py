@@ -12,8 +12,9 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.garbage import short_collections
 from agenttrain.rollout.lag import LoopMonitor
-from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import check_room, run_rollout
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
@@ -108,8 +109,9 @@ async def collect(
             "prompts in data.train and data.test."
         )
     limit_s = collector.limits.max_loop_lag_s
-    async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
-        rollouts = await _run_all(collector, attempts, sampling)
+    with short_collections():
+        async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
+            rollouts = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
     collected.groups = _whole_groups(attempts, rollouts)
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
@@ -192,6 +194,7 @@ async def _run_all(
 
 async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | None:
     """One rollout with its ledger verified; None for a broken one that is to be dropped."""
+    readings = Readings()
     try:
         rollout = await run_rollout(
             attempt.task,
@@ -204,8 +207,10 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
             group_id=attempt.group_id,
             sample=attempt.sample,
             prompt_ids=attempt.prompt_ids,
+            readings=readings,
         )
-        verify(rollout, collector.chat, collector.toolbox.schemas(attempt.task.tools))
+        schemas = collector.toolbox.schemas(attempt.task.tools)
+        verify(rollout, collector.chat, schemas, readings)
     except LedgerError:
         if collector.limits.on_break is OnBreak.error:
             raise

@@ -20,6 +20,7 @@ from agenttrain.config.schema import (
 )
 from agenttrain.engine.base import Engine, EngineError
 from agenttrain.rollout.clip import fit_replies
+from agenttrain.rollout.ledger import Readings
 from agenttrain.rollout.limits import own_copy, refusals, repeated
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
@@ -54,10 +55,12 @@ async def run_rollout(
     group_id: str = "",
     sample: int = 0,
     prompt_ids: Sequence[int] | None = None,
+    readings: Readings | None = None,
 ) -> Rollout:
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
-    `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
+    `prompt_ids` saves rendering a prompt that the rollouts of a group share; `readings` notes what
+    completions were parsed as, for `ledger.verify`. Raises PromptTooLong
     when the prompt leaves no room to sample, before anything is sampled; StuckTools; and
     ToolUnavailable where `limits.on_tool_failure` is `error`.
     """
@@ -68,7 +71,9 @@ async def run_rollout(
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     rollout.messages.extend(dict(message) for message in task.messages)
     rollout.append_context(prompt_ids, Origin.prompt)
-    loop = _Loop(rollout, engine, chat, toolbox, limits, sampling, schemas)
+    loop = _Loop(
+        rollout, engine, chat, toolbox, limits, sampling, schemas, readings or Readings()
+    )
     started = time.perf_counter()
     try:
         await _within(loop, limits.timeout_s)
@@ -115,9 +120,14 @@ class _Loop:
     limits: RolloutConfig
     sampling: Sampling
     schemas: list[dict]
+    readings: Readings
     _calls_made: list[ToolCall] = field(default_factory=list)
     _task: Task | None = None
     """The task as tools see it: theirs to change."""
+    _prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prompt_length = self.rollout.prompt_length
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -127,20 +137,24 @@ class _Loop:
                 self.rollout.stop_reason = self._full()
                 return
             completion = await self._sample(budget)
-            turn = self.chat.parse(
-                completion.token_ids,
-                self.schemas,
-                turn=self.rollout.turns - 1,
-                after=self.rollout.messages[-1]["role"],
-            )
-            self.rollout.messages.append(turn.message())
+            turn = self._read(completion)
             self.rollout.stop_reason = _end_of(completion)
             if self.rollout.stop_reason is None:
                 self.rollout.stop_reason = await self._answer(turn, completion)
 
+    def _read(self, completion: Completion) -> AssistantTurn:
+        """The completion as the assistant's next message."""
+        ids, number = completion.token_ids, self.rollout.turns - 1
+        after = self.rollout.messages[-1]["role"]
+        turn = self.chat.parse(ids, self.schemas, turn=number, after=after)
+        message = turn.message()
+        self.readings.note(ids, message, turn=number, after=after)
+        self.rollout.messages.append(message)
+        return turn
+
     def _room(self) -> int:
         """Tokens that still fit after what is there."""
-        used = self.rollout.length - self.rollout.prompt_length
+        used = self.rollout.length - self._prompt_length
         return min(
             self.limits.max_completion_tokens - used,
             self.engine.max_context - self.rollout.length,
