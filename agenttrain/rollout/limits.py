@@ -28,7 +28,7 @@ def refusals(
     """
     own = [own_limit(call.name) for call in calls]
     limited = any(limit is not None for limit in own)
-    ran = Counter(result.call.name for result in before if limited and _counts(result))
+    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
     refused: list[str | None] = []
     for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
         if most is not None and place >= most:

@@ -71,9 +71,7 @@ async def run_rollout(
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     rollout.messages.extend(dict(message) for message in task.messages)
     rollout.append_context(prompt_ids, Origin.prompt)
-    loop = _Loop(
-        rollout, engine, chat, toolbox, limits, sampling, schemas, readings or Readings()
-    )
+    loop = _Loop(rollout, engine, chat, toolbox, limits, sampling, schemas, readings or Readings())
     started = time.perf_counter()
     try:
         await _within(loop, limits.timeout_s)
