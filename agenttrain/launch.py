@@ -259,6 +259,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     loaded = load(config, prepared)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
+    stack.push_async_callback(prepared.environments.aclose)
     checkpoints = Checkpoints(
         job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
     )

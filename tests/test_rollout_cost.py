@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import threading
+from array import array
 from dataclasses import replace
 
 import parts
@@ -72,10 +73,10 @@ def spoil_content(done: Rollout) -> None:
 
 def spoil_ids(done: Rollout) -> None:
     place = next(i for i, span in enumerate(done.spans) if span.logprobs)
-    first, second, *rest = done.spans[place].token_ids
-    done.spans[place] = replace(done.spans[place], token_ids=(second, first, *rest))
+    *said, end = done.spans[place].token_ids
+    done.spans[place] = replace(done.spans[place], token_ids=(*said[::-1], end))
     start = done.prompt_length
-    done._ids[start], done._ids[start + 1] = second, first
+    done._ids[start : start + len(said)] = array("q", said[::-1])
 
 
 @pytest.mark.parametrize("spoil", [spoil_arguments, spoil_content, spoil_ids])
