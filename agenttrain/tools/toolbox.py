@@ -138,8 +138,6 @@ class Toolbox:
         """
         self._check_stuck()
         known = self.names if allowed is None else [n for n in self.names if n in allowed]
-        if len(calls) == 1:  # without the cost of a task of its own
-            return [await self._answer(calls[0], context_of, known)]
         return await asyncio.gather(*(self._answer(call, context_of, known) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
