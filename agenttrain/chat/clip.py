@@ -6,6 +6,8 @@ from agenttrain.chat.encoding import Encoder, clean
 
 CHARACTERS_PER_TOKEN = 8
 """First guess at how much text can fill a limit; doubled until it does."""
+PREFIX = 8
+"""An ASCII text has at most a token per character, and these that a tokenizer may put before it."""
 MARKERS = ("… [{:,} characters clipped]", "…")
 
 
@@ -17,6 +19,8 @@ def clip(encoder: Encoder, text: str, max_tokens: int) -> str:
     ``"7 7 7… [19,993 characters clipped]"``.
     """
     text = clean(text)
+    if text.isascii() and len(text) + PREFIX <= max_tokens:
+        return text
     ids, ends, window = _window(encoder, text, max_tokens)
     if len(ids) <= max_tokens and window == len(text):
         return text

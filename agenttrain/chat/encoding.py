@@ -18,6 +18,10 @@ from tokenizers import AddedToken, Tokenizer
 from agenttrain.types import AgenttrainError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+KNOWN_PIECES = 256
+"""Pieces between control tokens whose ids are kept."""
+FEW_CONTROL = 64
+"""Control tokens that are found in a text faster than the text is encoded."""
 _RESERVED = re.compile("[\\ud800-\\udfff\\ufdd0-\\ufdef]")
 _MARKS = str.maketrans("", "", OPEN + CLOSE)
 
@@ -58,6 +62,8 @@ class Encoder:
         self._plain = _copy(core, added, hidden=self.control)
         self._control, self._pieces = _patterns([t for t in added.values() if t.content in self])
         self._refuse_forgeable()
+        self._known: dict[tuple[bool, str], tuple[int, ...]] = {}
+        self._by_piece = self._encodes_by_piece()
 
     def __contains__(self, text: str) -> bool:
         return text in self.control
@@ -75,13 +81,37 @@ class Encoder:
 
         Example: ``encode("<|im_start|>user\\nhi<|im_end|>")`` is what the tokenizer itself gives.
         """
-        if OPEN not in rendering and CLOSE not in rendering:
+        if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
             return self._full.encode(rendering, add_special_tokens=False).ids
         ids: list[int] = []
         for control, piece in self.pieces(rendering):
-            encode = self._full.encode if control else self._plain.encode
-            ids += encode(unmark(piece), add_special_tokens=False).ids
+            ids += self._piece_ids(control, piece)
         return ids
+
+    def _piece_ids(self, control: bool, piece: str) -> tuple[int, ...]:
+        """Ids of a piece; what all prompts share (the tools, the system prompt) is kept."""
+        found = self._known.get((control, piece))
+        if found is None:
+            encode = self._full.encode if control else self._plain.encode
+            found = tuple(encode(unmark(piece), add_special_tokens=False).ids)
+            if len(self._known) >= KNOWN_PIECES:
+                self._known.clear()
+            self._known[control, piece] = found
+        return found
+
+    def _encodes_by_piece(self) -> bool:
+        """Whether a text behind a control token is encoded as it is at a text's beginning.
+
+        Some SentencePiece tokenizers put a blank before what begins a text, and only there.
+        """
+        if len(self.control) > FEW_CONTROL:
+            return False
+        probes = [f"a b{text} c\nd{text}\n e{text}f" for text in self.control]
+        return all(
+            [i for control, piece in self.pieces(probe) for i in self._piece_ids(control, piece)]
+            == self._full.encode(probe, add_special_tokens=False).ids
+            for probe in probes
+        )
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which no control token is a token."""

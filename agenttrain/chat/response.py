@@ -63,7 +63,8 @@ def parse_response(
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
     found_calls = capped(parts.calls)
-    written = Counter(found.id or "" for found in found_calls)
+    ids = [found.id for found in found_calls if found.id]
+    written = Counter(ids) if ids else {}
     calls = tuple(
         _call(
             found,

@@ -19,6 +19,8 @@ NOTED = 0.02
 REMEMBERED = 64
 # `(?=[\s\S]*?X)` is tried at every position, which is quadratic where X is missing: one search for
 # X says the same.
+# A literal, with blanks behind it or none, cannot backtrack: it needs no limit.
+_LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
 _LEFT: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
 _SLOW: dict[tuple, tuple[Any, float]] = {}
@@ -57,6 +59,7 @@ class Pattern:
         except regex.error as error:
             raise ValueError(f"{key}: {source!r} is no regular expression: {error}") from error
         self._ahead = ahead is not None
+        self._literal = _LITERAL.fullmatch(source) is not None
         self.names = tuple(self._compiled.groupindex)
 
     def search(self, text: str, start: int = 0) -> Hit | None:
@@ -64,6 +67,9 @@ class Pattern:
         if self._text is not None:
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
+        if self._literal:
+            found = self._compiled.search(text, start)
+            return None if found is None else Hit(found.start(), found.end(), {})
         found = self.match(text, start)
         if found is None:
             return None
@@ -78,6 +84,17 @@ class Pattern:
             return self._compiled.search(text, start, timeout=seconds)
 
         return self._limited(work, "search", text, start)
+
+    def starts(self, text: str) -> list[int]:
+        """Where the matches begin, as `matches` finds them."""
+        if self._text is None:
+            return [match.start() for match in self.matches(text)]
+        found = []
+        at = text.find(self._text)
+        while at >= 0:
+            found.append(at)
+            at = text.find(self._text, at + len(self._text))
+        return found
 
     def matches(self, text: str) -> list[Any]:
         """All matches; they end early when the search takes too long."""

@@ -173,8 +173,7 @@ class _Marks:
     def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
         """Where the next `count` calls open, from `at` on."""
         if self._openings is None:
-            matches = field.open.matches(self.text) if field.open is not None else ()
-            self._openings = [match.start() for match in matches]
+            self._openings = field.open.starts(self.text) if field.open is not None else []
         first = bisect_left(self._openings, at)
         return self._openings[first : first + count]
 

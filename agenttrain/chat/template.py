@@ -249,7 +249,7 @@ class Chat:
             tuple((call.name, call.id if shown else "") for call in turn.calls),
             tuple(
                 tuple(
-                    (key, repr(ids.get(value, value) if key == "tool_call_id" else value))
+                    (key, ids.get(value, value) if key == "tool_call_id" else _hashable(value))
                     for key, value in reply.items()
                     if key != "content"
                 )
@@ -341,6 +341,11 @@ def _missing_end(
         if tuple(completion_ids[-length:]) == tuple(end[:length]):
             return end[length:]
     return end
+
+
+def _hashable(value: Any) -> Any:
+    """A text as it is; anything else as a text that is told from it."""
+    return value if isinstance(value, str) else (repr(value),)
 
 
 def _refuse_media(message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from agenttrain.rewards.trl import batch_arguments, batch_names, is_trl
 from agenttrain.threads import DaemonThreads, Outcome, attempt, blocks
 from agenttrain.types import Rollout
 
+VISIT_S = 0.02
+"""Seconds from which on a thread that runs short calls says what it has."""
 Call = Callable[[], Any]
 Score = float | None | RewardUnavailable
 """A reward, None where the function does not apply, or why it could not be had."""
@@ -68,11 +71,43 @@ class Scorer:
             async with gate:
                 return await self._run(self._call_of(rollout))
 
-        if self._at_once == 1:
+        if self._blocks and self._at_once == 1:
+            outcomes = await self._in_turn([self._call_of(rollout) for rollout in rollouts])
+        elif self._at_once == 1:
             outcomes = [await one(rollout) for rollout in rollouts]
         else:
             outcomes = await asyncio.gather(*map(one, rollouts))
         return [self._read(outcome, r) for outcome, r in zip(outcomes, rollouts, strict=True)]
+
+    async def _in_turn(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One call after the other, as many per visit to a thread as a moment has room for."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(calls):
+            outcomes += await self._visit(calls[len(outcomes) :])
+        return outcomes
+
+    async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
+        """The outcomes of the first calls, of at least one."""
+        begun: list[Call] = []
+        found: list[Outcome] = []
+        until = time.monotonic() + VISIT_S
+
+        def some() -> None:
+            for call in calls:
+                begun.append(call)
+                found.append(attempt(call))
+                if inspect.isawaitable(found[-1].value) or time.monotonic() > until:
+                    return
+
+        try:
+            # A call begins before `until`: one that runs at the limit has had all of its time.
+            async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
+                await self._threads.run(some, label=self.name)
+                found[-1] = await _settled(found[-1])
+        except TimeoutError:
+            done = [outcome for outcome in found if not inspect.isawaitable(outcome.value)]
+            return [*done, self._late()] if len(done) < len(begun) else done
+        return found
 
     def _call_of(self, rollout: Rollout) -> Call:
         return lambda: self._function(rollout, **self._columns.pick(rollout.task.columns))
@@ -99,8 +134,11 @@ class Scorer:
                     return await _settled(attempt(call))
                 return await _settled(await self._threads.run(call, label=self.name))
         except TimeoutError:  # ours: what the function raises is an outcome
-            limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
-            return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
+            return self._late()
+
+    def _late(self) -> Outcome:
+        limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
+        return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
 
     def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         if isinstance(outcome.error, RewardUnavailable):

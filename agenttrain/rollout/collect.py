@@ -15,8 +15,9 @@ from agenttrain.engine.base import Engine, Lockstep
 from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.garbage import short_collections
 from agenttrain.rollout.lag import LoopMonitor
-from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
@@ -143,8 +144,9 @@ async def collect(
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
-    async with LoopMonitor(limit_s, collector.blocking) as monitor:
-        results = await _run_all(collector, attempts, sampling)
+    with short_collections():
+        async with LoopMonitor(limit_s, collector.blocking) as monitor:
+            results = await _run_all(collector, attempts, sampling)
     collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts and not may_be_empty:
@@ -252,6 +254,7 @@ async def _run_all(
 
 async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | _Left:
     """One rollout with its ledger verified, or why there is none."""
+    readings = Readings()
     try:
         rollout = await run_rollout(
             attempt.task,
@@ -266,10 +269,11 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
             prompt_ids=attempt.prompt_ids,
             environments=collector.environments,
             group_seed=attempt.group_seed,
+            readings=readings,
         )
         if rollout.spans:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
-            verify(rollout, collector.chat, tools.schemas)
+            verify(rollout, collector.chat, tools.schemas, readings)
     except PromptTooLong:
         return _Left.overlong
     except LedgerError:

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain, groupby
 
 from agenttrain.chat.template import Chat
 from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span
 
 
-def verify(rollout: Rollout, chat: Chat, schemas: Sequence[dict]) -> None:
+@dataclass(slots=True)
+class Readings:
+    """What the loop has parsed which ids as, so that `verify` need not parse the same ids again.
+
+    It keeps a digest and not the message, which others may change later.
+    """
+
+    _digests: dict[int, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
+
+    def note(self, token_ids: tuple[int, ...], message: Message, *, turn: int, after: str) -> None:
+        """`token_ids`, sampled in `turn` after a message of the role `after`, parse to this."""
+        self._digests[turn] = token_ids, after, _digest(message)
+
+    def confirm(
+        self, token_ids: tuple[int, ...], message: Message, *, turn: int, after: str
+    ) -> bool:
+        """Whether exactly this was noted; where it was not, parsing must tell."""
+        return self._digests.get(turn) == (token_ids, after, _digest(message))
+
+
+def _digest(message: Message) -> bytes:
+    """Of messages that compare equal some digests differ (1 and 1.0), but never the reverse."""
+    return blake2b(repr(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def verify(
+    rollout: Rollout, chat: Chat, schemas: Sequence[dict], readings: Readings | None = None
+) -> None:
     """Raise LedgerError unless tokens, mask, logprobs and messages agree.
 
-    What was sent to the engine is compared in `Rollout.append_sampled`, at the time of sending.
+    What was sent to the engine is compared in `Rollout.append_sampled`, at the time of sending. A
+    turn whose ids and message are those of `readings` has been parsed; every other one is, here.
     """
+    readings = readings or Readings()
     _check_lengths(rollout)
     first = len(rollout.task.messages)
     spoken = [
@@ -28,12 +60,16 @@ def verify(rollout: Rollout, chat: Chat, schemas: Sequence[dict]) -> None:
             f"but {len(spoken)} assistant messages"
         )
     for spans, (message, after) in zip(turns, spoken, strict=True):
-        _check_turn(rollout, spans, message, chat, schemas, after)
+        token_ids = _check_end(rollout, spans, chat)
+        if not readings.confirm(token_ids, message, turn=spans[0].turn, after=after):
+            _check_message(rollout, spans, message, chat, schemas, after)
 
 
 def _check_lengths(rollout: Rollout) -> None:
-    ids = [token for span in rollout.spans for token in span.token_ids]
-    if ids != list(rollout.token_ids):
+    ids = array("q")
+    for span in rollout.spans:
+        ids.extend(span.token_ids)
+    if ids != rollout.token_ids:
         raise LedgerError(f"rollout {rollout.rollout_id}: its ids are not those of its spans")
     first = rollout.spans[0].origin if rollout.spans else None
     prompts = sum(span.origin is Origin.prompt for span in rollout.spans)
@@ -43,17 +79,10 @@ def _check_lengths(rollout: Rollout) -> None:
         )
 
 
-def _check_turn(
-    rollout: Rollout,
-    spans: list[Span],
-    message: Message,
-    chat: Chat,
-    schemas: Sequence[dict],
-    after: str,
-) -> None:
-    """`after`: the role of the message before this one."""
+def _check_end(rollout: Rollout, spans: list[Span], chat: Chat) -> tuple[int, ...]:
+    """The sampled ids of a turn, which say rightly how they ended."""
     where = f"rollout {rollout.rollout_id} turn {spans[0].turn}"
-    token_ids = [token for span in spans for token in span.token_ids]
+    token_ids = tuple(chain.from_iterable(span.token_ids for span in spans))
     finish = spans[-1].finish
     if finish is None or any(span.finish is not None for span in spans[:-1]):
         raise LedgerError(f"{where}: only its last sampled span says how it finished")
@@ -63,6 +92,20 @@ def _check_turn(
             f"last token {token_ids[-1]} ({chat.decode(token_ids[-1:])!r}) is no stop token "
             f"({list(chat.stop_token_ids)})"
         )
+    return token_ids
+
+
+def _check_message(
+    rollout: Rollout,
+    spans: list[Span],
+    message: Message,
+    chat: Chat,
+    schemas: Sequence[dict],
+    after: str,
+) -> None:
+    """Parse the sampled ids of a turn; `after`: the role of the message before this one."""
+    where = f"rollout {rollout.rollout_id} turn {spans[0].turn}"
+    token_ids = [token for span in spans for token in span.token_ids]
     parsed = chat.parse(token_ids, schemas, turn=spans[0].turn, after=after).message()
     if parsed != message:
         raise LedgerError(

@@ -26,10 +26,11 @@ def refusals(
     before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
     is reached"]``.
     """
-    ran = Counter(result.call.name for result in before if _counts(result))
+    own = [own_limit(call.name) for call in calls]
+    limited = any(limit is not None for limit in own)
+    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
     refused: list[str | None] = []
-    for place, call in enumerate(calls, start=len(before)):
-        limit = own_limit(call.name)
+    for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
         if most is not None and place >= most:
             refused.append(f"the limit of {most} tool calls is reached")
         elif limit is not None and call.malformed is None and ran[call.name] >= limit:

@@ -23,6 +23,7 @@ from agenttrain.environments.kind import Episode
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end, score
+from agenttrain.rollout.ledger import Readings
 from agenttrain.rollout.limits import own_copy, refusals, repeated
 from agenttrain.rollout.prompt import append_prompt
 from agenttrain.rollout.row_tools import RowTools
@@ -59,14 +60,16 @@ async def run_rollout(
     prompt_ids: Sequence[int] | None = None,
     environments: Environments | None = None,
     group_seed: int = 0,
+    readings: Readings | None = None,
 ) -> Rollout:
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
     `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
-    environments, the same in all of them. Raises PromptTooLong when the prompt leaves no room to
-    sample, before anything is sampled, ValueError for tools or an environment that are not there,
-    RewardError when the environment's reward fails; EngineDead; StuckTools; and
-    ToolUnavailable where `limits.on_tool_failure` is `error`.
+    environments, the same in all of them; `readings` notes what completions were parsed as, for
+    `ledger.verify`. Raises PromptTooLong when the prompt leaves no room to sample, before anything
+    is sampled, ValueError for tools or an environment that are not there, RewardError when the
+    environment's reward fails; EngineDead; StuckTools; ToolUnavailable where `limits.on_tool_failure` is
+    `error`.
     """
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     environments = environments or Environments()
@@ -76,7 +79,8 @@ async def run_rollout(
         episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
         tools = RowTools(task, toolbox, environments, episode)
         append_prompt(rollout, engine, chat, tools, prompt_ids)
-        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode)
+        noted = readings or Readings()
+        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode, noted)
         await _within(loop, limits.timeout_s)
         await score(rollout, episode)
     except EngineDead:
@@ -119,9 +123,14 @@ class _Loop:
     limits: RolloutConfig
     sampling: Sampling
     episode: Episode | None
+    readings: Readings
     _calls_made: list[ToolCall] = field(default_factory=list)
     _task: Task | None = None
     """The task as tools see it: theirs to change."""
+    _prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prompt_length = self.rollout.prompt_length
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -131,20 +140,24 @@ class _Loop:
                 self.rollout.stop_reason = self._full()
                 return
             completion = await self._sample(budget)
-            turn = self.chat.parse(
-                completion.token_ids,
-                self.tools.schemas,
-                turn=self.rollout.turns - 1,
-                after=self.rollout.messages[-1]["role"],
-            )
-            self.rollout.messages.append(turn.message())
+            turn = self._read(completion)
             self.rollout.stop_reason = _end_of(completion)
             if self.rollout.stop_reason is None:
                 self.rollout.stop_reason = await self._answer(turn, completion)
 
+    def _read(self, completion: Completion) -> AssistantTurn:
+        """The completion as the assistant's next message."""
+        ids, number = completion.token_ids, self.rollout.turns - 1
+        after = self.rollout.messages[-1]["role"]
+        turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
+        message = turn.message()
+        self.readings.note(ids, message, turn=number, after=after)
+        self.rollout.messages.append(message)
+        return turn
+
     def _room(self) -> int:
         """Tokens that still fit after what is there."""
-        used = self.rollout.length - self.rollout.prompt_length
+        used = self.rollout.length - self._prompt_length
         return min(
             self.limits.max_completion_tokens - used,
             self.engine.max_context - self.rollout.length,

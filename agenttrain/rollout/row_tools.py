@@ -55,9 +55,13 @@ class RowTools:
         steps = [self._prepare(call) for call in calls]
         methods = [step for step in steps if isinstance(step, _Step) and step.method]
         others = [step for step in steps if isinstance(step, _Step) and not step.method]
-        of_environment, of_run = await asyncio.gather(
-            self._in_order(methods, context_of), _run(self._toolbox, others, context_of)
-        )
+        of_environment: list[ToolResult] = []
+        if methods:
+            of_environment, of_run = await asyncio.gather(
+                self._in_order(methods, context_of), _run(self._toolbox, others, context_of)
+            )
+        else:  # without the cost of two tasks
+            of_run = await _run(self._toolbox, others, context_of)
         found = {True: iter(of_environment), False: iter(of_run)}
         return [
             step if isinstance(step, ToolResult) else next(found[step.method]) for step in steps

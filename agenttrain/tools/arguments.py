@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from jsonschema import SchemaError, ValidationError
 
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.tools.coerce import coerce, plain_schema, validator_of
+from agenttrain.tools.coerce import coerce, fits, plain_schema, typed_only, validator_of
 
 MAX_PROBLEMS = 3
 """Faults told to the model at once."""
@@ -33,6 +32,7 @@ class ArgumentSchema:
             self._validator.check_schema(self._schema)
         except SchemaError as error:
             raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
+        self._typed_only = typed_only(self._schema)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """A deep copy of the arguments, coerced to the schema.
@@ -42,7 +42,7 @@ class ArgumentSchema:
         """
         try:
             # Copied after the coercion, which passes on nested values that no schema describes.
-            read = copy.deepcopy(coerce(dict(arguments), self._schema))
+            read = _copied(coerce(dict(arguments), self._schema))
             problems = self._name_problems(read) or self._value_problems(read)
         except (RecursionError, ValueError):
             problems = ["nested too deeply, or a number of too many digits"]
@@ -70,8 +70,17 @@ class ArgumentSchema:
         )
 
     def _value_problems(self, arguments: Mapping[str, Any]) -> list[str]:
+        if self._typed_only and fits(arguments, self._schema):
+            return []
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         return [_describe(error) for error in errors]
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of a JSON value."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _describe(error: ValidationError) -> str:

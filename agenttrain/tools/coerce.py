@@ -61,6 +61,27 @@ def _allow_null(plain: dict[str, Any]) -> None:
         plain["anyOf"] = [*plain["anyOf"], {"type": "null"}]
 
 
+_SAYS_TYPE = {"type", "title", "description", "default", "examples"}
+"""Keywords of a schema that asks for nothing but a type."""
+_SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
+
+
+def typed_only(schema: Schema) -> bool:
+    """Whether `fits` tells as much as a validator: an object whose properties have types alone."""
+    properties = schema.get("properties", {})
+    plain = _SAYS_OBJECT.issuperset(schema) and schema.get("type", "object") == "object"
+    return plain and all(
+        isinstance(found, Mapping) and _SAYS_TYPE.issuperset(found) for found in properties.values()
+    )
+
+
+def fits(value: Mapping[str, Any], schema: Schema) -> bool:
+    """Whether the properties have their types; names that must be there are another's business."""
+    properties = schema.get("properties", {})
+    types = ((item, _types(properties.get(name, {}))) for name, item in value.items())
+    return all(not wanted or any(_is_type(item, t) for t in wanted) for item, wanted in types)
+
+
 def coerce(value: Any, schema: Any) -> Any:
     """`value`, or its lossless form that fits `schema` better; containers are built anew.
 

@@ -163,6 +163,8 @@ class Toolbox:
 
     def _check_stuck(self) -> None:
         """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
+        if not self._abandoned and not self._threads.stuck:
+            return
         now = time.monotonic()
         late = (name for name, deadline in self._abandoned.values() if deadline <= now)
         # Calls that a rollout's end left behind, within their own time, are none.
@@ -239,7 +241,10 @@ class Toolbox:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}
-        return self._slots.setdefault(name, asyncio.Semaphore(limit))
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = asyncio.Semaphore(limit)
+        return slot
 
     async def _run(
         self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext

@@ -11,6 +11,9 @@ faster.
     wall_over_critical_blocking   the same with a blocking one (`time.sleep`), in threads
     wall_over_critical_1000       1000 rollouts at once, asynchronous
     wall_over_critical_1000_blocking
+    cpu_us_per_turn_1000          CPU microseconds of the process per turn of these, asynchronous:
+                                  times the turns, over the critical path, no wall can be less
+    cpu_us_per_turn_1000_blocking
     loop_lag_1000_s               longest stop of the event loop with 1000 rollouts, asynchronous
 
 Beside TRL, with 64 rollouts of 4 calls each, in the same run:
@@ -145,19 +148,21 @@ def measure(quick: bool) -> dict[str, float]:
     chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
     repeats = 1 if quick else 5
     few, many = scenario(64), scenario(1000)
-    walls = {b: median_wall(chat, few, b, 2 * repeats + 1)[0] for b in (False, True)}
-    wall_1000, lag = median_wall(chat, many, False, repeats)
-    blocking_1000, _ = median_wall(chat, many, True, repeats)
+    walls = {b: median_of(chat, few, b, 2 * repeats + 1).wall_s for b in (False, True)}
+    async_1000, blocking_1000 = (median_of(chat, many, b, repeats) for b in (False, True))
+    turns_1000 = sum(len(seconds) + 1 for seconds in many.seconds)
     same = scenario(64, 4)
     trl_s = {blocking: trl_wall(trl, same, blocking) for blocking in (False, True)}
-    beside = {b: median_wall(chat, same, b, 2 * repeats + 1)[0] for b in (False, True)}
+    beside = {b: median_of(chat, same, b, 2 * repeats + 1).wall_s for b in (False, True)}
     return {
         "critical_path_s": few.critical_s,
         "wall_over_critical": walls[False] / few.critical_s,
         "wall_over_critical_blocking": walls[True] / few.critical_s,
-        "wall_over_critical_1000": wall_1000 / many.critical_s,
-        "wall_over_critical_1000_blocking": blocking_1000 / many.critical_s,
-        "loop_lag_1000_s": lag,
+        "wall_over_critical_1000": async_1000.wall_s / many.critical_s,
+        "wall_over_critical_1000_blocking": blocking_1000.wall_s / many.critical_s,
+        "cpu_us_per_turn_1000": 1e6 * async_1000.cpu_s / turns_1000,
+        "cpu_us_per_turn_1000_blocking": 1e6 * blocking_1000.cpu_s / turns_1000,
+        "loop_lag_1000_s": async_1000.loop_lag_s,
         "trl_critical_path_s": same.critical_s,
         "trl_async_s": trl_s[False],
         "trl_sync_s": trl_s[True],
@@ -167,14 +172,19 @@ def measure(quick: bool) -> dict[str, float]:
     }
 
 
-def median_wall(chat: Chat, plan: Scenario, blocking: bool, repeats: int) -> tuple[float, float]:
+def median_of(chat: Chat, plan: Scenario, blocking: bool, repeats: int) -> Timed:
     """Median seconds of `collect`, and the longest stop of its event loop."""
     measured = [ours(chat, plan, blocking) for _ in range(repeats)]
-    return statistics.median(wall for wall, _ in measured), max(lag for _, lag in measured)
+    return Timed(
+        statistics.median(timed.wall_s for timed in measured),
+        statistics.median(timed.cpu_s for timed in measured),
+        max(timed.loop_lag_s for timed in measured),
+        measured[0].turns,
+    )
 
 
-def ours(chat: Chat, plan: Scenario, blocking: bool) -> tuple[float, float]:
-    """Seconds of one `collect`, and the longest stop of its event loop."""
+def ours(chat: Chat, plan: Scenario, blocking: bool) -> Timed:
+    """One `collect`."""
     count = len(plan.seconds)
     ids: dict[str, tuple[int, ...]] = {}
 
@@ -196,10 +206,14 @@ def ours(chat: Chat, plan: Scenario, blocking: bool) -> tuple[float, float]:
         rubric=Rubric({"turns": turns}, {"turns": 1.0}),
         limits=RolloutConfig(max_turns=TURNS, max_completion_tokens=10**5, concurrency=count),
     )
-    tasks = [Task(task_id=str(i), messages=(MESSAGE,)) for i in range(count)]
+    tasks = [
+        # No two tasks of a data set are the same.
+        Task(task_id=str(i), messages=({"role": "user", "content": f"go, {i}"},))
+        for i in range(count)
+    ]
     timed = asyncio.run(run(collector, tasks, 1))
     assert timed.turns == [len(s) + 1 for s in plan.seconds]
-    return timed.wall_s, timed.loop_lag_s
+    return timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +221,8 @@ class Timed:
     """One `collect`."""
 
     wall_s: float
+    cpu_s: float
+    """Of all threads."""
     loop_lag_s: float
     turns: list[int]
 
@@ -214,14 +230,14 @@ class Timed:
 async def run(collector: Collector, tasks: Sequence[Task], samples: int) -> Timed:
     """All rollouts of the tasks."""
     seeds = (0, "bench")
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     collected = await collect(
         collector, tasks, samples=samples, sampling=Sampling(), seed_path=seeds
     )
-    wall = time.perf_counter() - started
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu
     await collector.toolbox.aclose()
     # asyncio.run would spend seconds on the repr of what a large result returned here.
-    return Timed(wall, collected.loop_lag_s, [r.turns for r in collected.rollouts])
+    return Timed(wall, cpu, collected.loop_lag_s, [r.turns for r in collected.rollouts])
 
 
 def make_trl(tokenizer: Any) -> Any:
