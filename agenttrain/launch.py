@@ -6,17 +6,20 @@ import asyncio
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
 
 from agenttrain.build import Prepared, load, prepare
+from agenttrain.chat.certificate import Certificate
+from agenttrain.chat.template import Chat
+from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
@@ -41,6 +44,7 @@ from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
+from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
 
@@ -81,14 +85,46 @@ class Job:
         return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
+class Checked(Protocol):
+    """What every verb's preparation finds out."""
+
+    @property
+    def chat(self) -> Chat:
+        """The model's chat."""
+        ...
+
+    @property
+    def certificate(self) -> Certificate:
+        """Of its template."""
+        ...
+
+    @property
+    def data_notes(self) -> tuple[str, ...]:
+        """What to tell of the rows."""
+        ...
+
+
+Parts = TypeVar("Parts", bound=Checked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Generic[Parts]):
+    """What a verb does in its run folder."""
+
+    prepare: Callable[[RunConfig], Parts]
+    """What needs no weights."""
+    run: Callable[[Job, Parts], Coroutine[Any, Any, None]]
+
+
 def launch(
     config: RunConfig,
     plain: dict[str, Any],
     run_folder: Path,
     verb: str,
     sweep: bool = False,
+    work: Work[Any] | None = None,
 ) -> int:
-    """Run `verb`, `train` or `eval`; the exit code of the process.
+    """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
 
     `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
     """
@@ -99,7 +135,7 @@ def launch(
             sweep = sweep or earlier.get("sweep", False)
             job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
             update_summary(run_folder, verb=verb, sweep=sweep or None)
-            return _run(job, verb)
+            return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
         print(_told(error, run_folder), file=sys.stderr)
         return 1
@@ -115,15 +151,14 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
         )
 
 
-def _run(job: Job, verb: str) -> int:
+def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded."""
-    work = {"train": _train, "eval": _evaluate}[verb]
     with terminable() as terminated:
         try:
-            asyncio.run(work(job, _prepare(job)))
+            asyncio.run(work.run(job, _prepare(job, work.prepare)))
         except KeyboardInterrupt:
             _record(job.folder, status="interrupted")
-            again = f"agenttrain resume={shlex.quote(str(job.folder))}"
+            again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
             print(
                 "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
                 file=sys.stderr,
@@ -175,7 +210,7 @@ def terminable() -> Iterator[Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _prepare(job: Job) -> Prepared:
+def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
     path = job.folder / "config.yaml"
     new = not path.exists()
@@ -194,7 +229,7 @@ def _prepare(job: Job) -> Prepared:
     return prepared
 
 
-def record_fix(folder: Path, prepared: Prepared) -> None:
+def record_fix(folder: Path, prepared: Checked) -> None:
     """Say once which chat template it is and what was changed in it, and keep that with the run."""
     fix = prepared.chat.fix
     if fix.chosen:
@@ -208,7 +243,7 @@ def record_fix(folder: Path, prepared: Prepared) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    with _timed(job.folder) as clock:
+    with timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             before = read_summary(job.folder).get("eval", {}).get("before")
@@ -229,7 +264,7 @@ async def _train(job: Job, prepared: Prepared) -> None:
 
 
 @contextmanager
-def _timed(folder: Path) -> Iterator[Clock]:
+def timed(folder: Path) -> Iterator[Clock]:
     """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
     `<phase>seconds` for the phases of the clock."""
     earlier = read_summary(folder)
@@ -243,7 +278,7 @@ def _timed(folder: Path) -> Iterator[Clock]:
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    with _timed(job.folder):
+    with timed(job.folder):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             evaluations = await trainer.evaluate("eval")
@@ -259,25 +294,12 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     loaded = load(config, prepared)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
-    checkpoints = Checkpoints(
-        job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
-    )
+    checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
-    if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
-        state = checkpoints.load_latest(loaded.policy)
+    if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
-    tracker = Tracker(
-        job.folder,
-        config.tracker,
-        project=job.project,
-        name=job.folder.resolve().name,
-        total_steps=config.steps,
-        resume_step=None if config.resume is None else done,
-        trackio_folder=job.trackio_folder,
-        group=job.group,
-        run_config=job.plain,
-    )
+    tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     return Trainer(
         config=config,
@@ -289,6 +311,35 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         checkpoints=checkpoints,
         done=done,
         cursor=cursor,
+    )
+
+
+def checkpoints_of(job: Job, tokenizer: Any) -> Checkpoints:
+    """The run's checkpoints."""
+    folder, keep = job.folder / "checkpoints", job.config.checkpoint.keep
+    return Checkpoints(folder, tokenizer=tokenizer, keep=keep)
+
+
+def restored(job: Job, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
+    """What a resumed run's newest checkpoint says, its policy put back; None: a run from step 0."""
+    if job.config.resume is None or not _has_checkpoint(job.folder, checkpoints):
+        return None
+    return checkpoints.load_latest(policy)
+
+
+def tracker_of(job: Job, done: int) -> Tracker:
+    """The tracker of a run that has done so many steps."""
+    config = job.config
+    return Tracker(
+        job.folder,
+        config.tracker,
+        project=job.project,
+        name=job.folder.resolve().name,
+        total_steps=config.steps,
+        resume_step=None if config.resume is None else done,
+        trackio_folder=job.trackio_folder,
+        group=job.group,
+        run_config=job.plain,
     )
 
 
@@ -355,3 +406,9 @@ def _telling(evaluations: Sequence[Evaluation]) -> list[Rollout]:
     ]
     ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
     return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]
+
+
+WORK: dict[str, Work[Any]] = {
+    "train": Work(prepare=prepare, run=_train),
+    "eval": Work(prepare=prepare, run=_evaluate),
+}

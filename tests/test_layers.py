@@ -16,8 +16,9 @@ LAYERS = (
     ("rollout", "training"),
     ("check", "evaluate"),
     ("trainer", "show_data"),
-    ("build",),
+    ("build", "imitation"),
     ("launch",),
+    ("launch_sft",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""
