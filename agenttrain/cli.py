@@ -46,7 +46,7 @@ from agenttrain.config.groups import conf_folder, list_groups
 from agenttrain.config.model_path import BUNDLED
 from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.config.schema import Schedule
-from agenttrain.config.sft import check_verb
+from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.types import Task
@@ -245,7 +245,7 @@ def compose_all(command: Command) -> list[Composed]:
         load = evaluated if command.verb == "eval" else resumed
         composed = load(command.saved, open_keys(changes), source)
         validate(composed.config)
-        check_verb(command.verb, overrides, composed.config)
+        check_verb(command.verb, overrides)
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
@@ -266,7 +266,8 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
     validate(composed.config)
-    check_verb(command.verb, overrides, composed.config)
+    check_verb(command.verb, overrides)
+    check_init(command.verb, composed.config)
     return composed
 
 

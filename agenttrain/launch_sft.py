@@ -16,7 +16,8 @@ from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import build_tasks
 from agenttrain.data.source import TaskSource
 from agenttrain.imitation import CROSS_ENTROPY, Imitation, try_rows
-from agenttrain.launch import Job, Work, checkpoints_of, launch, restored, timed, tracker_of
+from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
+from agenttrain.launch import launch, timed
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.run_folder import read_summary, update_summary

@@ -16,7 +16,7 @@ LAYERS = (
     ("rollout", "training"),
     ("check", "evaluate"),
     ("trainer", "show_data"),
-    ("build", "imitation"),
+    ("build", "imitation", "job"),
     ("launch",),
     ("launch_sft",),
     ("cli",),

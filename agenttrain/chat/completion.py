@@ -45,7 +45,11 @@ def completion_ids(
             f"{chat.decode(prompt[-16:])!r} with this turn; it renders "
             f"{chat.decode(full[len(prompt) - 16 :][:64])!r}"
         )
-    return full[len(prompt) : stop]
+    ids = full[len(prompt) : stop]
+    if turn.calls or ids[-1] in chat.stop_token_ids:
+        return ids
+    # Harmony ends an answer by another token as soon as something follows.
+    return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))
 
 
 def _replies(chat: Chat, turn: AssistantTurn) -> list[Message]:

@@ -15,24 +15,22 @@ RL_ONLY = (
 """Sections and settings that nothing of supervised learning reads."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Of those sections, what is read all the same."""
-RUNS = ("train", "eval")
-"""Verbs that let the model act."""
 
 
-def check_verb(verb: str, overrides: Sequence[str], config: RunConfig) -> None:
+def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
-    found = []
-    if verb == "sft":
-        found = list(_typed(overrides, RL_ONLY, "agenttrain sft"))
-    elif verb in RUNS:
-        found = list(_typed(overrides, ("sft",), f"agenttrain {verb}"))
-        if config.model.init is Init.random:
-            found.append(
-                "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
-                "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
-            )
-    if found:
+    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft",)}.get(verb, ())
+    if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
         raise ConfigError("\n".join(found))
+
+
+def check_init(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError where a new run would let a model act that has learnt nothing."""
+    if verb in ("train", "eval") and config.model.init is Init.random:
+        raise ConfigError(
+            "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
+            "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
+        )
 
 
 def _typed(overrides: Sequence[str], unread: Sequence[str], where: str) -> Iterator[str]:

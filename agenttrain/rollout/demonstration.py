@@ -227,7 +227,7 @@ def _in_order(message: Message, replies: Sequence[Message]) -> list[str]:
         raise BadDemonstration(f"a message of the role {other.pop()} follows its calls")
     given = [call.get("id") for call in message["tool_calls"]]
     found = {reply.get("tool_call_id"): reply for reply in replies}
-    if len(found) == len(replies) and set(found) == set(given):
+    if len(found) == len(replies) == len(given) and set(found) == set(given):
         replies = [found[call_id] for call_id in given]
     return [str(reply.get("content") or "") for reply in replies]
 
