@@ -13,7 +13,7 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified, prompt_lengths, rewards_of
+from agenttrain.check import certified, check_rows, prompt_lengths, rewards_of
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Init, RunConfig
@@ -24,6 +24,7 @@ from agenttrain.engine.base import Engine
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
+from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
 from agenttrain.training.lora import add_lora
@@ -37,6 +38,7 @@ class Prepared:
     tokenizer: Any
     chat: Chat
     toolbox: Toolbox
+    environments: Environments
     rubric: Rubric
     certificate: Certificate
     train_tasks: TaskSource
@@ -66,9 +68,10 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    tasks = build_tasks(config.data, seed=config.seed)
+    tasks = build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
     check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
-    rubric = rewards_of(config, found)
+    row_tools = check_rows(found, tasks.by_key)
+    rubric = rewards_of(config, found, row_tools)
     check_reward_columns(tasks.train, rubric.columns, "data.train")
     check_reward_columns(tasks.test, rubric.columns, "data.test")
     prompt_lengths(found, tasks.by_key)
@@ -76,6 +79,7 @@ def prepare(config: RunConfig) -> Prepared:
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
+        environments=found.environments,
         rubric=rubric,
         certificate=found.certificate,
         train_tasks=tasks.train,
@@ -109,6 +113,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         toolbox=prepared.toolbox,
         rubric=prepared.rubric,
         limits=config.rollout,
+        environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,16 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
+from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.source import TaskSource
+from agenttrain.environments.build import build_kinds
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.row_check import check_collisions, row_tool_sets, tool_sets
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AssistantTurn, Finish, Message, Task
@@ -23,6 +28,9 @@ from agenttrain.types import AssistantTurn, Finish, Message, Task
 TRIED = 8
 """First tasks of each split that are rendered before a run starts."""
 ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
+
+ROW_SETS = 4
+"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,25 +40,63 @@ class Certified:
     tokenizer: Any
     chat: Chat
     toolbox: Toolbox
+    environments: Environments
     certificate: Certificate
+
+    def schemas(self, task: Task) -> list[dict[str, Any]]:
+        """What the model of this task sees of the tools."""
+        return RowTools(task, self.toolbox, self.environments).schemas
 
 
 def certified(config: RunConfig) -> Certified:
-    """Certify the template; raises with the key to change where it cannot be read at all."""
+    """Certify the template; raises with the key to change where it cannot be read at all.
+
+    With several environments it is certified with the tools of each.
+    """
     from transformers import AutoTokenizer
 
+    environments = Environments(build_kinds(config.environment), stop_tools=config.stop_tools)
+    stops = [name for name in config.stop_tools if name not in environments.tool_names]
     toolbox = build_toolbox(
         config.tools,
-        config.stop_tools,
+        stops,
         threads=config.rollout.concurrency,
         max_stuck=config.rollout.max_stuck_calls,
     )
+    check_collisions(toolbox, environments)
+    sets = tool_sets(toolbox, environments)
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     chat = load_chat(
-        tokenizer, config.chat_template, config.response_schema, tools=bool(toolbox.schemas())
+        tokenizer, config.chat_template, config.response_schema, tools=any(map(bool, sets))
     )
-    certificate = certify(chat, toolbox.schemas())
-    return Certified(tokenizer=tokenizer, chat=chat, toolbox=toolbox, certificate=certificate)
+    return Certified(
+        tokenizer=tokenizer,
+        chat=chat,
+        toolbox=toolbox,
+        environments=environments,
+        certificate=_certificate(chat, sets),
+    )
+
+
+def check_rows(found: Certified, sources: Mapping[str, TaskSource]) -> set[str]:
+    """Check the rows of each source, and the template with the tools that they list.
+
+    Returns the names of these tools. Raises RowError that names the row, CertificateError as
+    `Certificate.raise_if_refused`.
+    """
+    names: set[str] = set()
+    for key, source in sources.items():
+        sets = list(row_tool_sets(key, source, found.toolbox, found.environments))
+        names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
+        if sets:
+            _certificate(found.chat, sets[:ROW_SETS]).raise_if_refused()
+    return names
+
+
+def _certificate(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
+    """The certificate of the first set of tools that is refused, else of the first."""
+    found = [certify(chat, schemas) for schemas in sets]
+    return next((certificate for certificate in found if not certificate.passed), found[0])
 
 
 def prompt_lengths(found: Certified, sources: Mapping[str, TaskSource]) -> dict[str, list[int]]:
@@ -61,7 +107,8 @@ def prompt_lengths(found: Certified, sources: Mapping[str, TaskSource]) -> dict[
     lengths = {}
     for key, source in sources.items():
         tasks = source.tasks(0, min(TRIED, len(source)))
-        lengths[key] = [_prompt_length(found, task, key) for task in tasks]
+        # An environment's reset may give the whole prompt, which then no row has.
+        lengths[key] = [_prompt_length(found, task, key) for task in tasks if task.messages]
     return lengths
 
 
@@ -70,13 +117,14 @@ def told(lengths: Mapping[str, Sequence[int]]) -> str:
     parts = [
         f"the first {len(found)} of {key} have {min(found)} to {max(found)} tokens"
         for key, found in lengths.items()
+        if found
     ]
-    return f"prompts        {'; '.join(parts)}"
+    return f"prompts        {'; '.join(parts) or 'given by the environment'}"
 
 
 def _prompt_length(found: Certified, task: Task, key: str) -> int:
     try:
-        return _render(found.chat, task, found.toolbox.schemas(task.tools))
+        return _render(found.chat, task, found.schemas(task))
     except ChatError as error:
         raise ChatError(
             f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
@@ -104,8 +152,28 @@ def _render(chat: Chat, task: Task, schemas: Sequence[dict]) -> int:
     return length
 
 
-def rewards_of(config: RunConfig, found: Certified) -> Rubric:
-    """The run's rewards; raises ValueError for one on a tool that the run does not have."""
-    rubric = build_rubric(config.reward)
-    rubric.check_tools(found.toolbox.names)
+def rewards_of(config: RunConfig, found: Certified, row_tools: Collection[str] = ()) -> Rubric:
+    """The run's rewards, its environments' own among them.
+
+    Raises ValueError for one on a tool that neither the run nor a row has, and where an
+    environment's reward is hidden.
+    """
+    rubric = build_rubric(_reward_sections(config, found.environments))
+    rubric.check_tools({*found.toolbox.names, *found.environments.tool_names, *row_tools})
     return rubric
+
+
+def _reward_sections(config: RunConfig, environments: Environments) -> dict[str, Any]:
+    sections = reward_sections(config, rewarding=bool(environments.rewards))
+    targets = [section.get("_target_") for section in sections.values()]
+    if environments.rewards and REWARD_TARGET not in targets:
+        raise ValueError(
+            f"reward.{REWARD}._target_={sections[REWARD]['_target_']}: hides the `reward` of "
+            f"environment.{environments.rewards[0]}; give yours another name: reward.mine._target_"
+        )
+    if not environments.rewards and REWARD_TARGET in targets:
+        raise ValueError(
+            f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
+            f"one, or leave out reward.{REWARD}"
+        )
+    return sections

@@ -165,7 +165,10 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
         print(f"\n{hint}", flush=True)
     from agenttrain.types import AgenttrainError
 
-    parts = ("model", "chat_template", "response_schema", "tools", "stop_tools", "data", "reward")
+    parts = (
+        *("model", "chat_template", "response_schema", "tools", "stop_tools", "environment"),
+        *("data", "reward"),
+    )
     shown: dict[str, bool] = {}
     for run in runs:
         key = repr([getattr(run.config, part) for part in parts])
@@ -181,6 +184,7 @@ def _certify(run: Composed) -> bool:
     """Print a run's certificate, and how long its first prompts are; whether it passed."""
     from agenttrain.check import (  # tokenizers come with it
         certified,
+        check_rows,
         prompt_lengths,
         rewards_of,
         told,
@@ -190,9 +194,12 @@ def _certify(run: Composed) -> bool:
     found = certified(run.config)
     print("\n" + "\n".join(found.certificate.lines()), flush=True)
     if found.certificate.passed:
-        tasks = build_tasks(run.config.data, seed=run.config.seed)
+        tasks = build_tasks(
+            run.config.data, seed=run.config.seed, needs_prompt=not run.config.environment
+        )
+        row_tools = check_rows(found, tasks.by_key)
         print(told(prompt_lengths(found, tasks.by_key)))
-    rewards_of(run.config, found)
+        rewards_of(run.config, found, row_tools)
     return found.certificate.passed
 
 
@@ -402,7 +409,10 @@ def _tools(arguments: Sequence[str]) -> int:
     def first_task() -> Task:
         from agenttrain.data.build import build_tasks
 
-        return build_tasks(composed.config.data, seed=composed.config.seed).train.tasks(0, 1)[0]
+        config = composed.config
+        needs_prompt = not config.environment
+        tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+        return tasks.train.tasks(0, 1)[0]
 
     return tools.show(composed.config, options, first_task)
 

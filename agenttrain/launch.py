@@ -230,6 +230,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     loaded = load(config, prepared)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
+    stack.push_async_callback(prepared.environments.aclose)
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
     if (state := restored(job, checkpoints, loaded.policy)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from agenttrain.build import load_policy
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified
+from agenttrain.check import certified, check_rows
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import build_tasks
 from agenttrain.data.source import TaskSource
@@ -19,6 +19,7 @@ from agenttrain.imitation import CROSS_ENTROPY, Imitation, try_rows
 from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
 from agenttrain.launch import launch, timed
 from agenttrain.rollout.demonstration import Demonstrator
+from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.policy import Policy
@@ -31,6 +32,7 @@ class Prepared:
     tokenizer: Any
     chat: Chat
     toolbox: Toolbox
+    environments: Environments
     certificate: Certificate
     train_tasks: TaskSource
     test_tasks: TaskSource
@@ -38,7 +40,12 @@ class Prepared:
 
     def demonstrator(self, config: RunConfig) -> Demonstrator:
         """What makes rollouts of the rows."""
-        return Demonstrator(chat=self.chat, toolbox=self.toolbox, limits=config.rollout)
+        return Demonstrator(
+            chat=self.chat,
+            toolbox=self.toolbox,
+            limits=config.rollout,
+            environments=self.environments,
+        )
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -47,10 +54,12 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     found.tokenizer.chat_template = found.chat.saved_template
     tasks = build_tasks(config.data, seed=config.seed)
+    check_rows(found, tasks.by_key)
     prepared = Prepared(
         tokenizer=found.tokenizer,
         chat=found.chat,
         toolbox=found.toolbox,
+        environments=found.environments,
         certificate=found.certificate,
         train_tasks=tasks.train,
         test_tasks=tasks.test,
@@ -67,6 +76,7 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
     with timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(prepared.toolbox.aclose)
+            stack.push_async_callback(prepared.environments.aclose)
             policy = load_policy(config, CROSS_ENTROPY, temperature=1.0)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import Certified, certified, rewards_of
+from agenttrain.check import Certified, certified, check_rows, rewards_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
@@ -56,8 +56,9 @@ def show(config: RunConfig, options: Options) -> int:
     """
     try:
         found = certified(config)
-        tasks = build_tasks(config.data, seed=config.seed)
-        rewards = rewards_of(config, found).columns
+        needs_prompt = not config.environment
+        tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+        rewards = rewards_of(config, found, check_rows(found, tasks.by_key)).columns
         context = _context(config)
         for line in _summary(tasks, found, config, context):
             print(line)
@@ -101,7 +102,10 @@ def _lengths(
     source: TaskSource, found: Certified, config: RunConfig, context: int | None
 ) -> Iterator[str]:
     first = source.tasks(0, min(len(source), MEASURED))
-    lengths = sorted(len(prompt_ids(task, found)) for task in first)
+    lengths = sorted(len(prompt_ids(task, found)) for task in first if task.messages)
+    if not lengths:
+        yield "  prompts are given by the environment"
+        return
     ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
     spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
     of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
@@ -120,7 +124,7 @@ def _lengths(
 
 def prompt_ids(task: Task, found: Certified) -> list[int]:
     """The ids that a rollout of the task begins with."""
-    return found.chat.prompt_ids(task.messages, found.toolbox.schemas(task.tools))
+    return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
 def _context(config: RunConfig) -> int | None:
@@ -148,7 +152,8 @@ def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[st
 
 
 def _prompt(task: Task, found: Certified) -> str:
-    ids = prompt_ids(task, found)
+    # An environment's reset may give the whole prompt.
+    ids = prompt_ids(task, found) if task.messages else []
     later = "".join(f"\n(later) {text}" for text in task.user_turns)
     rule = f"── task {task.task_id}, {len(ids)} tokens "
     return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{found.chat.decode(ids)}{later}"

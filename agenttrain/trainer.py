@@ -82,15 +82,16 @@ class Trainer:
         return {
             **rollout_metrics(
                 collected.groups,
-                tools=self.collector.toolbox.names,
+                tools=self.collector.tool_names,
                 rewards=self.collector.rubric.names,
             ),
             **training,
             **(drawn.metrics() if self.config.algorithm.resamples else {}),
             "rollout/dropped": collected.dropped,
-            "tools/stuck": len(self.collector.toolbox.stuck),
+            "tools/stuck": len(self.collector.stuck),
             "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,
+            "data/uneven_prompts": collected.uneven_prompts,
             "time/reward_s": collected.reward_s,
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             "tokens_per_s": tokens / clock.seconds["rollout"],

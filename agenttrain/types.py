@@ -100,6 +100,22 @@ class ToolUnavailable(AgenttrainError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowTool:
+    """A tool that a row brings: the model sees this schema, a tool of the run does the work.
+
+    Example: ``RowTool(name="lookup_city", description="Find a city.", parameters={"type":
+    "object", "properties": {"name": {"type": "string"}}}, executor="lookup")``
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments."""
+    executor: str
+    """Name of the tool of the run that is called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One dataset row: what the model is asked, and what rewards and tools may read.
 
@@ -110,8 +126,9 @@ class Task:
     task_id: str
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[str, ...] | None = None
-    """Names of the tools this task may use; None: all of the run's toolbox."""
+    tools: tuple[str | RowTool, ...] | None = None
+    """The tools this task may use: names of the run's and its environment's, and its own; None:
+    all of the run's and its environment's."""
     user_turns: tuple[str, ...] = ()
     """What the user says next, each time the model answers without calling a tool."""
 
@@ -229,6 +246,8 @@ class ToolResult:
     """Wall time of the call."""
     done: bool = False
     """The tool declared the episode over (it returned `Done`)."""
+    executor: str | None = None
+    """The tool of the run that a row's own tool was run by; None: the call names the tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +268,8 @@ class ToolContext:
     task: Task
     turn: int
     call_id: str
+    tool: str = ""
+    """The name that the model called: a row's own tool is run by one of another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +322,8 @@ class Rollout:
     stop_reason: StopReason | None = None
     error: str | None = None
     """What failed, when stop_reason is `error`; or why a reward function could not score it."""
+    environment_reward: float | None = None
+    """What the environment's own `reward` gave; None: not applicable, or it has none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By reward function; None: not applicable."""
     reward: float | None = None

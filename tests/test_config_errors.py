@@ -268,6 +268,57 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
+MAZE = "+environment.maze._target_=worlds.Maze"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+environment.maze.pooled=true"], "has no _target_; add one: environment.maze._target_="),
+        ([MAZE[:-1]], "worlds has no 'Maz' (did you mean 'Maze'?)"),
+        (["+environment.maze._target_=parts.add"], "is a function; each rollout gets an instance"),
+        ([MAZE, "+environment.maze.pooled=maybe"], "pooled=maybe: expected true or false; null"),
+        ([MAZE, "+environment.maze.timeout_s=0"], "maze.timeout_s=0: must be a number above 0"),
+        ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: must be a whole number"),
+        ([MAZE, "+environment.maze.isolation=process"], "isolation=process: an environment keeps"),
+        (
+            ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],
+            "environment.life.sise=2: worlds.Life has no such argument; known are: slow_s, board",
+        ),
+        (
+            ["+environment.life._target_=worlds.Life", "stop_tools=[mvoe]"],
+            "stop_tools=[mvoe]: is not a tool of this run; its tools are: sql, final_answer",
+        ),
+        (
+            ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[wriet]"],
+            "stop_tools=[wriet]: is not a tool of this run (did you mean 'write'?); its tools are: "
+            "sql, final_answer, write, read, suffix",
+        ),
+        (
+            ["+reward.mine._target_=agenttrain.rewards.environment.environment"],
+            "reward.mine: is the reward of an environment, and the run has none; add +environment.",
+        ),
+    ],
+)
+def test_environments_and_tools_that_cannot_work(overrides: list[str], message: str) -> None:
+    assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [MAZE, "reward=[]"],
+        [MAZE, "+reward.environment.weight=0.5"],
+        # A class with bases: whether there is a method of that name, only importing it tells.
+        [MAZE, "stop_tools=[jump]"],
+        ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[write]"],
+    ],
+)
+def test_environments_and_tools_that_work(overrides: list[str]) -> None:
+    with hydra_session(Source()):
+        validate(compose_run(open_keys(overrides), Source()).config)
+
+
 def test_a_wrong_key_in_a_file_of_the_users_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_sise: 4\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agenttrain.config.targets import Target, look_up
+from agenttrain.config.targets import Kind, Target, look_up
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def write(package: Path, source: str) -> None:
 
 def test_a_function_and_its_parameters(package: Path) -> None:
     write(package, "import torch_of_the_user\ndef find(a, /, b, *, c=1): ...\n")
-    assert look_up("lookup_pkg.mod.find") == Target(parameters=("a", "b", "c"))
+    found = look_up("lookup_pkg.mod.find")
+    assert found == Target(parameters=("a", "b", "c"), kind=Kind.function)
     assert "lookup_pkg" not in sys.modules
 
 
@@ -53,7 +54,27 @@ def test_a_class_takes_what_its_init_takes(package: Path) -> None:
 )
 def test_what_cannot_be_known_is_not_refused(package: Path, source: str) -> None:
     write(package, source)
-    assert look_up("lookup_pkg.mod.find") == Target()
+    found = look_up("lookup_pkg.mod.find")
+    assert (found.problem, found.parameters) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("class Find:", Kind.whole_class),
+        ("class Find(Base):", Kind.part_class),
+        ("@dataclass\nclass Find:", Kind.part_class),
+    ],
+)
+def test_the_methods_of_a_class(package: Path, head: str, kind: Kind) -> None:
+    write(package, f"{head}\n    size: int = 1\n    def a(self): ...\n    async def b(self): ...\n")
+    found = look_up("lookup_pkg.mod.Find")
+    assert (found.kind, found.methods) == (kind, ("a", "b"))
+
+
+def test_what_a_decorator_makes_of_a_function_is_not_known(package: Path) -> None:
+    write(package, "@decorated\ndef find(a): ...\n")
+    assert look_up("lookup_pkg.mod.find").kind is None
 
 
 def test_a_name_that_is_not_there(package: Path) -> None:

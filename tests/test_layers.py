@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
     ("types", "threads"),
     ("config",),
-    ("chat", "tools", "data", "rewards", "engine", "tracking", "algorithms"),
+    ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
     ("check", "evaluate"),
     ("trainer", "show_data"),

@@ -283,7 +283,7 @@ def test_a_server_that_is_gone_and_comes_back():
     over.set()
     opener.join()
     assert back.tool_results[0].content == "at your service"
-    assert len(tried) > 5
+    assert len(tried) >= 5
 
 
 def test_errors_that_are_not_declared_are_the_models_to_read():

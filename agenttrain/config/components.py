@@ -11,15 +11,18 @@ from inspect import isclass
 from typing import Any
 
 from agenttrain.config.corpus import SEARCH, check_corpus
+from agenttrain.config.environments import REWARD_TARGET, reward_sections
+from agenttrain.config.environments import setting_problems as environment_setting_problems
 from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
 from agenttrain.config.reward_settings import setting_problems
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, HUB_ROWS, check_hub, check_row_file
 from agenttrain.config.sandbox import INTERPRETER, interpreter_problems
-from agenttrain.config.schema import RewardSettings, RunConfig, ToolLimits
+from agenttrain.config.schema import EnvironmentSettings, RewardSettings, RunConfig, ToolLimits
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
 from agenttrain.config.tool_limits import is_number, limit_problems
+from agenttrain.config.tool_names import stop_tool_problems
 
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
@@ -40,13 +43,22 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
         if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER:
             timeout_s = section.get("timeout_s", ToolLimits.timeout_s)
             yield from interpreter_problems(f"tools.{name}", section, timeout_s, limits)
-    for name in config.stop_tools:
-        if name not in config.tools and not _more_tools(config):
-            hint = did_you_mean(name, config.tools)
-            known = ", ".join(config.tools) or "none"
+    yield from stop_tool_problems(config)
+
+
+def environment_problems(config: RunConfig) -> Iterator[str]:
+    settings = tuple(field.name for field in fields(EnvironmentSettings))
+    for name, section in config.environment.items():
+        key = f"environment.{name}"
+        yield from _component(key, section, extra=settings, others=config.environment)
+        if isinstance(section, Mapping):
+            yield from environment_setting_problems(key, section)
+    for name, section in config.reward.items():
+        ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
+        if ours and not config.environment:
             yield (
-                f"stop_tools=[{name}]: is not a tool of this run{hint}; its tools are: {known}; "
-                "stop_tools=[] is none (as with experiment=none)"
+                f"reward.{name}: is the reward of an environment, and the run has none; add "
+                "+environment.<name>._target_=<class>, or leave it out"
             )
 
 
@@ -83,17 +95,11 @@ def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str])
             )
 
 
-def _more_tools(config: RunConfig) -> bool:
-    """Whether a server says which tools there are: then `build` checks stop_tools."""
-    sections = [section for section in config.tools.values() if isinstance(section, Mapping)]
-    return any(section.get("_target_") == MCP_SERVER for section in sections)
-
-
 def reward_problems(config: RunConfig) -> Iterator[str]:
-    if not config.reward:
+    if not config.reward and not config.environment:  # an environment may have a reward
         yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
     settings = tuple(field.name for field in fields(RewardSettings))
-    for name, section in config.reward.items():
+    for name, section in reward_sections(config).items():
         key = f"reward.{name}"
         problems = list(_component(key, section, extra=settings, others=config.reward))
         if isinstance(section, Mapping):

@@ -23,8 +23,9 @@ from agenttrain.config.schema import RunConfig
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
 OPEN_SECTIONS = (
-    *("tools.", "reward.", "data.train.", "data.test.", "data.map.", "chat_template.kwargs."),
-    "optimizer.schedule_options.",
+    *("tools.", "environment.", "reward.", "data.train.", "data.test."),
+    "data.map.",
+    *("chat_template.kwargs.", "optimizer.schedule_options."),
 )
 """Sections that hold arguments of other people's functions: any key may be set below them."""
 

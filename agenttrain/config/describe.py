@@ -9,7 +9,9 @@ from typing import Any
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.algorithm_checks import shown
 from agenttrain.config.arithmetic import arithmetic
+from agenttrain.config.environments import reward_sections, rewarding
 from agenttrain.config.schema import RewardSettings, RunConfig
+from agenttrain.config.tool_names import tool_names
 
 
 def describe(config: RunConfig) -> str:
@@ -20,9 +22,10 @@ def describe(config: RunConfig) -> str:
         "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
         "tools": ", ".join(config.tools) or "none",
         "stop tools": ", ".join(config.stop_tools) or "none",
+        **_environments(config),
         "train data": _call(config.data.train),
         "test data": _call(config.data.test),
-        "reward": "\n            ".join(_rewards(config.reward)),
+        "reward": "\n            ".join(_rewards(_reward_sections(config))) or "none",
         "algorithm": _algorithm(config.algorithm),
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
@@ -57,6 +60,20 @@ def _rewards(rewards: Mapping[str, Any]) -> list[str]:
         + _call({key: value for key, value in part.items() if key not in ours})
         for name, part in rewards.items()
     ]
+
+
+def _reward_sections(config: RunConfig) -> Mapping[str, Any]:
+    return reward_sections(config, rewarding=rewarding(config))
+
+
+def _environments(config: RunConfig) -> dict[str, str]:
+    """Each environment with the tools that it adds, as far as its source tells."""
+    lines = []
+    for name, section in config.environment.items():
+        found = tool_names(RunConfig(environment={name: section}))
+        tools = [*found.names, *([] if found.complete else ["…"])]
+        lines.append(f"{name} {_call(section)}, tools {', '.join(tools) or 'none'}")
+    return {"environment": "\n            ".join(lines)} if lines else {}
 
 
 def _call(section: Mapping[str, Any]) -> str:

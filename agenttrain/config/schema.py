@@ -220,6 +220,19 @@ class ToolLimits:
 
 
 @dataclass
+class EnvironmentSettings(ToolLimits):
+    """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
+
+    retries: int = 0
+    """None: a method may have changed the state before it failed."""
+    hook_timeout_s: float = 60.0
+    """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
+    pooled: bool | None = None
+    """Whether instances are used again after a reset; None: what the class says (`pooled`), or
+    no."""
+
+
+@dataclass
 class RewardSettings:
     """Settings of one reward; they stand beside its `_target_`."""
 
@@ -441,6 +454,9 @@ class RunConfig:
     """Name -> `_target_`, limits (ToolLimits) and bound arguments."""
     stop_tools: list[str] = field(default_factory=list)
     """A call to one of these ends the rollout."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
+    `environment` picks one per row."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: dict[str, Any] = field(default_factory=dict)

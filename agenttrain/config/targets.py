@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,16 @@ from pathlib import Path
 from agenttrain.config.suggest import did_you_mean
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Kind(StrEnum):
+    """What a source file says that a name is."""
+
+    function = "function"
+    whole_class = "whole_class"
+    """A class whose own source has all of its methods."""
+    part_class = "part_class"
+    """A class with bases or decorators, which may add to its methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +37,10 @@ class Target:
     """What is wrong with the path; None: nothing that we can see."""
     parameters: tuple[str, ...] | None = None
     """Names that it can be given; None: unknown, or any."""
+    kind: Kind | None = None
+    """None: unknown."""
+    methods: tuple[str, ...] = ()
+    """Of a class: the methods that its own source has, `__call__` and the like included."""
 
 
 def look_up(path: object) -> Target:
@@ -82,7 +97,18 @@ def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) ->
     node = found[names[0]]
     if len(names) > 1 or node is None:
         return Target()
-    return Target(parameters=_parameters(node))
+    if not isinstance(node, ast.ClassDef):
+        kind = None if node.decorator_list else Kind.function
+        return Target(parameters=_parameters(node), kind=kind)
+    return Target(
+        parameters=_parameters(node),
+        kind=Kind.part_class if node.bases or node.decorator_list else Kind.whole_class,
+        methods=tuple(
+            name
+            for name, inner in _definitions(node.body)
+            if not isinstance(inner, ast.ClassDef) and inner is not None
+        ),
+    )
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition | None]]:
@@ -111,6 +137,9 @@ def _parameters(node: Definition) -> tuple[str, ...] | None:
     """Names that may be passed by keyword; None: any, or not to be seen here."""
     if isinstance(node, ast.ClassDef):
         init = next((n for name, n in _definitions(node.body) if name == "__init__"), None)
+        plain = not (node.decorator_list or node.bases or node.keywords)
+        if plain and all(name != "__init__" for name, _ in _definitions(node.body)):
+            return ()
         if node.decorator_list or not isinstance(init, ast.FunctionDef):
             return None
         node, skip = init, 1

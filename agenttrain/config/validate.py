@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.config.algorithm_checks import algorithm_problems
-from agenttrain.config.components import data_problems, reward_problems, tool_problems
+from agenttrain.config.components import (
+    data_problems,
+    environment_problems,
+    reward_problems,
+    tool_problems,
+)
 from agenttrain.config.data_settings import data_setting_problems
 from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
@@ -179,7 +184,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, algorithm_problems),
-    *(tool_problems, reward_problems, data_problems, data_setting_problems),
+    *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_model, _files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
 )

@@ -29,9 +29,10 @@ class Splits:
         return {"data.train": self.train, "data.test": self.test}
 
 
-def build_tasks(config: DataConfig, *, seed: int) -> Splits:
+def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
     """The tasks that a `data:` section declares; every row of a finite dataset is tried first.
 
+    `needs_prompt=False`: an environment may ask what a row does not.
     Raises ValueError with key, value and remedy; for rows that cannot be tasks with the place and
     the reason of the first ten.
     """
@@ -41,13 +42,18 @@ def build_tasks(config: DataConfig, *, seed: int) -> Splits:
     train: Rows
     test: Rows
     if config.test_fraction is not None:
-        train, test = _held_out(train_rows, change, config, notes)
+        train, test = _held_out(train_rows, change, config, notes, needs_prompt)
     else:
-        train = _usable(train_rows, change, config, "data.train", notes)
-        test = _usable(build_rows(config.test, "data.test"), change, config, "data.test", notes)
+        train, test = (
+            _usable(rows, change, config, key, notes, needs_prompt)
+            for key, rows in (
+                ("data.train", train_rows),
+                ("data.test", build_rows(config.test, "data.test")),
+            )
+        )
     return Splits(
-        train=TaskSource(train, shuffle=config.shuffle, seed=seed),
-        test=TaskSource(test),
+        train=TaskSource(train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt),
+        test=TaskSource(test, needs_prompt=needs_prompt),
         notes=tuple(notes),
     )
 
@@ -79,18 +85,25 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     return rows
 
 
-def _usable(rows: Rows, change: Change, config: DataConfig, key: str, notes: list[str]) -> Rows:
+def _usable(
+    rows: Rows,
+    change: Change,
+    config: DataConfig,
+    key: str,
+    notes: list[str],
+    needs_prompt: bool,
+) -> Rows:
     changed = ChangedRows(rows, change)
     if isinstance(rows, GeneratedRows):  # without end: its rows are met one by one
         return changed
-    found = look_through(changed, change, key)
+    found = look_through(changed, change, key, needs_prompt=needs_prompt)
     if note := left_out(found, len(rows), key, config.on_bad_row):
         notes.append(note)
     return SomeRows(changed, found.good)
 
 
 def _held_out(
-    rows: Rows, change: Change, config: DataConfig, notes: list[str]
+    rows: Rows, change: Change, config: DataConfig, notes: list[str], needs_prompt: bool
 ) -> tuple[SomeRows, SomeRows]:
     if isinstance(rows, GeneratedRows):
         raise ValueError(
@@ -99,7 +112,7 @@ def _held_out(
         )
     assert config.test_fraction is not None
     changed = ChangedRows(rows, change)
-    found = look_through(changed, change, "data.train")
+    found = look_through(changed, change, "data.train", needs_prompt=needs_prompt)
     if note := left_out(found, len(rows), "data.train", config.on_bad_row):
         notes.append(note)
     train, test = split_off(found, config.test_fraction, config.test_seed)

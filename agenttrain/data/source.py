@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.row_tools import read_tools
 from agenttrain.types import Message, Task
 
 RESERVED = ("task_id", "messages", "tools", "user_turns")
@@ -46,11 +47,17 @@ class GeneratedRows:
 class TaskSource:
     """Tasks by occurrence: occurrence n of a run is row n, or the n-th of a seeded shuffle."""
 
-    def __init__(self, rows: Rows, *, shuffle: bool = False, seed: int = 0) -> None:
-        """Raises ValueError for an empty dataset."""
+    def __init__(
+        self, rows: Rows, *, shuffle: bool = False, seed: int = 0, needs_prompt: bool = True
+    ) -> None:
+        """`needs_prompt=False`: an environment may ask what a row does not.
+
+        Raises ValueError for an empty dataset.
+        """
         if len(rows) == 0:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
+        self._needs_prompt = needs_prompt
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
 
     def __len__(self) -> int:
@@ -62,8 +69,16 @@ class TaskSource:
 
     def _task(self, occurrence: int) -> Task:
         epoch, position = divmod(occurrence, len(self._rows))
-        index = self._order(epoch)[position]
-        return to_task(self._rows[index], index)
+        return self.row(self._order(epoch)[position])
+
+    def row(self, index: int) -> Task:
+        """The task of a row, whatever the order."""
+        return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
+
+    def where(self, index: int) -> str:
+        """How an error message names a row."""
+        where = getattr(self._rows, "where", None)
+        return f"data row {index}" if where is None else where(index)
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
@@ -98,8 +113,10 @@ def _columns(source: TaskSource, wanted: str) -> list[str]:
     return list(known)
 
 
-def to_task(row: Mapping[str, Any], index: int) -> Task:
+def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
     """A Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
+
+    `tools` lists names, and tools of the row's own (see `agenttrain/data/row_tools.py`).
 
     A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
     and each occurrence is a group of its own.
@@ -108,22 +125,21 @@ def to_task(row: Mapping[str, Any], index: int) -> Task:
     column `answer`. Raises ValueError naming the row and what it lacks.
     """
     row = {key: value for key, value in row.items() if value is not None}
-    messages = row.get("messages", row.get("prompt"))
+    messages = row.get("messages", row.get("prompt", None if needs_prompt else ()))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list | tuple) or not messages:
+    if not isinstance(messages, list | tuple) or (needs_prompt and not messages):
         raise ValueError(
             f"data row {index}: needs `messages` (a list of chat messages) or `prompt` (a text or "
             f"such a list), found columns {sorted(row)}"
         )
     for message in messages:
         _check_message(message, index)
-    tools = row.get("tools")
     return Task(
         task_id=str(row.get("task_id", index)),
         messages=tuple(cast(Sequence[Message], messages)),
         columns={key: value for key, value in row.items() if key not in RESERVED},
-        tools=None if tools is None else tuple(tools),
+        tools=read_tools(row.get("tools"), index),
         user_turns=_user_turns(row.get("user_turns", ()), index),
     )
 

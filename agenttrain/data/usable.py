@@ -64,8 +64,8 @@ class Usable:
     """For each good row what it asks; equal ones ask the same."""
 
 
-def look_through(rows: ChangedRows, change: Change, key: str) -> Usable:
-    """Try every row of the dataset at `key`.
+def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: bool) -> Usable:
+    """Try every row of the dataset at `key`; without `needs_prompt` a row may ask nothing.
 
     Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
     """
@@ -74,13 +74,15 @@ def look_through(rows: ChangedRows, change: Change, key: str) -> Usable:
         try:
             row = rows[index]
             seen.update(row)
-            task = to_task(row, index)
+            task = to_task(row, index, needs_prompt=needs_prompt)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
             found.bad.append(f"{rows.where(index)}: {reason}")
             continue
         found.good.append(index)
-        found.keys.append(json.dumps([task.messages, task.user_turns], default=str, sort_keys=True))
+        # What a row without messages asks, its environment knows from its columns.
+        asked = [task.messages or dict(task.columns), task.user_turns]
+        found.keys.append(json.dumps(asked, default=str, sort_keys=True))
     for name in change.mapped if found.good else ():
         if name not in seen:
             raise ValueError(

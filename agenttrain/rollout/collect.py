@@ -7,14 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import check_room, run_rollout
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.prompt import check_room
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -41,6 +45,22 @@ class Collector:
     toolbox: Toolbox
     rubric: Rubric
     limits: RolloutConfig
+    environments: Environments = field(default_factory=Environments)
+
+    def blocking(self, limit_s: float) -> str | None:
+        """The async tool that has held the event loop for longer than `limit_s`; any thread."""
+        boxes = (self.toolbox, *self.environments.toolboxes.values())
+        return next((name for box in boxes if (name := box.blocking(limit_s))), None)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """Names of the tools whose abandoned calls still run, one per call."""
+        return (*self.toolbox.stuck, *self.environments.stuck)
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        """Every tool that a rollout may have."""
+        return (*self.toolbox.names, *self.environments.tool_names)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +74,9 @@ class Collected:
     dropped: int = 0
     """Rollouts that are not trained on: failed ones, groups with a broken ledger, and those that
     a reward function could not score."""
+    uneven_prompts: int = 0
+    """Groups whose rollouts did not begin with the same prompt: their environment's reset gave
+    different messages, so that their rewards compare different questions."""
     reward_s: float = 0.0
     """Wall seconds of scoring."""
     loop_lag_s: float = 0.0
@@ -79,7 +102,19 @@ class _Attempt:
     group_id: str
     sample: int
     seed: int
-    prompt_ids: Sequence[int]
+    group_seed: int
+    """For environments, the same in the whole group."""
+    prompt_ids: Sequence[int] | None
+    """None: every rollout of the group renders its own."""
+
+
+class _Left(StrEnum):
+    """Why an attempt gave no rollout."""
+
+    broken = "broken"
+    """Its ledger."""
+    overlong = "overlong"
+    """Its prompt leaves no room to sample."""
 
 
 async def collect(
@@ -101,17 +136,20 @@ async def collect(
     """
     collected = Collected()
     attempts = _plan(collector, tasks, samples, seed_path, collected)
+    limit_s = collector.limits.max_loop_lag_s
+    async with LoopMonitor(limit_s, collector.blocking) as monitor:
+        results = await _run_all(collector, attempts, sampling)
+    collected.loop_lag_s = monitor.max_lag_s
+    attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts and not may_be_empty:
         raise NoRollouts(
             f"the prompts of all {len(tasks)} tasks fill the engine's context of "
             f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
             "prompts in data.train and data.test."
         )
-    limit_s = collector.limits.max_loop_lag_s
-    async with LoopMonitor(limit_s, collector.toolbox.blocking) as monitor:
-        rollouts = await _run_all(collector, attempts, sampling)
-    collected.loop_lag_s = monitor.max_lag_s
-    collected.groups = _whole_groups(attempts, rollouts)
+    collected.groups = _whole_groups(attempts, results)
+    collected.uneven_prompts = sum(map(_uneven, collected.groups))
+    collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
     usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
     if attempts and not usable and not may_be_empty:
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
@@ -147,9 +185,8 @@ def _plan(
     attempts = []
     name = "-".join(str(part) for part in seed_path[1:])
     for occurrence, task in enumerate(tasks):
-        prompt_ids = collector.chat.prompt_ids(task.messages, collector.toolbox.schemas(task.tools))
         try:
-            check_room(task, len(prompt_ids), collector.engine.max_context)
+            prompt_ids = _shared_prompt(collector, task)
         except PromptTooLong:
             collected.overlong += 1
             continue
@@ -161,6 +198,7 @@ def _plan(
                 group_id=group_id,
                 sample=sample,
                 seed=derive_seed(*seed_path, occurrence, sample, 0),
+                group_seed=derive_seed(*seed_path, occurrence),
                 prompt_ids=prompt_ids,
             )
             for sample in range(samples)
@@ -168,9 +206,20 @@ def _plan(
     return attempts
 
 
+def _shared_prompt(collector: Collector, task: Task) -> list[int] | None:
+    """The prompt of a task's rollouts; None where their environments add to it."""
+    kind = collector.environments.kind_of(task)
+    if kind is not None and kind.resets:
+        return None
+    tools = RowTools(task, collector.toolbox, collector.environments)
+    prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)
+    check_room(task, len(prompt_ids), collector.engine.max_context)
+    return prompt_ids
+
+
 async def _run_all(
     collector: Collector, attempts: Sequence[_Attempt], sampling: Sampling
-) -> list[Rollout | None]:
+) -> list[Rollout | _Left]:
     engine, at_once = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([attempt.rollout_id for attempt in attempts])
@@ -178,7 +227,7 @@ async def _run_all(
         at_once = len(attempts)
     gate = asyncio.Semaphore(at_once)
 
-    async def run(attempt: _Attempt) -> Rollout | None:
+    async def run(attempt: _Attempt) -> Rollout | _Left:
         async with gate:
             return await _attempt(collector, attempt, sampling)
 
@@ -190,8 +239,8 @@ async def _run_all(
     return [task.result() for task in running]
 
 
-async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | None:
-    """One rollout with its ledger verified; None for a broken one that is to be dropped."""
+async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | _Left:
+    """One rollout with its ledger verified, or why there is none."""
     try:
         rollout = await run_rollout(
             attempt.task,
@@ -204,13 +253,36 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
             group_id=attempt.group_id,
             sample=attempt.sample,
             prompt_ids=attempt.prompt_ids,
+            environments=collector.environments,
+            group_seed=attempt.group_seed,
         )
-        verify(rollout, collector.chat, collector.toolbox.schemas(attempt.task.tools))
+        if rollout.spans:  # an environment that could not be started has not even a prompt
+            tools = RowTools(rollout.task, collector.toolbox, collector.environments)
+            verify(rollout, collector.chat, tools.schemas)
+    except PromptTooLong:
+        return _Left.overlong
     except LedgerError:
         if collector.limits.on_break is OnBreak.error:
             raise
-        return None
+        return _Left.broken
     return rollout
+
+
+def _without_overlong(
+    attempts: Sequence[_Attempt], results: Sequence[Rollout | _Left], collected: Collected
+) -> tuple[list[_Attempt], list[Rollout | _Left]]:
+    """What is left without groups that hold an overlong prompt, which are counted."""
+    pairs = list(zip(attempts, results, strict=True))
+    overlong = {attempt.group_id for attempt, result in pairs if result is _Left.overlong}
+    collected.overlong += len(overlong)
+    kept = [(attempt, result) for attempt, result in pairs if attempt.group_id not in overlong]
+    return [attempt for attempt, _ in kept], [result for _, result in kept]
+
+
+def _uneven(group: Sequence[Rollout]) -> bool:
+    """Whether the rollouts of a group began with different prompts."""
+    prompts = {r.spans[0].token_ids for r in group if r.spans}
+    return len(prompts) > 1
 
 
 def _usable(rollout: Rollout) -> bool:
@@ -220,14 +292,14 @@ def _usable(rollout: Rollout) -> bool:
 
 
 def _whole_groups(
-    attempts: Sequence[_Attempt], rollouts: Sequence[Rollout | None]
+    attempts: Sequence[_Attempt], results: Sequence[Rollout | _Left]
 ) -> list[list[Rollout]]:
     """The rollouts by group, without the groups that hold a broken ledger."""
-    groups: dict[str, list[Rollout | None]] = {}
-    for attempt, rollout in zip(attempts, rollouts, strict=True):
-        groups.setdefault(attempt.group_id, []).append(rollout)
+    groups: dict[str, list[Rollout | _Left]] = {}
+    for attempt, result in zip(attempts, results, strict=True):
+        groups.setdefault(attempt.group_id, []).append(result)
     return [
-        [rollout for rollout in group if rollout is not None]
+        [result for result in group if isinstance(result, Rollout)]
         for group in groups.values()
-        if None not in group
+        if _Left.broken not in group
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agenttrain.chat.behaviour import REASONING_KEYS
@@ -19,7 +19,9 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RolloutConfig
 from agenttrain.rollout.clip import fit_replies
+from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
@@ -56,6 +58,7 @@ class Demonstrator:
     toolbox: Toolbox
     limits: RolloutConfig
     """Of these only `max_result_tokens` has a meaning for a demonstration."""
+    environments: Environments = field(default_factory=Environments)
 
     def __call__(self, task: Task, rollout_id: str) -> Rollout:
         """The rollout of `task.messages`, its ledger verified. Raises BadDemonstration."""
@@ -73,8 +76,9 @@ class _Talk:
 
     def __init__(self, owner: Demonstrator, task: Task, rollout_id: str) -> None:
         first = _first_answer(task.messages)
-        self.chat, self.toolbox, self.limits = owner.chat, owner.toolbox, owner.limits
-        self.schemas = self.toolbox.schemas(task.tools)
+        self.chat, self.limits = owner.chat, owner.limits
+        self.tools = RowTools(task, owner.toolbox, owner.environments)
+        self.schemas = self.tools.schemas
         self.left = list(task.messages[first:])
         questions = tuple(str(m["content"]) for m in self.left if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
@@ -137,7 +141,7 @@ class _Talk:
         self, turn: AssistantTurn, completion: Completion, texts: Sequence[str]
     ) -> None:
         """Append the replies to the turn's calls; the last turn's may be missing."""
-        stops = any(call.name in self.toolbox.stop_tools for call in turn.calls)
+        stops = any(call.name in self.tools.stop_tools for call in turn.calls)
         if stops and self.left:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
         if not self.left:
@@ -162,7 +166,8 @@ class _Talk:
         self.rollout.tool_results.extend(ToolResult(call=c, content=text) for c, text in pairs)
 
     def _most(self, call: ToolCall) -> int:
-        own = self.toolbox.limits(call.name).max_result_tokens
+        known = call.name in self.tools.names
+        own = self.tools.limits(call.name).max_result_tokens if known else None
         return own or self.limits.max_result_tokens
 
     def _ask(self, turn: AssistantTurn, completion: Completion, behind: Sequence[Message]) -> None:

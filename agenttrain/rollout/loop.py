@@ -19,8 +19,13 @@ from agenttrain.config.schema import (
     RolloutConfig,
 )
 from agenttrain.engine.base import Engine, EngineError
+from agenttrain.environments.kind import Episode
 from agenttrain.rollout.clip import fit_replies
+from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.episode import begin, end, score
 from agenttrain.rollout.limits import own_copy, refusals, repeated
+from agenttrain.rollout.prompt import append_prompt
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -28,8 +33,6 @@ from agenttrain.types import (
     Completion,
     Finish,
     Message,
-    Origin,
-    PromptTooLong,
     Rollout,
     Sampling,
     StopReason,
@@ -54,34 +57,42 @@ async def run_rollout(
     group_id: str = "",
     sample: int = 0,
     prompt_ids: Sequence[int] | None = None,
+    environments: Environments | None = None,
+    group_seed: int = 0,
 ) -> Rollout:
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
-    `prompt_ids` saves rendering a prompt that the rollouts of a group share. Raises PromptTooLong
-    when the prompt leaves no room to sample, before anything is sampled; StuckTools; and
-    ToolUnavailable where `limits.on_tool_failure` is `error`.
+    `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
+    environments, the same in all of them. Raises PromptTooLong when the prompt leaves no room to
+    sample, before anything is sampled, ValueError for tools or an environment that are not there,
+    RewardError when the environment's reward fails; StuckTools; and ToolUnavailable where
+    `limits.on_tool_failure` is `error`.
     """
-    schemas = toolbox.schemas(task.tools)
-    if prompt_ids is None:
-        prompt_ids = chat.prompt_ids(task.messages, schemas)
-    check_room(task, len(prompt_ids), engine.max_context)
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
-    rollout.messages.extend(dict(message) for message in task.messages)
-    rollout.append_context(prompt_ids, Origin.prompt)
-    loop = _Loop(rollout, engine, chat, toolbox, limits, sampling, schemas)
+    environments = environments or Environments()
     started = time.perf_counter()
+    episode: Episode | None = None
     try:
+        episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
+        tools = RowTools(task, toolbox, environments, episode)
+        append_prompt(rollout, engine, chat, tools, prompt_ids)
+        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode)
         await _within(loop, limits.timeout_s)
+        await score(rollout, episode)
     except (EngineError, ToolUnavailable) as error:
         if isinstance(error, ToolUnavailable) and limits.on_tool_failure is OnToolFailure.error:
             raise
         rollout.stop_reason, rollout.error = StopReason.error, str(error)
     finally:
         rollout.seconds = time.perf_counter() - started
+        # The engine first: others may wait for this row, and closing can take its time.
         try:
             await engine.release(rollout_id)
         finally:
-            await toolbox.release(rollout_id)
+            try:
+                await toolbox.release(rollout_id)
+            finally:
+                await end(rollout, episode)
     return rollout
 
 
@@ -97,24 +108,15 @@ async def _within(loop: _Loop, limit_s: float | None) -> None:
         loop.rollout.stop_reason = StopReason.timeout
 
 
-def check_room(task: Task, prompt_length: int, max_context: int) -> None:
-    """Raise PromptTooLong unless one token can follow the prompt."""
-    if prompt_length >= max_context:
-        raise PromptTooLong(
-            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
-            f"{max_context}: shorten the prompt or raise engine.max_context"
-        )
-
-
 @dataclass(slots=True)
 class _Loop:
     rollout: Rollout
     engine: Engine
     chat: Chat
-    toolbox: Toolbox
+    tools: RowTools
     limits: RolloutConfig
     sampling: Sampling
-    schemas: list[dict]
+    episode: Episode | None
     _calls_made: list[ToolCall] = field(default_factory=list)
     _task: Task | None = None
     """The task as tools see it: theirs to change."""
@@ -129,7 +131,7 @@ class _Loop:
             completion = await self._sample(budget)
             turn = self.chat.parse(
                 completion.token_ids,
-                self.schemas,
+                self.tools.schemas,
                 turn=self.rollout.turns - 1,
                 after=self.rollout.messages[-1]["role"],
             )
@@ -170,7 +172,7 @@ class _Loop:
         """Run the turn's calls and append their replies; the reason to stop, if there is one."""
         calls = self._calls(turn)
         if not calls:
-            return self._next_question(turn, completion)
+            return await self._next_question(turn, completion)
         stops = self._stops(calls)
         if not stops and (reason := self._refusal(turn, calls, completion)):
             return reason
@@ -180,29 +182,53 @@ class _Loop:
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
         return reason
 
-    def _next_question(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
-        """Append the task's next scripted user turn; `completed` when there is none left."""
-        added = self.rollout.messages[len(self.rollout.task.messages) :]
-        asked = sum(message["role"] == "user" for message in added)
-        if asked == len(self.rollout.task.user_turns):
-            return StopReason.completed
+    async def _next_question(
+        self, turn: AssistantTurn, completion: Completion
+    ) -> StopReason | None:
+        """Append what the user says next; the reason to stop when that is nothing."""
+        text = await self._user_says()
+        if text is None:
+            return StopReason.environment_done if self._is_over() else StopReason.completed
+        if self._is_over():
+            self._append_question(turn, completion, text, generation_prompt=False)
+            return StopReason.environment_done
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
-        question: Message = {"role": "user", "content": self.rollout.task.user_turns[asked]}
+        fits = self._append_question(turn, completion, text, generation_prompt=True)
+        return None if fits else self._full()
+
+    async def _user_says(self) -> str | None:
+        """The task's next scripted user turn; after the last one the environment is asked."""
+        added = self.rollout.messages[len(self.rollout.task.messages) :]
+        asked = sum(message["role"] == "user" for message in added)
+        if asked < len(self.rollout.task.user_turns):
+            return self.rollout.task.user_turns[asked]
+        if self.episode is None:
+            return None
+        return await self.episode.user(self.rollout.messages[-1])
+
+    def _is_over(self) -> bool:
+        return self.episode is not None and self.episode.done
+
+    def _append_question(
+        self, turn: AssistantTurn, completion: Completion, text: str, *, generation_prompt: bool
+    ) -> bool:
+        """Append a user message; False, and nothing is appended, where it does not fit whole."""
+        question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
             turn,
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=True,
+            generation_prompt=generation_prompt,
         )
         # Unlike a tool's text, a question is never clipped: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + 1 > self._room():
-            return self._full()
+        if sum(len(ids) for _, ids in suffix) + int(generation_prompt) > self._room():
+            return False
         for origin, token_ids in suffix:
             self.rollout.append_context(token_ids, origin)
         self.rollout.messages.append(question)
-        return None
+        return True
 
     def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
         ignore = self.limits.on_malformed_call is OnMalformedCall.ignore
@@ -234,9 +260,7 @@ class _Loop:
 
     def _stops(self, calls: Sequence[ToolCall]) -> bool:
         """Whether a stop tool is among them; one that is not this task's is an unknown tool."""
-        own = self.rollout.task.tools
-        stop_tools = self.toolbox.stop_tools
-        return any(c.name in stop_tools and (own is None or c.name in own) for c in calls)
+        return any(call.name in self.tools.stop_tools for call in calls)
 
     def _repeats(self, calls: list[ToolCall]) -> bool:
         self._calls_made += calls
@@ -257,13 +281,11 @@ class _Loop:
             # A stop tool ends the rollout before any other limit, so its turn always runs.
             most=None if self._stops(calls) else self.limits.max_tool_calls,
             own_limit=lambda name: (
-                None if name in self.toolbox.stop_tools else self.toolbox.limits(name).max_calls
+                None if name in self.tools.stop_tools else self.tools.limits(name).max_calls
             ),
         )
         runnable = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
-        ran = iter(
-            await self.toolbox.execute(runnable, self._context, allowed=self.rollout.task.tools)
-        )
+        ran = iter(await self.tools.execute(runnable, self._context))
         results = [
             next(ran) if refusal is None else _refused(call, refusal)
             for call, refusal in zip(calls, refused, strict=True)
@@ -293,6 +315,7 @@ class _Loop:
             task=self._task,
             turn=self.rollout.turns - 1,
             call_id=call.id,
+            tool=call.name,
         )
 
     def _raise_if_unavailable(self, results: list[ToolResult]) -> None:
@@ -303,7 +326,7 @@ class _Loop:
 
     def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
         """Limits that end the rollout once the calls are answered."""
-        if any(result.done for result in results):
+        if self._is_over() or any(result.done for result in results):
             return StopReason.environment_done
         most = self.limits.max_tool_calls
         over = any(result.error is ToolError.limit for result in results)
@@ -330,7 +353,7 @@ class _Loop:
             completion=completion,
             room=room,
             max_result_tokens=[
-                self.toolbox.limits(result.call.name).max_result_tokens
+                self.tools.limits(result.call.name).max_result_tokens
                 or self.limits.max_result_tokens
                 for result in results
             ],

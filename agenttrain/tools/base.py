@@ -74,6 +74,8 @@ class FunctionTool:
         """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
         function, settings = _without_partial(function, dict(bound or {}))
         self.function = function
+        self.owner: object = function
+        """What is released and closed: an instance that can be called may hold something."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.schema = function_schema(function, name=self.name, hidden=settings)
         self.blocking = blocks(function)
@@ -94,11 +96,11 @@ class FunctionTool:
 
     async def release(self, rollout_id: str) -> None:
         """Let the callable instance behind the tool free what it holds for a rollout."""
-        await call_optional(self.function, "release", rollout_id)
+        await call_optional(self.owner, "release", rollout_id)
 
     async def close(self) -> None:
         """Close the callable instance behind the tool, if it can be closed."""
-        await call_optional(self.function, "close")
+        await call_optional(self.owner, "close")
 
 
 async def call_optional(owner: object, method: str, *arguments: object) -> None:

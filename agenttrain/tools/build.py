@@ -11,6 +11,7 @@ from agenttrain.config.schema import Isolation, ToolLimits
 from agenttrain.config.target import Located, about_argument, locate_section
 from agenttrain.config.tool_limits import take_limits
 from agenttrain.tools.base import FunctionTool, Tool, Tools
+from agenttrain.tools.methods import method_tools
 from agenttrain.tools.process import ProcessTool
 from agenttrain.tools.toolbox import Toolbox
 
@@ -28,7 +29,8 @@ def build_toolbox(
     tool `lookup` of two seconds whose parameter `table` is bound. `_target_` names a function, a
     class whose instances are callable (built once, with the bound arguments), or a function
     annotated to return a Tool or a callable. A class with a method ``tools() -> list[Tool]`` makes
-    several tools, each with the section's limits. Raises ValueError with key, value and remedy.
+    several tools, each with the section's limits; so does one whose instances cannot be
+    called, of its public methods. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
@@ -62,9 +64,10 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     located = locate_section(section, key=key)
     take_limits(key, located.bound)
     tools = _build(located, name)
-    if len(tools) != 1:
+    if len(tools) != 1 or tools[0].name != name:
+        names = ", ".join(tool.name for tool in tools)
         raise ValueError(
-            f"{key}.isolation=process: it makes {len(tools)} tools, which cannot be moved to "
+            f"{key}.isolation=process: it makes the tools {names}, which cannot be moved to "
             "another process; leave isolation=thread"
         )
     return tools[0]
@@ -90,7 +93,7 @@ def _build(located: Located, name: str) -> list[Tool]:
     if hasattr(made, "schema") and hasattr(made, "name"):
         return [made]
     if not callable(made):
-        raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
+        return list(method_tools(made, where).values())
     return [_wrap(made, name, {}, where)]
 
 

@@ -28,7 +28,7 @@ class Endings:
         await self._end(tool, "close", limit_s)
 
     async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
-        owner = tool.function if isinstance(tool, FunctionTool) else tool
+        owner = tool.owner if isinstance(tool, FunctionTool) else tool
         found = getattr(owner, method, None)
         if found is None:
             return

@@ -81,9 +81,9 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
     # A name the model made up gets no column of its own: there would be no end of them.
-    known = (r.call.name for r in results if r.error not in _NO_SUCH_TOOL)
+    known = (_tool(r) for r in results if r.error not in _NO_SUCH_TOOL)
     for name in _union(declared, known):
-        own = [result for result in results if result.call.name == name]
+        own = [result for result in results if _tool(result) == name]
         metrics[f"tools/{name}/calls"] = float(len(own))
         metrics[f"tools/{name}/failures"] = float(_failures(own))
         metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if _ran(r)])
@@ -91,6 +91,11 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
 
 
 _NO_SUCH_TOOL = (ToolError.unknown_tool, ToolError.malformed)
+
+
+def _tool(result: ToolResult) -> str:
+    """A row's own tools count as what runs them: rows may have any number of names."""
+    return result.executor or result.call.name
 
 
 def _ran(result: ToolResult) -> bool:

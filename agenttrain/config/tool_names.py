@@ -1,0 +1,70 @@
+"""Which tools a run declares, read from sources: a typo in `stop_tools` must not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.config.schema import RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.targets import Kind, Target, look_up
+
+HOOKS = ("reset", "done", "user", "reward", "close")
+"""Methods of an environment that are no tools."""
+LIFE_CYCLE = ("release", "close")
+"""Methods of a class in `tools` that are no tools."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolNames:
+    """Names of tools as far as sources tell."""
+
+    names: tuple[str, ...]
+    complete: bool
+    """There are no others; else `build` finds them, before weights are loaded."""
+
+
+def tool_names(config: RunConfig) -> ToolNames:
+    """The tools of `tools` and the methods of `environment`.
+
+    Example: `tools.add` of a function and an environment with a method `move` are ``("add",
+    "move")``.
+    """
+    found = [_of_tool(name, _target(section)) for name, section in config.tools.items()]
+    found += [_of_environment(_target(section)) for section in config.environment.values()]
+    names = dict.fromkeys(name for part in found for name in part.names)
+    return ToolNames(names=tuple(names), complete=all(part.complete for part in found))
+
+
+def stop_tool_problems(config: RunConfig) -> Iterator[str]:
+    known = tool_names(config)
+    for name in config.stop_tools:
+        if name not in known.names and known.complete:
+            yield (
+                f"stop_tools=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
+                f"its tools are: {', '.join(known.names) or 'none'}; "
+                "stop_tools=[] is none (as with experiment=none)"
+            )
+
+
+def _target(section: Any) -> Target:
+    return look_up(section.get("_target_")) if isinstance(section, Mapping) else Target()
+
+
+def _of_tool(name: str, target: Target) -> ToolNames:
+    if target.kind is Kind.function or "__call__" in target.methods:
+        return ToolNames(names=(name,), complete=True)
+    if "tools" in target.methods:  # it says itself which there are, once it is made
+        return ToolNames(names=(), complete=False)
+    if target.kind is Kind.whole_class:
+        return ToolNames(names=_public(target, LIFE_CYCLE), complete=True)
+    return ToolNames(names=(name, *_public(target, LIFE_CYCLE)), complete=False)
+
+
+def _of_environment(target: Target) -> ToolNames:
+    return ToolNames(names=_public(target, HOOKS), complete=target.kind is Kind.whole_class)
+
+
+def _public(target: Target, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(n for n in target.methods if not n.startswith("_") and n not in reserved)

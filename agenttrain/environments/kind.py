@@ -1,0 +1,279 @@
+"""A user's environment class: its hooks, its instances, and their life cycle.
+
+A class may have, sync or async, all optional::
+
+    class Maze:
+        pooled = False                       # True: used again after a reset
+        done = False                         # attribute or property: True ends the rollout
+
+        def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
+        def user(self, message): ...         # -> what the user says to an answer without a call
+        def reward(self, rollout): ...       # -> float, or None: not applicable
+        def close(self): ...                 # once, whatever happened
+
+Its other public methods are tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.config.schema import EnvironmentSettings
+from agenttrain.environments.instance import Instance, TookTooLong, bounded
+from agenttrain.types import Message, Rollout, ToolUnavailable
+
+RESET_ARGUMENTS = ("row", "seed", "group_seed")
+"""What a `reset` may ask for, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a rollout begins with."""
+
+    rollout_id: str
+    row: Mapping[str, Any]
+    """The task's columns."""
+    seed: int
+    """Of this rollout alone."""
+    group_seed: int
+    """The same for all rollouts of the task."""
+
+
+class EnvironmentKind:
+    """One declared environment; every rollout of its rows gets an instance of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        cls: type,
+        *,
+        bound: Mapping[str, Any] | None = None,
+        settings: EnvironmentSettings | None = None,
+    ) -> None:
+        """Raises ValueError, saying what to change, for a class whose hooks cannot work."""
+        self.name, self.cls = name, cls
+        self.bound = dict(bound or {})
+        self.settings = settings or EnvironmentSettings()
+        said = self.settings.pooled
+        self.pooled = bool(getattr(cls, "pooled", False)) if said is None else said
+        self.resets, self.rewards, self.answers = (
+            callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
+        )
+        self._episodes: dict[str, Episode] = {}
+        self._idle: list[Instance] = []
+        self._told = False
+        where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
+        self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
+        _check(self, where)
+
+    @property
+    def live(self) -> int:
+        """Instances that are not closed."""
+        return len(self._episodes) + len(self._idle)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """One label for each call that was given up and still runs, in rollouts in flight."""
+        live = (episode.instance for episode in self._episodes.values())
+        return tuple(label for instance in live for label in instance.stuck)
+
+    def episode(self, rollout_id: str) -> Episode:
+        """The episode of a rollout in flight."""
+        return self._episodes[rollout_id]
+
+    async def start(self, start: Start) -> Episode:
+        """An instance of the rollout's own, made or taken from the pool, and reset.
+
+        Raises ToolUnavailable, with the instance closed, when it cannot be made or reset.
+        """
+        if start.rollout_id in self._episodes:
+            raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
+        instance = self._idle.pop() if self._idle else Instance(f"environment {self.name}")
+        doing = ["its constructor"]
+        episode = Episode(self, instance, start.rollout_id)
+        self._episodes[start.rollout_id] = episode
+        try:
+            await bounded(self._begin(episode, start, doing), self.settings.hook_timeout_s)
+        except BaseException as error:
+            await episode.finish(again=False)
+            if not isinstance(error, Exception):
+                raise
+            raise self.unavailable(doing[0], error) from error
+        return episode
+
+    async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
+        instance = episode.instance
+        if instance.made is None:
+            # Copies: what one rollout does to a bound list or to its row, no other one sees.
+            await instance.make(lambda: self.cls(**copy.deepcopy(self.bound)))
+        if self.resets:
+            doing[0] = "its reset"
+            row = copy.deepcopy(dict(start.row))
+            given = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
+            asked = {name: given[name] for name in self._reset_arguments}
+            episode.messages = _messages(await instance.call(instance.made.reset, **asked))
+        if await instance.call(lambda: getattr(instance.made, "done", False)):
+            raise ValueError("`done` is true before the first turn; reset must make it false")
+
+    def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
+        """The error that says which part of the environment failed, and how."""
+        if isinstance(error, TookTooLong):
+            limit = f"environment.{self.name}.hook_timeout_s={self.settings.hook_timeout_s:g}"
+            return ToolUnavailable(
+                f"environment {self.name!r}: {what} took too long ({error}); {limit} is the limit"
+            )
+        text = f"{type(error).__name__}: {error}"
+        return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
+
+    async def finish(self, episode: Episode, *, again: bool) -> None:
+        """The rollout is over: back to the pool, or closed."""
+        self._episodes.pop(episode.rollout_id, None)
+        instance = episode.instance
+        if again and self.pooled and instance.fit:
+            self._idle.append(instance)
+        else:
+            await self._close(instance)
+
+    async def aclose(self) -> None:
+        """The run is over: close every instance that there is."""
+        live = [*self._idle, *(episode.instance for episode in self._episodes.values())]
+        self._idle, self._episodes = [], {}
+        await asyncio.gather(*(self._close(instance) for instance in live))
+
+    async def _close(self, instance: Instance) -> None:
+        try:
+            await instance.close(self.settings.hook_timeout_s)
+        except Exception as error:
+            if not self._told:
+                self._told = True
+                text = f"{type(error).__name__}: {error}"
+                print(
+                    f"warning: environment {self.name!r}: its close failed with {text} (said once)",
+                    file=sys.stderr,
+                )
+
+
+class Episode:
+    """A rollout's use of one instance."""
+
+    def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
+        self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
+        self.messages: tuple[Message, ...] = ()
+        """What reset gave."""
+        self.done = False
+        """The environment declared the episode over; read after every call of the instance."""
+        self._finished = False
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the instance; raises what it raises."""
+        function = getattr(self.instance.made, method)
+        look = self._async_call if inspect.iscoroutinefunction(function) else self._call
+        return await self.instance.call(look, functools.partial(function, *args, **kwargs))
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        finally:
+            self._look()
+
+    async def _async_call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return await function()
+        finally:
+            self._look()
+
+    def _look(self) -> None:
+        self.done = bool(getattr(self.instance.made, "done", False))
+
+    async def user(self, message: Message) -> str | None:
+        """What the user says to an answer without a call; None: nothing, or nobody is there.
+
+        Raises ToolUnavailable when the hook fails, or gives something else.
+        """
+        if not self.kind.answers:
+            return None
+        limit = self.kind.settings.hook_timeout_s
+        try:
+            said = await bounded(self.call("user", copy.deepcopy(message)), limit)
+        except Exception as error:
+            raise self.kind.unavailable("its user", error) from error
+        if not isinstance(said, str | None):
+            raise ToolUnavailable(
+                f"environment {self.kind.name!r}: its user gave a {type(said).__name__}; a text is "
+                "what the user says, None ends the conversation"
+            )
+        return said
+
+    async def reward(self, rollout: Rollout) -> Any:
+        """What the class's `reward` gives for the finished rollout; None where it has none.
+
+        Raises what it raises; ToolUnavailable when that takes too long.
+        """
+        if not self.kind.rewards:
+            return None
+        limit = self.kind.settings.hook_timeout_s
+        try:
+            made = self.instance.made
+            return await bounded(self.instance.call(made.reward, rollout), limit)
+        except TookTooLong as error:
+            raise self.kind.unavailable("its reward", error) from error
+
+    async def finish(self, *, again: bool = True) -> None:
+        """End the episode, the first time; `again`: the instance is fit for another one."""
+        if not self._finished:
+            self._finished = True
+            await self.kind.finish(self, again=again)
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    """What reset gave, as messages; a text is a user message."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return ({"role": "user", "content": given},)
+    items = [given] if isinstance(given, Mapping) else given
+    if not isinstance(items, list | tuple) or not all(_is_message(item) for item in items):
+        raise TypeError(
+            f"it gave {given!r:.200}; expected None, a text, or chat messages such as "
+            '{"role": "user", "content": "…"}'
+        )
+    return tuple(dict(item) for item in items)
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str)
+
+
+def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
+    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
+    kinds = inspect.Parameter
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+        return RESET_ARGUMENTS
+    for parameter in parameters:
+        given = parameter.name in RESET_ARGUMENTS and parameter.kind is not kinds.POSITIONAL_ONLY
+        if not given and parameter.default is kinds.empty:
+            raise ValueError(
+                f"{where}: its reset takes {parameter.name!r}; it can be given "
+                f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
+            )
+    return tuple(p.name for p in parameters if p.name in RESET_ARGUMENTS)
+
+
+def _check(kind: EnvironmentKind, where: str) -> None:
+    if kind.pooled and not kind.resets:
+        raise ValueError(
+            f"{where}: it is pooled and has no reset, so an instance would begin where another "
+            f"rollout left it; add a reset, or set environment.{kind.name}.pooled=false"
+        )
+    done = inspect.getattr_static(kind.cls, "done", None)
+    if callable(done):
+        raise ValueError(
+            f"{where}: `done` is a method; make it an attribute, or write @property above it"
+        )
