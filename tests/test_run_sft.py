@@ -185,6 +185,7 @@ def test_bundled_models_know_their_demonstrations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_short_warm_start_leaves_something_to_learn_and_reinforcement_learns_it(
     tmp_path: Path,
 ) -> None:
