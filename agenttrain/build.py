@@ -98,14 +98,19 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load(config: RunConfig, prepared: Prepared) -> Loaded:
-    """Model, optimizer and engine, with every generator seeded."""
-    policy = load_policy(
+def load_policy(config: RunConfig, prepared: Prepared) -> Policy:
+    """The policy of a run's own algorithm."""
+    return make_policy(
         config,
         config.algorithm,
         temperature=config.rollout.temperature,
         reward_weights=prepared.rubric.weights,
     )
+
+
+def load(config: RunConfig, prepared: Prepared) -> Loaded:
+    """What the run works with: `load_policy`, and an engine."""
+    policy = load_policy(config, prepared)
     engine = _engine(config, policy)
     collector = Collector(
         engine=engine,
@@ -118,7 +123,7 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
     return Loaded(policy=policy, engine=engine, collector=collector)
 
 
-def load_policy(
+def make_policy(
     config: RunConfig,
     algorithm: AlgorithmConfig,
     *,

@@ -20,6 +20,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.command import (
     RUN_DIR,
     TIMESTAMP,
@@ -91,6 +92,8 @@ examples
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
   agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
   agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain replay outputs/shop/<run> step=10 rollout=train-10-0-0    the same ids again?
+  agenttrain rescore outputs/shop/<run> reward=[numeric_close] to=scores.jsonl   another reward
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
@@ -115,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     try:
-        own = {"view": _view, "tools": _tools, "data": _data, "export": _export}.get(verb)
+        own = {
+            **{"view": _view, "tools": _tools, "data": _data, "export": _export},
+            **{"replay": replay, "rescore": rescore},
+        }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():

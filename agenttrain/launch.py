@@ -20,7 +20,9 @@ from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.crash import Evidence
 from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
@@ -233,8 +235,10 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(prepared.environments.aclose)
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
+    guards = Guards(config=config.guards)
     if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
+        guards.streak = state.get("streak", 0)
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
@@ -246,6 +250,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
+        evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
+        guards=guards,
         done=done,
         cursor=cursor,
     )

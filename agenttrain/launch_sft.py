@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenttrain.build import load_policy
+from agenttrain.build import make_policy
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.check import certified, check_rows
@@ -77,7 +77,7 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(prepared.toolbox.aclose)
             stack.push_async_callback(prepared.environments.aclose)
-            policy = load_policy(config, CROSS_ENTROPY, temperature=1.0)
+            policy = make_policy(config, CROSS_ENTROPY, temperature=1.0)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)
             before = read_summary(job.folder).get("eval", {}).get("before")

@@ -59,7 +59,7 @@ def show(config: RunConfig, options: Options) -> int:
         needs_prompt = not config.environment
         tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
         rewards = rewards_of(config, found, check_rows(found, tasks.by_key)).columns
-        context = _context(config)
+        context = context_of(config)
         for line in _summary(tasks, found, config, context):
             print(line)
         missing = list(_rewards(rewards, tasks))
@@ -127,7 +127,7 @@ def prompt_ids(task: Task, found: Certified) -> list[int]:
     return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
-def _context(config: RunConfig) -> int | None:
+def context_of(config: RunConfig) -> int | None:
     """Tokens of one sequence, as the engine will have them; None when no config names a limit."""
     from transformers import AutoConfig
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agenttrain.config.schema import RunConfig
+from agenttrain.crash import Evidence
 from agenttrain.data.source import TaskSource
 from agenttrain.evaluate import Evaluation, evaluate
+from agenttrain.guards import Guards
 from agenttrain.rollout.collect import Collected, Collector
 from agenttrain.rollout.resample import Drawn, draw
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.tracker import Tracker
+from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import rest, sync
@@ -35,6 +38,8 @@ class Trainer:
     test_tasks: TaskSource
     tracker: Tracker
     checkpoints: Checkpoints
+    evidence: Evidence
+    guards: Guards
     done: int = 0
     cursor: int = 0
     _clock: Clock = field(default_factory=lambda: Clock())
@@ -46,21 +51,30 @@ class Trainer:
             metrics, collected = await self.step(self.done + 1)
             self.done += 1
             self.tracker.step(self.done, metrics, collected.rollouts)
+            self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
             if self._due(self.config.eval.every):
                 await self.evaluate(f"step-{self.done}")
             if self._due(self.config.checkpoint.every):
                 self.save()
 
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
-        """One step: rollouts, advantages and updates, weight sync; its metrics."""
+        """One step: rollouts, advantages and updates, weight sync; its metrics.
+
+        Raises NotFinite and RewardError, with the evidence in the run's folder.
+        """
         self._clock = clock = Clock()
-        self.tracker.phase("rollout")
-        with clock("rollout"):
-            drawn = await self._draw(number)
-        self.tracker.phase("train")
-        with clock("train"):
-            await rest(self.collector.engine)
-            training = self.policy.update(drawn.trained)
+        with self.evidence.of(number) as seen:
+            check_weights(self.policy.model, f"before step {number}")
+            self.tracker.phase("rollout")
+            with clock("rollout"):
+                drawn = await self._draw(number)
+            seen.rollouts = drawn.collected.rollouts
+            check_logprobs(seen.rollouts)
+            self.tracker.phase("train")
+            with clock("train"):
+                await rest(self.collector.engine)
+                training = self.policy.update(drawn.trained)
+            check_weights(self.policy.model, f"after the update of step {number}")
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
@@ -114,7 +128,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        state = {"cursor": self.cursor}
+        state = {"cursor": self.cursor, "streak": self.guards.streak}
         path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.tracker.checkpoint(path)
         return path

@@ -99,6 +99,19 @@ class ToolUnavailable(AgenttrainError):
     """
 
 
+class NotFinite(AgenttrainError):
+    """A number that training depends on is NaN or infinite; no weight was updated with it."""
+
+    def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
+        """`stage` is `weights`, `logprobs` (the engine's) or `update`.
+
+        `culprits` are ids of rollouts; for `weights` names of parameters.
+        """
+        super().__init__(message)
+        self.stage = stage
+        self.culprits = tuple(culprits)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTool:
     """A tool that a row brings: the model sees this schema, a tool of the run does the work.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from chat_cases import ADD, TEMPLATES, chat
 from tiny import TEMPLATE, tokenizer
@@ -162,6 +164,24 @@ def test_a_response_schema_that_is_not_the_templates_is_what_the_remedy_names() 
         certificate.raise_if_refused()
     assert str(raised.value).count(MISREAD) == 1
     assert "- call of add, call of sql, parallel calls, three turns," in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "null"},
+        {"type": ["null", "string"]},
+        {"enum": [None, "a"]},
+        {"enum": [None]},
+        {"type": "object", "properties": {"x": {"type": "integer"}}},
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    ],
+)
+def test_tools_with_any_parameter_are_certified(schema: Any) -> None:
+    function = {**ADD["function"], "parameters": {"type": "object", "properties": {"a": schema}}}
+    certify(chat(), [{"type": "function", "function": function}]).raise_if_refused()
 
 
 def test_a_certificate_as_data() -> None:

@@ -285,6 +285,51 @@ def test_a_fix_as_text() -> None:
     assert chat_of("qwen2.5", "qwen2_5").fix.text() == ""
 
 
+@pytest.mark.parametrize(
+    ("family", "source"), [("deepseek-v3", "deepseekv3"), ("deepseek-r1", "deepseek_r1_distill")]
+)
+def test_a_fork_in_double_quotes_is_fixed(family: str, source: str) -> None:
+    stock = original(source)
+    assert stock is not None
+    fix = load(family, re.sub(r"'([^'\"]*)'", r'"\1"', stock)).fix
+    assert (fix.family, fix.problem) == (family, None)
+    assert fix.changes == chat_of(family, source).fix.changes
+
+
+def renamed(source: str, name: str, other: str) -> str:
+    """A stock template in which a variable has another name."""
+    stock = original(source)
+    assert stock is not None
+    return re.sub(rf"(?<![\w.'\"]){name}\b(?!['\"])", other, stock)
+
+
+def test_a_fix_that_would_break_a_fork_is_not_made() -> None:
+    # The edit writes with `message`, which this fork calls otherwise; without it all is well.
+    chat = load("lfm2", renamed("lfm2_v2", "message", "said"))
+    assert (chat.fix.family, chat.fix.changes) == ("lfm2", ())
+    assert certify(chat, EXAMPLE_TOOLS).status is Status.passed
+    chat = load("qwen3", renamed("qwen3", "message", "said"))
+    with pytest.raises(CertificateError, match=r"with the fix of qwen3, .* no longer renders"):
+        certify(chat, EXAMPLE_TOOLS).raise_if_refused()
+
+
+def test_a_fork_in_which_nothing_to_fix_is_found_says_so() -> None:
+    chat = load("mistral", renamed("mistral_common:v7", "ns", "state"))
+    assert chat.fix.changes == ()
+    with pytest.raises(CertificateError, match=r"does not hold .*, which the fix of mistral"):
+        certify(chat, EXAMPLE_TOOLS).raise_if_refused()
+
+
+def test_variables_that_the_template_does_not_read_are_refused() -> None:
+    for key, message in (
+        ("enable_thinkin", "reads no such variable; did you mean enable_thinking?"),
+        ("tokenize", "reads no such variable; remove it"),
+        ("messages", "is what agenttrain fills in"),
+    ):
+        with pytest.raises(ChatError, match=f"chat_template.kwargs.{key}: .*{re.escape(message)}"):
+            load("qwen3", original("qwen3"), **{key: False})
+
+
 def test_none_leaves_the_template_alone_and_says_what_would_help() -> None:
     chat = chat_of("qwen3", "qwen3", "none")
     assert chat.template == original("qwen3")
@@ -373,6 +418,13 @@ def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["templates", str(tmp_path), "--path", str(template)]) == 0
     assert "chat template  qwen2.5; certificate passed" in capsys.readouterr().out
     assert main(["templates", str(tmp_path), "--response-schema", "llama3"]) == 1
+    assert "remedy   Set response_schema=hermes" in capsys.readouterr().out
+    schema = tmp_path / "mine.yaml"
+    schema.write_text("{call_open: <tool_call>, call_close: </tool_call>}")
+    assert main(["templates", str(tmp_path), "--schema-path", str(schema)]) == 0
+    assert "certificate fixed" in capsys.readouterr().out
+    schema.write_text("{call_open: <call>}")
+    assert main(["templates", str(tmp_path), "--schema-path", str(schema)]) == 1
     assert "remedy   Set response_schema=hermes" in capsys.readouterr().out
 
 

@@ -14,11 +14,11 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate"),
-    ("trainer", "show_data"),
+    ("check", "evaluate", "crash", "guards"),
+    ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
-    ("launch",),
-    ("launch_sft",),
+    ("launch", "replay", "replay_crash", "rescore"),
+    ("cli_recorded", "launch_sft"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

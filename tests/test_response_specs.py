@@ -16,7 +16,7 @@ from tiny import tokenizer
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
-from agenttrain.chat.specs import load_spec, resolve_spec, spec_names
+from agenttrain.chat.specs import load_spec, resolve_spec, spec_names, spec_of
 from agenttrain.config.compose import Source, compose_run, convert, hydra_session
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.schema import ResponseSchemaConfig
@@ -135,6 +135,8 @@ def test_errors_say_key_value_and_remedy(config: dict, message: str) -> None:
         (json.dumps({**OURS, "call_open_pattern": "("}), "missing \\), unterminated"),
         (json.dumps({**OURS, "reasoning_open": "<t>"}), "reasoning_open and reasoning_close go"),
         (json.dumps({**OURS, "call_id": "{x}"}), "call_id"),
+        (json.dumps({"call_open_pattern": "x*"}), "call_open_pattern: 'x\\*' matches everywhere"),
+        (json.dumps({"call_open_pattern": "(?P<_open>x)"}), "the name of the group _open is taken"),
         ("{format: other}", "format: 'other' is not known"),
         ("{format: harmony, call_open: x}", "call_open is no key"),
     ],
@@ -144,3 +146,42 @@ def test_a_file_that_does_not_fit(tmp_path: Path, text: str, message: str) -> No
     path.write_text(text)
     with pytest.raises(ChatError, match=rf"(?s)response_schema.path=.*calls.yaml.*{message}"):
         resolve(name="file", path=str(path))
+
+
+def parsed_by(**content: Any) -> dict[str, Any]:
+    """A response_template whose calls are read so."""
+    return {
+        "start_anchor": "x",
+        "fields": {"tool_calls": {"open": "<a>", "close": "</a>", **content}},
+    }
+
+
+def of_the_calls(**node: Any) -> dict[str, Any]:
+    """A response_schema whose calls are read so."""
+    return {"properties": {"tool_calls": node}}
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (parsed_by(content="json", content_args={"string_delims": 3}), "string_delims: must be"),
+        (parsed_by(content="json", content_args={"string_delims": ["''"]}), "string_delims: must"),
+        (parsed_by(content="kv-lines", content_args={"line_sep": ""}), "line_sep: must be a text"),
+        (
+            parsed_by(
+                content="xml-inline",
+                content_args={"tag_pattern": "(?P<key>a)(?P<value>b)", "value_parser": "json"},
+            ),
+            "value_parser: must be a mapping, as {name: json}, not 'json'",
+        ),
+        ({"properties": [1]}, r"response_schema.properties: must be a mapping, not \[1\]"),
+        (of_the_calls(**{"x-parser-args": [3]}), "tool_calls.x-parser-args: must be a mapping"),
+        (of_the_calls(**{"x-parser-args": {"transform": 3}}), "transform: must be a text, not 3"),
+        (of_the_calls(**{"x-regex-substitutions": [["a"]]}), r"\['a'\] is no pair of"),
+        (of_the_calls(required=3), "tool_calls.required: must be a list, not 3"),
+        (of_the_calls(prefixItems=3), "tool_calls.prefixItems: must be a list, not 3"),
+    ],
+)
+def test_a_dialect_that_is_written_wrongly(found: dict[str, Any], message: str) -> None:
+    with pytest.raises(ChatError, match=f"the file: .*{message}"):
+        spec_of(found, source="the file")

@@ -141,7 +141,10 @@ def test_rollout_file_round_trip(tmp_path):
     assert records[1]["token_ids"] == [1, 3, 2, 4, 6, 2, 7, 9, 2, 4, 10]
     assert records[1]["spans"][:3] == [
         {"origin": "prompt", "start": 0, "end": 4, "turn": 0, "policy_version": None},
-        {"origin": "sampled", "start": 4, "end": 6, "turn": 0, "policy_version": 7},
+        {
+            **{"origin": "sampled", "start": 4, "end": 6, "turn": 0, "policy_version": 7},
+            "finish": "stop",
+        },
         {"origin": "template", "start": 6, "end": 7, "turn": 0, "policy_version": None},
     ]
     assert records[1]["tool_calls"] == [

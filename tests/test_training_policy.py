@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 
 import pytest
 import tiny
@@ -21,7 +22,8 @@ from agenttrain.config.schema import (
     Schedule,
     WeightSyncConfig,
 )
-from agenttrain.training.policy import NotFinite, Policy
+from agenttrain.training.blame import BrokenUpdate
+from agenttrain.training.policy import Policy
 from agenttrain.training.schedule import learning_rate
 from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync
 from agenttrain.types import Origin, StopReason
@@ -282,7 +284,10 @@ def test_what_is_not_finite_stops_before_the_update(where: str) -> None:
     else:
         groups = [pair(20, 21, logprob=math.nan)]
     before = weights(trained)
-    with pytest.raises(NotFinite, match=r"step 1: loss nan.*g0-0"):
+    culprit = "weight model.norm.weight (1 of 32 values); rollout g0-0: the policy's logprob of"
+    if where == "logprob":
+        culprit = "rollout g0-0: the engine's logprob of token 3"
+    with pytest.raises(BrokenUpdate, match=re.escape(f"(loss nan): {culprit}")):
         trained.update(groups)
     for name, tensor in weights(trained).items():
         assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name

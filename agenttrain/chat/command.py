@@ -20,7 +20,7 @@ NOT_INSTALLED = (
     "this table says what is known and certifies nothing."
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
-OF_A_FOLDER = ("chat_template", "path", "response_schema", "no_tools")
+OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
 """Options that say how a tokenizer is certified."""
 
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
     parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
     parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
+    parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
     parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -96,7 +97,10 @@ def _certify(options: argparse.Namespace) -> int:
     chat = load_chat(
         AutoTokenizer.from_pretrained(options.folder),
         ChatTemplateConfig(name=name, path=options.path),
-        ResponseSchemaConfig(name=options.response_schema or "auto"),
+        ResponseSchemaConfig(
+            name=options.response_schema or ("file" if options.schema_path else "auto"),
+            path=options.schema_path,
+        ),
         tools=bool(tools),
     )
     certificate = certify(chat, tools)

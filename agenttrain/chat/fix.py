@@ -10,6 +10,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import Edit, Family, pattern
 
 MAX_FIND = 60
+REMEDY = "set chat_template=none, or chat_template=file with chat_template.path=<file.jinja>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Fix:
     changes: tuple[str, ...] = ()
     """What was changed, and why."""
     problem: str | None = None
-    """Why a fix that the family needs was not made."""
+    """Why a fix that the family may need was not made."""
     chosen: str | None = None
     """Which of the tokenizer's templates this is, where it carries several."""
 
@@ -65,13 +66,15 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
                 changes[edit.why] = None
             template = edited
         else:
+            # Without edits it is for any revision: only a certificate tells whether that will do.
             return Fix(
-                family=name, stock=stock, template=template, changes=tuple(filter(None, changes))
+                family=name,
+                stock=stock,
+                template=template,
+                changes=tuple(filter(None, changes)),
+                problem=None if fix else problem or None,
             )
-    raise ChatError(
-        f"chat_template={name}: {problem}; set chat_template=none, or chat_template=file with "
-        "chat_template.path=<file.jinja>"
-    )
+    raise ChatError(f"chat_template={name}: {problem}; {REMEDY}")
 
 
 def _apply(edit: Edit, template: str) -> str | None:

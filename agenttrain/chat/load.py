@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from agenttrain.chat.behaviour import behaviour
 from agenttrain.chat.carried import carried_template, read_template
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import Family, families, parse_family
-from agenttrain.chat.fix import Fix, fixed, recognise
+from agenttrain.chat.fix import REMEDY, Fix, fixed, recognise
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
@@ -24,6 +25,8 @@ from agenttrain.types import Message
 
 PLAIN = "hermes"
 """Response schema of templates that render no calls."""
+OURS = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that are not the user's."""
 CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
 FORECAST = {
     "type": "function",
@@ -54,6 +57,7 @@ def load_chat(
         known[template.name] = parse_family(template.name, template.family)
     source, chosen = _source(tokenizer, template, known, tools=tools)
     fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
+    _read_by(fix.template, template.kwargs)
     calls = renders_calls(tokenizer, fix.template, template.kwargs)
     family = known.get(fix.family or "")
     return Chat(
@@ -84,7 +88,14 @@ def make_fix(
         # A family of no model in particular has nothing to add to a template that behaves so.
         return Fix(family=name, stock=source, template=source)
     try:
-        return fixed(name, family, source)
+        fix = fixed(name, family, source)
+        if family.tools and reads(family, source) and not reads(family, fix.template):
+            # A fork may hold what an edit looks for and not the variables that it writes with.
+            raise ChatError(
+                f"chat_template={name}: with the fix of {name}, the model's template no longer "
+                f"renders the calls that it renders without; {REMEDY}"
+            )
+        return fix
     except ChatError as error:
         if config.name != "auto":
             raise
@@ -171,6 +182,20 @@ def _response(
     # What the tokenizer carries is for its own template, not for one that was put in its place.
     replaced = family is not None and not family.marks and bool(fix.changes)
     return resolve_spec(None if replaced else tokenizer, config, name)
+
+
+def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ChatError for a variable that the template does not read: it would change nothing."""
+    words = set(re.findall(r"\w+", template))
+    for key in kwargs:
+        if key in OURS:
+            raise ChatError(f"chat_template.kwargs.{key}: is what agenttrain fills in; remove it")
+        if key not in words:
+            close = get_close_matches(key, words, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "remove it"
+            raise ChatError(
+                f"chat_template.kwargs.{key}: the chat template reads no such variable; {hint}"
+            )
 
 
 def _known(key: str, value: str, names: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from agenttrain.chat.template import Chat
 from agenttrain.types import AssistantTurn, Message, ToolCall
@@ -11,7 +12,8 @@ Step = tuple[AssistantTurn, list[Message]]
 """A turn and the replies to it."""
 
 EXAMPLES = {"integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}, "null": None}
-"""Argument values by JSON schema type; any other type is shown a string."""
+TEXT = "a b"
+"""Argument values by JSON schema type, and of any other type."""
 LONG = "17 lamps, 4 chairs\n" * 400
 REPLIES = {
     "empty reply": "",
@@ -76,13 +78,18 @@ def _step(
 
 
 def _arguments(tool: dict) -> dict:
+    """An example of every argument, but of those that can only be null: in a message, what is None
+    is as good as missing."""
     properties = (tool.get("parameters") or {}).get("properties", {})
-    return {
-        name: schema["enum"][0] if schema.get("enum") else EXAMPLES.get(_type(schema), "a b")
-        for name, schema in properties.items()
-    }
+    found = {name: _example(schema) for name, schema in properties.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _type(schema: dict) -> str:
-    kind = schema.get("type", "string")
-    return kind if isinstance(kind, str) else kind[0]
+def _example(schema: Any) -> Any:
+    if not isinstance(schema, dict):  # `true`: anything
+        return TEXT
+    if schema.get("enum"):
+        return next((value for value in schema["enum"] if value is not None), None)
+    kinds = schema.get("type", "string")
+    kinds = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind != "null"]
+    return EXAMPLES.get(kinds[0], TEXT) if kinds else None

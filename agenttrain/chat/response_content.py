@@ -116,10 +116,24 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
         names = Pattern(args.get("tag_pattern"), f"{scope}.content_args.tag_pattern").names
         if not {"key", "value"} <= set(names):
             raise ValueError(f"{scope}.content_args.tag_pattern: needs (?P<key>…) and (?P<value>…)")
+    if name == "json":
+        _check_quotes(args.get("string_delims", []), f"{scope}.content_args.string_delims")
+    for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
+        if not isinstance(text := args.get(key, ":"), str) or not text:
+            raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
     if (parser := args.get("value_parser")) is not None:
         inner = f"{scope}.content_args.value_parser"
+        if not isinstance(parser, Mapping):
+            raise ValueError(f"{inner}: must be a mapping, as {{name: json}}, not {parser!r}")
         check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
     _check_transform(transform, scope)
+
+
+def _check_quotes(pairs: Any, scope: str) -> None:
+    found = pairs if isinstance(pairs, list) else [pairs]
+    for pair in found:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
+            raise ValueError(f"{scope}: must be a list of [opening, closing], not {pairs!r}")
 
 
 def _check_transform(transform: Any, scope: str) -> None:

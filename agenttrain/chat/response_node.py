@@ -200,7 +200,8 @@ def node_of(found: Any, scope: str = "response_schema") -> Node:
         raise ValueError(f"{scope}.type: {found['type']!r} is not one of {_TYPES[:-1]}")
     if (parser := found.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
-    args = found.get("x-parser-args") or {}
+    args = _given(found, "x-parser-args", Mapping, "a mapping", scope) or {}
+    properties = _given(found, "properties", Mapping, "a mapping", scope) or {}
     additional = found.get("additionalProperties", {})
     return Node(
         type=found.get("type"),
@@ -214,16 +215,24 @@ def node_of(found: Any, scope: str = "response_schema") -> Node:
         allow_non_json=bool(args.get("allow_non_json")),
         transform=_transform(args.get("transform"), scope),
         properties={
-            str(key): node_of(value, f"{scope}.{key}")
-            for key, value in (found.get("properties") or {}).items()
+            str(key): node_of(value, f"{scope}.{key}") for key, value in properties.items()
         },
         additional=None if additional is False else node_of(additional or None, scope),
         items=node_of(found["items"], f"{scope}.items") if "items" in found else None,
         prefix_items=tuple(
-            node_of(value, f"{scope}.prefixItems") for value in found.get("prefixItems") or ()
+            node_of(value, f"{scope}.prefixItems")
+            for value in _given(found, "prefixItems", list, "a list", scope) or ()
         ),
-        required=tuple(found.get("required") or ()),
+        required=tuple(_given(found, "required", list, "a list", scope) or ()),
     )
+
+
+def _given(found: Mapping[str, Any], key: str, kind: type, word: str, scope: str) -> Any:
+    """The value of a key that may be missing. Raises ValueError where it is of another kind."""
+    value = found.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
+    return value
 
 
 def _pattern(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
@@ -238,14 +247,18 @@ def _key_value(found: Mapping[str, Any], scope: str) -> Pattern | None:
 
 
 def _substitutions(found: Mapping[str, Any], scope: str) -> Iterator[tuple[Pattern, str]]:
-    for pair in found.get("x-regex-substitutions") or ():
-        pattern, replacement = pair
-        yield Pattern(pattern, f"{scope}.x-regex-substitutions"), str(replacement)
+    key = "x-regex-substitutions"
+    for pair in _given(found, key, list, "a list", scope) or ():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{scope}.{key}: {pair!r} is no pair of [pattern, replacement]")
+        yield Pattern(pair[0], f"{scope}.{key}"), str(pair[1])
 
 
 def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
     if expression is None:
         return None
+    if not isinstance(expression, str):
+        raise ValueError(f"{scope}.x-parser-args.transform: must be a text, not {expression!r}")
     try:
         return jmespath.compile(expression).search
     except jmespath.exceptions.JMESPathError as error:

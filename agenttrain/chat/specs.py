@@ -172,7 +172,10 @@ def _check(spec: MarkedSpec) -> None:
     if spec.syntax == "named_json" and "(?P<name>" not in (spec.header or ""):
         raise ValueError("header: the pattern must have the group (?P<name>…)")
     re.compile(spec.header or "")
-    re.compile(spec.call_open_pattern or "")
+    if re.search(pattern := spec.call_open_pattern or "x", "") is not None:
+        raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
+    if "_open" in re.compile(pattern).groupindex:
+        raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
 
 
 def _check_id(call_id: Any) -> None:

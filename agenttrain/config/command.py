@@ -31,6 +31,8 @@ VERBS = {
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
+    "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }

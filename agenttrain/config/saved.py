@@ -17,7 +17,7 @@ from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
 
-RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine")
+RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards")
 """What a resumed run may change: the rest decides what it learns."""
 EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
 """What an evaluation of a run may change: the rest is the agent itself."""
@@ -42,6 +42,16 @@ def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
 def viewed(folder: Path, source: Source) -> Composed:
     """The settings of the run or evaluation of `view <folder>`, as `resumed`."""
     return _changed(f"view {folder}", folder, [], (), source)
+
+
+def replayed(folder: Path, source: Source) -> Composed:
+    """The settings of the run, or crash, of `replay <folder>`, as `resumed`."""
+    return _changed(f"replay {folder}", folder, [], (), source)
+
+
+def rescored(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """The settings of `rescore <folder>`, with another reward; as `resumed`."""
+    return _changed(f"rescore {folder}", folder, overrides, ("reward",), source)
 
 
 def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Composed:

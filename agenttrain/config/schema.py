@@ -19,6 +19,7 @@ from agenttrain.config.algorithm import KlEstimator as KlEstimator
 from agenttrain.config.algorithm import KlIn as KlIn
 from agenttrain.config.algorithm import Ratio as Ratio
 from agenttrain.config.algorithm import Scale as Scale
+from agenttrain.config.guards import GuardsConfig as GuardsConfig
 
 
 class Dtype(StrEnum):
@@ -470,6 +471,7 @@ class RunConfig:
     sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""

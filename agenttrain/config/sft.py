@@ -8,7 +8,7 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import Init, RunConfig
 
 RL_ONLY = (
-    *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout"),
+    *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -25,6 +25,13 @@ Only the columns that the signature names are passed, all of them with ``**colum
 
 class RewardError(AgenttrainError):
     """A reward function failed, or returned what is no reward; ends the run."""
+
+    def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
+        """`culprits` are the ids of the rollouts that it failed on."""
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+        self.rollouts: Sequence[Rollout] = ()
+        """All that were to be scored, once the collector has said so."""
 
 
 class RewardUnavailable(AgenttrainError):
@@ -88,7 +95,8 @@ def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return RewardError(f"{about(name, rollout)}: {type(error).__name__}: {text}{at}")
+    message = f"{about(name, rollout)}: {type(error).__name__}: {text}{at}"
+    return RewardError(message, culprits=[rollout.rollout_id])
 
 
 def about(name: str, rollout: Rollout) -> str:

@@ -93,7 +93,8 @@ class Rubric:
             if isinstance(score, RewardUnavailable):
                 raise RewardError(
                     f"{about(scorer.name, rollout)}: {score} "
-                    f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)"
+                    f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
+                    culprits=[rollout.rollout_id],
                 ) from score
         return scores
 

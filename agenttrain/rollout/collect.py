@@ -12,6 +12,7 @@ from enum import StrEnum
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
 from agenttrain.engine.base import Engine, Lockstep
+from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.lag import LoopMonitor
@@ -150,12 +151,16 @@ async def collect(
     collected.groups = _whole_groups(attempts, results)
     collected.uneven_prompts = sum(map(_uneven, collected.groups))
     collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
-    usable = [rollout for rollout in collected.rollouts if _usable(rollout)]
+    usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     if attempts and not usable and not may_be_empty:
         raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
     started = time.perf_counter()
-    unscored = await collector.rubric.score(usable)
+    try:
+        unscored = await collector.rubric.score(usable)
+    except RewardError as error:
+        error.rollouts = usable
+        raise
     if usable and len(unscored) == len(usable):
         raise NoRollouts(f"not one of {len(usable)} rollouts could be scored; {unscored[0]}")
     collected.dropped += len(unscored)
@@ -285,7 +290,7 @@ def _uneven(group: Sequence[Rollout]) -> bool:
     return len(prompts) > 1
 
 
-def _usable(rollout: Rollout) -> bool:
+def may_be_scored(rollout: Rollout) -> bool:
     """Whether a rollout may be scored: a failure that is not the model's is no reward of zero."""
     failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
     return rollout.turns > 0 and not failed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agenttrain.config.algorithm import AlgorithmConfig, Rewards
 from agenttrain.config.arithmetic import tasks_of_round
+from agenttrain.rewards.base import RewardError
 from agenttrain.rollout.collect import Collected, Collector, collect
 from agenttrain.types import Rollout, Sampling, Task
 
@@ -66,14 +67,18 @@ async def draw(
     missing = count
     for number in range(config.dynamic_sampling + 1):
         wanted = tasks_of_round(missing, config.oversample)
-        collected = await collect(
-            collector,
-            tasks(drawn.tasks, wanted),
-            samples=config.group_size,
-            sampling=sampling,
-            seed_path=(*seed_path, f"r{number}") if number else seed_path,
-            may_be_empty=number > 0,
-        )
+        try:
+            collected = await collect(
+                collector,
+                tasks(drawn.tasks, wanted),
+                samples=config.group_size,
+                sampling=sampling,
+                seed_path=(*seed_path, f"r{number}") if number else seed_path,
+                may_be_empty=number > 0,
+            )
+        except RewardError as error:
+            error.rollouts = (*drawn.collected.rollouts, *error.rollouts)
+            raise
         drawn.collected.extend(collected)
         drawn.tasks += wanted
         drawn.rounds = number

@@ -1,18 +1,20 @@
 """rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
 The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
-tool_calls, rewards, reward, advantage`.
+tool_calls, rewards, reward, advantage`, and where there is one `error` and
+`environment_reward`. `rollouts_read.py` makes
+Rollouts of them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agenttrain.tracking.json_lines import dumps, read_rows
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.types import Rollout, Span, ToolResult
+from agenttrain.types import Message, Rollout, Span, ToolResult
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
@@ -20,9 +22,14 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
     `spans` cover `token_ids` [T] exactly: each starts where the one before ends. `logprobs` [T] is
     0.0 where a token was not sampled. Example of a span: ``{"origin": "sampled", "start": 3,
-    "end": 5, "turn": 0, "policy_version": 7}``.
+    "end": 5, "turn": 0, "policy_version": 7, "finish": "stop"}``; `finish` stands on the last
+    sampled span of a turn only.
+
+    A tool call has its reply's text as `content` only where the messages do not hold it as it was:
+    it was clipped, or the rollout ended before it. `done` says that it ended the episode.
     """
-    return {
+    shown = replies(rollout.messages[len(rollout.task.messages) :])
+    record = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
@@ -31,38 +38,60 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "spans": _spans(rollout.spans),
         "logprobs": rollout.rollout_logprobs,
         "stop_reason": rollout.stop_reason,
-        "tool_calls": [_tool_call(result) for result in rollout.tool_results],
+        "tool_calls": [_tool_call(result, shown) for result in rollout.tool_results],
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "advantage": rollout.advantage,
     }
+    if rollout.environment_reward is not None:
+        record["environment_reward"] = rollout.environment_reward
+    if rollout.error is not None:
+        record["error"] = rollout.error
+    return record
+
+
+def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
+    """The texts of the replies in messages by the id of their call, which turns may repeat."""
+    found: dict[str, list[str]] = {}
+    for message in messages:
+        if "tool_call_id" in message:
+            found.setdefault(message["tool_call_id"], []).append(message["content"])
+    return found
 
 
 def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    records, start = [], 0
+    records: list[dict[str, Any]] = []
+    start = 0
     for span in spans:
         end = start + len(span.token_ids)
-        records.append(
-            {
-                "origin": span.origin,
-                "start": start,
-                "end": end,
-                "turn": span.turn,
-                "policy_version": span.policy_version,
-            }
-        )
+        record = {
+            "origin": span.origin,
+            "start": start,
+            "end": end,
+            "turn": span.turn,
+            "policy_version": span.policy_version,
+        }
+        if span.finish is not None:
+            record["finish"] = span.finish
+        records.append(record)
         start = end
     return records
 
 
-def _tool_call(result: ToolResult) -> dict[str, Any]:
-    return {
+def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, Any]:
+    record: dict[str, Any] = {
         "id": result.call.id,
         "name": result.call.name,
         "arguments": result.call.arguments,
         "error": result.error,
         "seconds": result.seconds,
     }
+    texts = shown.get(result.call.id)
+    if not texts or texts.pop(0) != result.content:
+        record["content"] = result.content
+    if result.done:
+        record["done"] = True
+    return record
 
 
 def limit(setting: str) -> int | None:

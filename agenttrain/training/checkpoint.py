@@ -54,6 +54,10 @@ class Checkpoints:
         self._tokenizer = tokenizer
         self._keep = keep
 
+    def beside(self, folder: Path) -> Checkpoints:
+        """The same, in another folder, which keeps one."""
+        return Checkpoints(folder, tokenizer=self._tokenizer, keep=1)
+
     @property
     def empty(self) -> bool:
         """Whether no checkpoint was ever finished."""

@@ -23,6 +23,7 @@ from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages
 from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
+from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
 from agenttrain.training.optimizers import build_optimizer
@@ -30,13 +31,9 @@ from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
 from agenttrain.training.scoring import flat, needs_own, score, with_own, with_reference
 from agenttrain.training.update import Part, Plan, loss_inputs, plan
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.types import Rollout
 
 GAP = "sampling/logprob_gap"
-
-
-class NotFinite(AgenttrainError):
-    """A loss or gradient is NaN or infinite; the weights are still those before the update."""
 
 
 class Policy:
@@ -93,8 +90,8 @@ class Policy:
         """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
 
         Groups come in the order of their tasks; their rollouts are taken in the order of `sample`.
-        Rollouts without a reward take no part. Raises NotFinite before weights are touched by a
-        loss or gradient that is not a number.
+        Rollouts without a reward take no part. Raises BrokenUpdate before weights are touched
+        by a loss or gradient that is not finite.
 
         Metrics: loss, grad_norm, lr, train/tokens (sampled tokens per update), those of
         `metric_names` over the rollouts that had a gradient, and sampling/logprob_gap (mean and max
@@ -205,7 +202,11 @@ class Policy:
             self._accumulate(microbatch, shared, averages, last=microbatch is microbatches[-1])
             for microbatch in microbatches
         ]
-        self._apply(torch.stack([part.loss for part in parts]), microbatches, averages)
+        losses = torch.stack([part.loss for part in parts])
+        norm = self._clip(losses)
+        if norm is None:
+            raise self._blame(losses, rows, trained, shared)
+        self._step(losses, norm, averages)
         self._count("train/tokens", tokens, averages)
         self._observe(weighted, parts, shared, averages)
         return parts
@@ -243,23 +244,53 @@ class Policy:
             self._bonus.observe(total / shared.bonus_tokens, self._algorithm)
             self._count("entropy_coef", self._bonus.coefficient, averages)
 
-    def _apply(
-        self, losses: Tensor, microbatches: Sequence[Microbatch], averages: Averages
-    ) -> None:
-        """Clip the gradient and step, unless something is not finite."""
+    def _clip(self, losses: Tensor) -> float | None:
+        """Clip the gradient; its norm before, or None when it or a loss is not finite."""
         norm = self.accelerator.clip_grad_norm_(
             self._wrapped.parameters(), self._config.max_grad_norm
         )
         # The scaler of fp16 probes for overflows itself and skips such updates.
-        if not losses.isfinite().all() or (
-            not torch.isfinite(norm) and self.accelerator.scaler is None
-        ):
-            self.optimizer.zero_grad()
-            raise NotFinite(_not_finite(losses, float(norm), microbatches, self.step + 1))
+        probing = self.accelerator.scaler is not None
+        return float(norm) if losses.isfinite().all() and (norm.isfinite() or probing) else None
+
+    def _step(self, losses: Tensor, norm: float, averages: Averages) -> None:
+        """Update the weights with the clipped gradient."""
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._count("grad_norm", float(norm), averages)
+        self._count("grad_norm", norm, averages)
         averages.add("loss", torch.stack((losses.sum(), self._once(1.0))))
+
+    def _blame(
+        self, losses: Tensor, rows: list[Row], trained: list[Row], shared: Plan
+    ) -> BrokenUpdate:
+        """The error that names who made an update that is not finite."""
+        self.optimizer.zero_grad()
+
+        def alone(row: Row) -> tuple[Tensor, Tensor]:
+            (microbatch,) = self._pack([row])
+            with self.accelerator.no_sync(self._wrapped):
+                logprobs_S, entropy_S = self._wrapped(microbatch)
+                inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
+                loss, _ = policy_loss(inputs, self._algorithm)
+                loss.backward()
+            return loss.detach(), logprobs_S.detach()
+
+        broken = broken_weights(self.model)
+        found = culprits(trained, alone, self.model)
+        named = [row.rollout.rollout_id for row in trained]
+        first = next(iter(broken.items()), None)
+        cause = f"weight {first[0]} ({first[1]}); " if first else ""
+        return BrokenUpdate(
+            f"step {self.step + 1}: the update is not finite (loss {losses.sum().item():g}): "
+            f"{cause}{told(found, named)}. The weights are those before it",
+            [culprit.rollout_id for culprit in found],
+            rows,
+        )
+
+    def retry(self, rows: Sequence[Row]) -> None:
+        """Do again the update that raised BrokenUpdate with these rows; raises it if it does."""
+        with self._scorer.ready():
+            self._update_once(list(rows), Averages())
 
     def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
         return self._scorer.pack(rows, self._training.token_budget, self.accelerator.device)
@@ -289,17 +320,3 @@ def _accelerator(mixed_precision: str) -> Accelerator:
 
 def _scored(rollout: Rollout) -> bool:
     return rollout.reward is not None and rollout.sampled_length > 0
-
-
-def _not_finite(losses: Tensor, norm: float, microbatches: Sequence[Microbatch], step: int) -> str:
-    broken = [
-        row.rollout.rollout_id
-        for loss, microbatch in zip(losses, microbatches, strict=True)
-        if not loss.isfinite()
-        for row in microbatch.rows
-    ]
-    where = f" among the rollouts {', '.join(broken)}" if broken else ""
-    return (
-        f"step {step}: loss {losses.sum().item():g}, gradient norm {norm:g}{where}. The weights "
-        "are those before this update. Lower optimizer.lr, or set training.mixed_precision=no."
-    )

@@ -7,6 +7,9 @@ One run of `agenttrain` (side by side in one run: the phases of the same steps).
     step_s                                                 median seconds of a step
     rollout_tokens_per_s                                   sampled tokens per second of rollout
     tracking_share                                         rollout files and metrics, of a step
+    rollouts_file_share                                    the rollout files alone, of a step
+    finite_share                                           looking for weights and logprobs that
+                                                           are not finite, of a step
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import harness
 from agenttrain.build import prepare
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.launch import Job, make_trainer
+from agenttrain.tracking.rollouts_file import write_step
 from agenttrain.trainer import Trainer
+from agenttrain.training.blame import check_logprobs, check_weights
 
 
 def measure(quick: bool) -> dict[str, float]:
@@ -51,6 +56,8 @@ async def run(job: Job, steps: int) -> dict[str, float]:
     return {
         **share,
         "share_other": 1 - known,
+        "rollouts_file_share": sum(row["rollouts_file_s"] for row in rows) / whole,
+        "finite_share": sum(row["finite_s"] for row in rows) / whole,
         "tracking_share": sum(row["tracking_s"] for row in rows) / whole,
         "step_s": statistics.median(row["step_s"] for row in rows),
         "rollout_tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
@@ -64,7 +71,20 @@ async def one_step(trainer: Trainer, step: int) -> dict[str, float]:
     finished = time.perf_counter()
     trainer.tracker.step(step, metrics, collected.rollouts)
     recorded = time.perf_counter()
-    return {**metrics, "step_s": recorded - started, "tracking_s": recorded - finished}
+    # What the tracker and the step did among other things, once more by itself.
+    write_step(trainer.evidence.folder / "again", step, collected.rollouts)
+    written = time.perf_counter()
+    for _ in range(2):  # before the step and after its update
+        check_weights(trainer.policy.model, "")
+    check_logprobs(collected.rollouts)
+    checked = time.perf_counter()
+    return {
+        **metrics,
+        "step_s": recorded - started,
+        "tracking_s": recorded - finished,
+        "rollouts_file_s": written - recorded,
+        "finite_s": checked - written,
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""Settings of the guards: what a run that goes wrong looks like, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class OnTrip(StrEnum):
+    """What a guard does."""
+
+    warn = "warn"
+    """Say so, once until the figure is back on its side."""
+    stop = "stop"
+    """Stop the run after the step, whose metrics and rollouts are on disk."""
+
+
+@dataclass
+class Guard:
+    """A figure of metrics.jsonl and how far it may go."""
+
+    limit: float | None = None
+    """None: not watched."""
+    action: OnTrip = OnTrip.warn
+
+
+@dataclass
+class Streak:
+    """Steps in a row that may teach nothing."""
+
+    limit: int | None = 20
+    """Steps; None: not watched."""
+    action: OnTrip = OnTrip.warn
+
+
+@dataclass
+class GuardsConfig:
+    """What is watched after every step. Values that are not finite always stop the run."""
+
+    logprob_gap: Guard = field(default_factory=lambda: Guard(limit=1.0))
+    """Most that `sampling/logprob_gap_max` may be: one token's distance between the engine's and
+    the trainer's logprobs, before the step's first update. 1.0 is a probability off by e."""
+    kl: Guard = field(default_factory=Guard)
+    """Most that `kl` to the reference may be; needs algorithm.beta."""
+    entropy: Guard = field(default_factory=Guard)
+    """Least that `entropy` of the sampled tokens may be, in nats."""
+    no_variance: Streak = field(default_factory=Streak)
+    """Steps in a row in which no rollout had an advantage: all rewards of each group were equal."""
+
+
+def guard_problems(config: Any) -> Iterator[str]:
+    """What is wrong with the `guards` of a RunConfig."""
+    guards: GuardsConfig = config.guards
+    for name in ("logprob_gap", "kl", "entropy"):
+        limit = getattr(guards, name).limit
+        if limit is not None and not limit > 0:
+            yield f"guards.{name}.limit={limit}: must be more than 0; null: not watched"
+    if guards.no_variance.limit is not None and guards.no_variance.limit < 1:
+        yield f"guards.no_variance.limit={guards.no_variance.limit}: must be at least 1"
+    for name in ("kl", "entropy"):
+        guard = getattr(guards, name)
+        if guard.limit is None and guard.action is OnTrip.stop:
+            yield f"guards.{name}.action=stop: at what? add guards.{name}.limit=…"
+    if guards.kl.limit is not None and not config.algorithm.beta:
+        yield (
+            f"guards.kl.limit={guards.kl.limit}: there is no KL with algorithm.beta=0; set beta, "
+            "or leave the guard out"
+        )

@@ -1,0 +1,116 @@
+"""The evidence of a step that could not be: everything that doing it again takes.
+
+crash/step-000012/    looks like a run's folder, so that `agenttrain view` shows its rollouts
+    crash.json        what happened: step, stage, error, culprits
+    config.yaml       the run's
+    rollouts/         step-000012.jsonl, all rollouts of the step that there were
+    batch.pt          the rows of the update that failed, tensor by tensor
+    checkpoints/      the weights before the update, optimizer and random states
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+
+from agenttrain.rewards.base import RewardError
+from agenttrain.tracking.rollouts_file import write_step
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.training.batch import Row
+from agenttrain.training.blame import BrokenUpdate
+from agenttrain.training.checkpoint import CheckpointError, Checkpoints
+from agenttrain.training.policy import Policy
+from agenttrain.types import NotFinite, Rollout
+
+TENSORS = (
+    *("token_ids_T", "targets_S", "behaviour_S"),
+    *("ref_logprobs_S", "old_logprobs_S", "old_entropy_S"),
+)
+"""Of a Row."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a step has come to."""
+
+    rollouts: Sequence[Rollout] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Writes the crash bundles of one run."""
+
+    folder: Path
+    """The run's."""
+    policy: Policy
+    checkpoints: Checkpoints
+
+    @contextmanager
+    def of(self, step: int) -> Iterator[Seen]:
+        """Within, what stops the step leaves a bundle; the error says where, and goes on."""
+        seen = Seen()
+        try:
+            yield seen
+        except (NotFinite, RewardError) as error:
+            if isinstance(error, RewardError) and not error.rollouts:
+                raise  # an environment's own reward: without its state there is nothing to do again
+            rollouts = error.rollouts if isinstance(error, RewardError) else seen.rollouts
+            error.args = (f"{error}. {self._write(step, error, rollouts)}",)
+            raise
+
+    def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
+        """Write the bundle; where it is, or why there is none: the error itself comes first."""
+        bundle = self.folder / "crash" / f"step-{step:06d}"
+        record = {
+            "step": step,
+            "stage": "reward" if isinstance(error, RewardError) else error.stage,
+            "error": str(error),
+            "culprits": list(error.culprits),
+        }
+        try:
+            shutil.rmtree(bundle, ignore_errors=True)
+            bundle.mkdir(parents=True)
+            shutil.copyfile(self.folder / "config.yaml", bundle / "config.yaml")
+            write_step(bundle, step, rollouts)
+            if isinstance(error, BrokenUpdate):
+                write_batch(bundle, error.rows)
+            if isinstance(error, NotFinite):
+                beside = self.checkpoints.beside(bundle / "checkpoints")
+                beside.save(self.policy, step=step - 1)
+            write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
+        except (OSError, CheckpointError) as problem:
+            return f"The evidence could not be written: {problem}"
+        return f"To see it again: agenttrain replay {quote(str(bundle))}"
+
+
+def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
+    """The rows of an update, with tensors as they were: JSON knows no NaN."""
+    saved = [
+        {
+            "rollout_id": row.rollout.rollout_id,
+            "advantage": row.rollout.advantage,
+            **{name: getattr(row, name) for name in TENSORS},
+        }
+        for row in rows
+    ]
+    torch.save(saved, bundle / "batch.pt")
+
+
+def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
+    """The rows that `write_batch` wrote; `rollouts` are those of the bundle."""
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    rows = []
+    for saved in torch.load(bundle / "batch.pt", weights_only=True):
+        rollout = by_id[saved["rollout_id"]]
+        rollout.advantage = saved["advantage"]
+        tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
+        rows.append(Row(rollout=rollout, **tensors))
+    return rows

@@ -1,0 +1,53 @@
+"""The rollouts of a run's folder, together with the tasks that they are attempts at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.config.arithmetic import arithmetic
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.schema import RunConfig
+from agenttrain.data.build import Splits, build_tasks
+from agenttrain.data.find import find_tasks
+from agenttrain.tracking.rollouts_file import read_step
+from agenttrain.types import Task
+
+EVALUATED = 0
+"""The step whose file holds the rollouts of `agenttrain eval`."""
+
+
+def written_steps(folder: Path, said: str) -> list[int]:
+    """The steps whose rollouts are in a run's folder; raises ConfigError for none at all."""
+    paths = sorted((folder / "rollouts").glob("step-*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{said}: the run has written no rollouts (tracker.rollouts)")
+    return [int(path.stem.removeprefix("step-")) for path in paths]
+
+
+def step_records(folder: Path, step: int, said: str) -> list[dict[str, Any]]:
+    """The records of one step; raises ConfigError that names the steps there are."""
+    written = written_steps(folder, said)
+    if step not in written:
+        known = f"there are {written[0]} to {written[-1]}"
+        raise ConfigError(f"{said} step={step}: no rollouts of that step; {known}")
+    return list(read_step(folder, step))
+
+
+def splits_of(config: RunConfig) -> Splits:
+    """The run's tasks."""
+    return build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
+
+
+def recorded_tasks(
+    config: RunConfig, splits: Splits, records: Sequence[dict[str, Any]], step: int
+) -> dict[str, Task]:
+    """rollout_id -> task, of those records whose rows are still in the data.
+
+    The rows are looked for among all that the run can have drawn up to `step`.
+    """
+    if step == EVALUATED:
+        return find_tasks(records, splits.test, config.eval.questions)
+    drawn = arithmetic(config).most_tasks_per_step * step
+    return find_tasks(records, splits.train, drawn)

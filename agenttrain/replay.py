@@ -1,0 +1,193 @@
+"""`agenttrain replay <run>`: the loop once more over what the model and the tools had said.
+
+The same prompt, parser, limits and template glue must give the same ids, mask, messages and stop
+reason; where they do not, a template, a tool's schema or the loop has changed since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agenttrain.check import Certified, certified
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.schema import OnToolFailure, RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.engine.recorded import RecordedEngine
+from agenttrain.recorded import recorded_tasks, splits_of, step_records
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.show_data import context_of
+from agenttrain.tools.recorded import RecordedToolbox
+from agenttrain.tracking.json_lines import dumps
+from agenttrain.tracking.rollouts_file import rollout_record
+from agenttrain.tracking.rollouts_read import completions, tool_results
+from agenttrain.types import Origin, Rollout, Sampling, StopReason, Task
+
+Record = Mapping[str, Any]
+UNREPEATABLE = (StopReason.timeout, StopReason.error)
+"""Ends by the clock or by a fault, whose moment no file holds: the tokens before are compared."""
+BEFORE, AFTER = 8, 24
+"""Tokens shown on either side of a difference."""
+
+
+def replay_rollouts(
+    config: RunConfig, folder: Path, *, step: int, rollout_id: str | None, live: bool
+) -> int:
+    """Replay a rollout of a step, or all of them, and print what came of each.
+
+    `live`: its tools are run again instead of their recorded answers. The exit code is 0 when every
+    one is identical. Raises ConfigError for a rollout that is not there.
+    """
+    said = f"replay {folder}"
+    if config.environment:
+        raise ConfigError(
+            f"{said}: the run has environments ({', '.join(config.environment)}), whose state is "
+            "not recorded; agenttrain view shows their rollouts, agenttrain rescore scores them"
+        )
+    records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
+    found = certified(config)
+    tasks = recorded_tasks(config, splits_of(config), records, step)
+    lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
+    if lost:
+        raise ConfigError(
+            f"{said} step={step}: task {lost[0]} with its recorded prompt is not in the data now; "
+            "a replay needs the rows that the run had"
+        )
+    differences = asyncio.run(_replay_all(config, found, records, tasks, live=live))
+    for record, difference in zip(records, differences, strict=True):
+        print(difference or _identical(record))
+    same = sum(difference is None for difference in differences)
+    if len(records) > 1:
+        print(f"{same} of {len(records)} rollouts of step {step} replay to identical ids")
+    return int(same < len(records))
+
+
+def _chosen(
+    records: Sequence[dict[str, Any]], rollout_id: str | None, said: str
+) -> list[dict[str, Any]]:
+    chosen = [r for r in records if rollout_id is None or r["rollout_id"] == rollout_id]
+    if not chosen:
+        known = [record["rollout_id"] for record in records]
+        raise ConfigError(
+            f"{said} rollout={rollout_id}: no such rollout{did_you_mean(str(rollout_id), known)}; "
+            f"there are {known[0]} to {known[-1]}"
+        )
+    return chosen
+
+
+async def _replay_all(
+    config: RunConfig,
+    found: Certified,
+    records: Sequence[Record],
+    tasks: Mapping[str, Task],
+    *,
+    live: bool,
+) -> list[str | None]:
+    try:
+        return [
+            difference(
+                record,
+                await replay(record, tasks[record["rollout_id"]], config, found, live=live),
+                found.chat.decode,
+            )
+            for record in records
+        ]
+    finally:
+        await found.toolbox.aclose()
+
+
+async def replay(
+    record: Record, task: Task, config: RunConfig, found: Certified, *, live: bool
+) -> Rollout:
+    """The rollout that the loop makes of a record's completions and tool results."""
+    chat, toolbox = found.chat, found.toolbox
+    return await run_rollout(
+        task,
+        engine=RecordedEngine(
+            completions(record, chat.stop_token_ids), max_context=context_of(config) or sys.maxsize
+        ),
+        chat=chat,
+        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record)),
+        limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
+        sampling=Sampling(),
+        rollout_id=record["rollout_id"],
+        group_id=record["group_id"],
+    )
+
+
+def difference(
+    record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
+) -> str | None:
+    """Where a replayed rollout first differs from its record, with both texts; None: nowhere."""
+    made = json.loads(dumps(rollout_record(rollout)))
+    where = f"rollout {record['rollout_id']}: DIFFERS"
+    if record["token_ids"] != made["token_ids"]:
+        return where + _first_id(record, made, decode)
+    if _mask(record) != _mask(made):
+        return f"{where}: the ids are the same, the mask is not"
+    said, says = record["messages"], made["messages"]
+    for index, (before, after) in enumerate(zip(said, says, strict=False)):
+        if before != after:
+            return f"{where} in message {index}\n  recorded  {before}\n  replayed  {after}"
+    if len(said) != len(says):
+        return f"{where}: {len(said)} messages were recorded, {len(says)} replayed"
+    stops = record["stop_reason"], made["stop_reason"]
+    if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
+        return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
+    return None
+
+
+def _first_id(record: Record, made: Record, decode: Callable[[Sequence[int]], str]) -> str:
+    old, new = record["token_ids"], made["token_ids"]
+    pairs = enumerate(zip(old, new, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    error = f"\n  {made['error']}" if "error" in made else ""
+    return (
+        f" at position {position} of {len(old)} ({_place(record, position)}){error}\n"
+        f"  recorded  {_around(old, position, decode)}\n"
+        f"  replayed  {_around(new, position, decode)}"
+    )
+
+
+def _place(record: Record, position: int) -> str:
+    for span in record["spans"]:
+        if position < span["end"]:
+            return f"turn {span['turn']}, {span['origin']}"
+    return "after its end"
+
+
+def _around(token_ids: Sequence[int], position: int, decode: Callable[[Sequence[int]], str]) -> str:
+    before = decode(token_ids[max(position - BEFORE, 0) : position])
+    after = decode(token_ids[position : position + AFTER])
+    number = token_ids[position] if position < len(token_ids) else "none"
+    return f"id {number}: {before!r} then {after!r}"
+
+
+def _mask(record: Record) -> list[tuple[int, int]]:
+    """The stretches of sampled tokens, joined where they touch."""
+    mask: list[tuple[int, int]] = []
+    for span in record["spans"]:
+        if span["origin"] != Origin.sampled:
+            continue
+        if mask and mask[-1][1] == span["start"]:
+            mask[-1] = (mask[-1][0], span["end"])
+        else:
+            mask.append((span["start"], span["end"]))
+    return mask
+
+
+def _identical(record: Record) -> str:
+    turns = len({s["turn"] for s in record["spans"] if s["origin"] == Origin.sampled})
+    note = ""
+    if record["stop_reason"] in UNREPEATABLE:
+        note = f" up to its end by {record['stop_reason']}"
+    return (
+        f"rollout {record['rollout_id']}: identical{note}: {len(record['token_ids'])} ids, mask, "
+        f"messages, stop reason {record['stop_reason']} ({turns} turns, "
+        f"{len(record['tool_calls'])} calls)"
+    )

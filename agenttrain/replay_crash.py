@@ -1,0 +1,86 @@
+"""`agenttrain replay <run>/crash/step-000012`: what stopped the run, once more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agenttrain.build import load_policy, prepare
+from agenttrain.config.schema import RunConfig
+from agenttrain.crash import read_batch
+from agenttrain.recorded import recorded_tasks, splits_of, step_records
+from agenttrain.rewards.base import RewardError
+from agenttrain.tracking.rollouts_file import step_path
+from agenttrain.tracking.rollouts_read import read_rollout
+from agenttrain.training.blame import check_logprobs, check_weights
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.types import NotFinite, Rollout, Task
+
+
+def replay_crash(config: RunConfig, bundle: Path) -> int:
+    """Do again what failed, and print it. Exit code 0: the same culprits; 1: others, or none."""
+    crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
+    print(f"recorded  {crash['error']}")
+    again: Callable[[RunConfig, Path, dict[str, Any]], None] = {
+        "weights": _weights,
+        "logprobs": _logprobs,
+        "reward": _reward,
+        "update": _update,
+    }[crash["stage"]]
+    try:
+        again(config, bundle, crash)
+    except (NotFinite, RewardError) as error:
+        print(f"replayed  {error}")
+        same = list(error.culprits) == crash["culprits"]
+        who = ", ".join(error.culprits) or "none by itself"
+        print(f"the same culprit: {who}" if same else f"another culprit: {who}")
+        return int(not same)
+    print("replayed  nothing failed this time")
+    return 1
+
+
+def _rollouts(
+    config: RunConfig, bundle: Path, step: int, stop_token_ids: tuple[int, ...] = ()
+) -> list[Rollout]:
+    """The step's rollouts; a task that is not in the data now has no columns."""
+    if not step_path(bundle, step).exists():
+        return []
+    records = step_records(bundle, step, f"replay {bundle}")
+    tasks = recorded_tasks(config, splits_of(config), records, step)
+    return [
+        read_rollout(
+            record,
+            tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=()),
+            stop_token_ids,
+        )
+        for record in records
+    ]
+
+
+def _logprobs(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
+    check_logprobs(_rollouts(config, bundle, crash["step"]))
+
+
+def _reward(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
+    rubric = prepare(config).rubric
+    asyncio.run(rubric.score(_rollouts(config, bundle, crash["step"])))
+
+
+def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
+    check_weights(_policy(config, bundle).model, f"step {crash['step']}")
+
+
+def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
+    policy = _policy(config, bundle)
+    policy.retry(read_batch(bundle, _rollouts(config, bundle, crash["step"])))
+
+
+def _policy(config: RunConfig, bundle: Path) -> Any:
+    """The policy as it was before what failed."""
+    prepared = prepare(config)
+    policy = load_policy(config, prepared)
+    Checkpoints(bundle / "checkpoints", tokenizer=prepared.tokenizer, keep=1).load_latest(policy)
+    return policy

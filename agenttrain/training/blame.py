@@ -1,0 +1,137 @@
+"""Which rollout, or which weight, made an update that is not finite.
+
+Each row of the update is run alone, forward and backward: what is not finite then is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from agenttrain.training.batch import Row
+from agenttrain.types import NotFinite, Rollout
+
+Alone = Callable[[Row], tuple[Tensor, Tensor]]
+"""One row -> its loss, after the backward pass, and the policy's logprobs of it, [S]."""
+NAMED = 4
+"""Culprits that a message names."""
+
+
+class BrokenUpdate(NotFinite):
+    """A loss or gradient is not finite; the weights are still those before the update."""
+
+    def __init__(self, message: str, culprits: Sequence[str], rows: Sequence[Row]) -> None:
+        """`rows` are those of the update, to be run again."""
+        super().__init__(message, stage="update", culprits=culprits)
+        self.rows = tuple(rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """A rollout, and what of it is not finite."""
+
+    rollout_id: str
+    what: str
+
+
+def broken_weights(model: nn.Module) -> dict[str, str]:
+    """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
+    broken = {}
+    for name, parameter in model.named_parameters():
+        count = int((~parameter.isfinite()).sum())
+        if count:
+            broken[name] = f"{count} of {parameter.numel()} values"
+    return broken
+
+
+def check_weights(model: nn.Module, when: str) -> None:
+    """Raise NotFinite, naming the weights, unless all are finite."""
+    # Stacked, so that a GPU is waited for once and not for every parameter.
+    if torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all():
+        return
+    broken = broken_weights(model)
+    where = _listed([f"{name} ({count})" for name, count in broken.items()])
+    raise NotFinite(
+        f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
+    )
+
+
+def check_logprobs(rollouts: Sequence[Rollout]) -> None:
+    """Raise NotFinite, naming rollout and position, unless the engine's logprobs are finite."""
+    broken = {
+        rollout.rollout_id: position
+        for rollout in rollouts
+        if (position := _first_broken(rollout.rollout_logprobs)) is not None
+    }
+    if broken:
+        where = _listed([f"{name} (token {position})" for name, position in broken.items()])
+        raise NotFinite(
+            f"the engine's logprob is not finite in {len(broken)} of {len(rollouts)} rollouts: "
+            f"{where}. Look at the engine's dtype and at engine.name=transformers",
+            stage="logprobs",
+            culprits=tuple(broken),
+        )
+
+
+def culprits(rows: Sequence[Row], alone: Alone, model: nn.Module) -> list[Culprit]:
+    """The rows that are not finite by themselves; the gradients are cleared after each."""
+    found = []
+    for row in rows:
+        what = _broken_input(row) or _broken_output(row, alone, model)
+        if what is not None:
+            found.append(Culprit(rollout_id=row.rollout.rollout_id, what=what))
+    return found
+
+
+def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
+    """Who it was, in words; `packed` are the rollouts to name when nobody is broken alone."""
+    if found:
+        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in found])
+    return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
+
+
+def _broken_input(row: Row) -> str | None:
+    if not math.isfinite(row.advantage):
+        return f"its advantage is {row.advantage}"
+    given = {
+        "the engine's logprob": row.behaviour_S,
+        "the reference's logprob": row.ref_logprobs_S,
+        "the logprob before the step": row.old_logprobs_S,
+    }
+    return next((what for name, v in given.items() if (what := _at(row, name, v))), None)
+
+
+def _broken_output(row: Row, alone: Alone, model: nn.Module) -> str | None:
+    loss, logprobs_S = alone(row)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    bad = next((n for n, gradient in gradients.items() if not gradient.isfinite().all()), None)
+    norm = nn.utils.get_total_norm(gradients.values())
+    model.zero_grad()
+    if what := _at(row, "the policy's logprob", logprobs_S):
+        return what
+    if not loss.isfinite():
+        return f"its loss is {loss.item():g}"
+    if bad:
+        return f"its gradient of {bad}"
+    return None if norm.isfinite() else "the norm of its gradient"
+
+
+def _at(row: Row, name: str, values_S: Tensor | None) -> str | None:
+    """The first token of a row with a value that is not finite."""
+    index = None if values_S is None else _first_broken(values_S.tolist())
+    if index is None:
+        return None
+    return f"{name} of token {int(row.targets_S[index]) + 1}"
+
+
+def _first_broken(values: Sequence[float]) -> int | None:
+    return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return ", ".join(texts[:NAMED]) + more

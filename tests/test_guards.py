@@ -1,0 +1,117 @@
+"""Guards on the figures of a step: when they speak, and what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from agenttrain.cli import main
+from agenttrain.config.compose import Source, compose_run, hydra_session
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.guards import Guard, GuardsConfig, OnTrip, Streak
+from agenttrain.config.validate import validate
+from agenttrain.guards import Guards, GuardTripped
+from agenttrain.types import Rollout, Task
+
+TASK = Task(task_id="t", messages=())
+GAP = "sampling/logprob_gap_max"
+
+
+def rollouts(*advantages: float | None) -> list[Rollout]:
+    return [Rollout(task=TASK, rollout_id="a", advantage=value) for value in advantages]
+
+
+def warnings(guards: Guards, *steps: dict[str, float]) -> list[str]:
+    told: list[str] = []
+    for number, metrics in enumerate(steps, start=1):
+        guards.look(number, metrics, rollouts(0.5, -0.5), told.append)
+    return told
+
+
+def test_a_gap_warns_once_until_it_has_been_small_again():
+    guards = Guards(config=GuardsConfig())
+    gaps = [0.01, 1.5, 2.0, 0.5, 1.25]
+    assert warnings(guards, *({GAP: gap} for gap in gaps)) == [
+        "guard: step 2: sampling/logprob_gap_max is 1.5, above guards.logprob_gap.limit=1",
+        "guard: step 5: sampling/logprob_gap_max is 1.25, above guards.logprob_gap.limit=1",
+    ]
+
+
+def test_what_was_not_measured_trips_nothing():
+    config = GuardsConfig(
+        kl=Guard(limit=0.1, action=OnTrip.stop), entropy=Guard(limit=0.1, action=OnTrip.stop)
+    )
+    missing = {"kl": math.nan, "entropy": math.nan, GAP: math.nan}
+    assert warnings(Guards(config=config), missing, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "told"),
+    [
+        ("kl", {"kl": 0.31}, "step 1: kl is 0.31, above guards.kl.limit=0.2"),
+        ("entropy", {"entropy": 0.1}, "step 1: entropy is 0.1, below guards.entropy.limit=0.2"),
+        ("logprob_gap", {GAP: 0.3}, f"step 1: {GAP} is 0.3, above guards.logprob_gap.limit=0.2"),
+    ],
+)
+def test_a_guard_stops(name, metrics, told):
+    config = GuardsConfig(**{name: Guard(limit=0.2, action=OnTrip.stop)})
+    with pytest.raises(GuardTripped) as caught:
+        warnings(Guards(config=config), metrics)
+    assert str(caught.value) == f"{told}; guards.{name}.action=warn goes on"
+    on_the_limit = dict.fromkeys(metrics, 0.2)
+    assert warnings(Guards(config=config), on_the_limit) == []
+
+
+def test_a_streak_counts_steps_in_which_no_rollout_had_an_advantage():
+    config = GuardsConfig(no_variance=Streak(limit=2, action=OnTrip.stop))
+    guards = Guards(config=config)
+    steps = [(0.0, None), (0.0, 0.5), (0.0, 0.0)]
+    for number, advantages in enumerate(steps, start=1):
+        guards.look(number, {}, rollouts(*advantages), print)
+    assert guards.streak == 1
+    with pytest.raises(GuardTripped, match=r"step 4: .* in 2 steps in a row.*no_variance.limit=2"):
+        guards.look(4, {}, rollouts(0.0), print)
+
+
+REFUSED = {
+    "guards.kl.limit=0.1": "there is no KL with algorithm.beta=0",
+    "guards.kl.action=stop": "at what? add guards.kl.limit=",
+    "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
+    "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",
+    "guards.logprob_gap.limit=nan": "must be a finite number",
+    "guards.logprob_gap.action=halt": "guards.logprob_gap.action",
+    "guards.gap.limit=1": "unknown key",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_guard_that_has_no_meaning_is_refused(override):
+    with pytest.raises(ConfigError) as caught, hydra_session(Source()):
+        validate(compose_run([override], Source()).config)
+    assert REFUSED[override] in str(caught.value)
+
+
+def test_a_run_that_a_guard_stops_goes_on(tmp_path, monkeypatch, capsys):
+    """All rewards are equal; the entropy bonus alone changes the policy."""
+    (tmp_path / "equal_rewards.py").write_text("def one(rollout) -> float:\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = tmp_path / "run"
+    settings = ["debug=tiny", "eval.questions=0", "tracker=none", f"hydra.run.dir={run}"]
+    settings += ["reward=[]", "reward.r._target_=equal_rewards.one"]
+    settings += ["algorithm.entropy_bonus=0.001", "guards.entropy.limit=50"]
+    assert main([*settings, "guards.entropy.action=stop"]) == 1
+    assert "GuardTripped: step 1: entropy is " in capsys.readouterr().err
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [row["step"] for row in rows] == [1]
+    assert (run / "rollouts" / "step-000001.jsonl").is_file()
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+    # The guard may be told otherwise when the run goes on; it warns once.
+    assert main([f"resume={run}", "guards.entropy.action=warn"]) == 0
+    told = capsys.readouterr().out
+    assert "guard: step 1: entropy is " in told and "step 2: entropy" not in told
+    # The streak goes on where the checkpoint left it, after 2 steps.
+    streak = ["guards.no_variance.limit=3", "guards.no_variance.action=stop"]
+    assert main([f"resume={run}", "steps=4", *streak]) == 1
+    assert "step 3: no rollout had an advantage in 3 steps" in capsys.readouterr().err
