@@ -70,7 +70,7 @@ verbs
 settings
   group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
   group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on with a run; only {resumable} may change
+  resume=<run folder>          go on; only {resumable} may change
   hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
 
 groups and their options
