@@ -7,14 +7,16 @@ is refused is told before anything expensive starts; `load` adds the model and i
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.check import certified, check_rows, prompt_lengths, rewards_of
+from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import Init, RunConfig
 from agenttrain.data.build import build_tasks
 from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
@@ -97,26 +99,11 @@ def seed_all(seed: int) -> None:
 
 
 def load_policy(config: RunConfig, prepared: Prepared) -> Policy:
-    """Model and optimizer, with every generator seeded."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
-    seed_all(config.seed)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder(config.model.path), dtype=getattr(torch, config.model.dtype)
-    )
-    if config.model.lora.rank or is_adapted(model):
-        add_lora(model, config.model.lora)
-    return Policy(
-        model,
-        algorithm=config.algorithm,
-        optimizer=config.optimizer,
-        training=config.training,
+    """The policy of a run's own algorithm."""
+    return make_policy(
+        config,
+        config.algorithm,
         temperature=config.rollout.temperature,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        steps=config.steps,
         reward_weights=prepared.rubric.weights,
     )
 
@@ -134,6 +121,42 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def make_policy(
+    config: RunConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+    reward_weights: Mapping[str, float] | None = None,
+) -> Policy:
+    """Model and optimizer, with every generator seeded."""
+    seed_all(config.seed)
+    model = _model(config)
+    if config.model.lora.rank or is_adapted(model):
+        add_lora(model, config.model.lora)
+    return Policy(
+        model,
+        algorithm=algorithm,
+        optimizer=config.optimizer,
+        training=config.training,
+        temperature=temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        steps=config.steps,
+        reward_weights=reward_weights,
+    )
+
+
+def _model(config: RunConfig) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
+    folder, dtype = model_folder(config.model.path), getattr(torch, config.model.dtype)
+    if config.model.init is Init.random:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def _engine(config: RunConfig, policy: Policy) -> Engine:

@@ -21,7 +21,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from agenttrain.cli_recorded import replay, rescore
-from agenttrain.config.command import RUN_DIR, TIMESTAMP, VERBS, Command, parse, split_verb
+from agenttrain.config.command import (
+    RUN_DIR,
+    TIMESTAMP,
+    VERBS,
+    Command,
+    parse,
+    resuming,
+    split_verb,
+)
 from agenttrain.config.compose import (
     HYDRA_VERSION,
     Composed,
@@ -39,6 +47,7 @@ from agenttrain.config.groups import conf_folder, list_groups
 from agenttrain.config.model_path import BUNDLED
 from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.config.schema import Schedule
+from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.types import Task
@@ -61,7 +70,7 @@ verbs
 settings
   group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
   group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on with a run; only {resumable} may change
+  resume=<run folder>          go on; only {resumable} may change
   hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
 
 groups and their options
@@ -78,6 +87,7 @@ examples
   agenttrain debug=tiny                              the same in seconds: does it work here?
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
+  agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
   agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
@@ -248,26 +258,29 @@ def compose_all(command: Command) -> list[Composed]:
         load = evaluated if command.verb == "eval" else resumed
         composed = load(command.saved, open_keys(changes), source)
         validate(composed.config)
+        check_verb(command.verb, overrides)
         return [composed]
     if not command.sweep:
-        return [_compose_one(overrides, source)]
+        return [_compose_one(overrides, command)]
     runs = []
     for combination in expand(overrides, source):
         try:
-            runs.append(_compose_one(combination, source))
+            runs.append(_compose_one(combination, command))
         except ConfigError as error:
             raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
     return runs
 
 
-def _compose_one(overrides: Sequence[str], source: Source) -> Composed:
-    composed = compose_run(overrides, source)
+def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
+    composed = compose_run(overrides, command.source)
     if composed.config.resume is not None:
         raise ConfigError(
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
     validate(composed.config)
+    check_verb(command.verb, overrides)
+    check_init(command.verb, composed.config)
     return composed
 
 
@@ -277,12 +290,12 @@ def _names_eval_folder(text: str, command: Command) -> bool:
 
 def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     """Resume or evaluate a run; Hydra would make a folder of its own and is left out."""
-    if command.verb == "train":
+    if command.verb != "eval":
         done = finished_steps(saved)
         if done is not None and done >= composed.config.steps:
-            print(_finished(saved, done, composed))
+            print(_finished(command.verb, saved, done, composed))
             return 0
-        return _launch(composed, saved, "train")
+        return _launch(composed, saved, command.verb)
     run = run_of(saved)
     named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
     default = run.parent / f"{datetime.now():{TIMESTAMP}}_eval"
@@ -292,10 +305,10 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     return _launch(composed, folder, "eval")
 
 
-def _finished(saved: Path, done: int, composed: Composed) -> str:
+def _finished(verb: str, saved: Path, done: int, composed: Composed) -> str:
     text = (
         f"{saved}: finished after {done} steps; for more of them: "
-        f"agenttrain resume={quote(str(saved))} steps={2 * done}"
+        f"agenttrain {resuming(verb)}resume={quote(str(saved))} steps={2 * done}"
     )
     schedule = composed.config.optimizer.schedule
     if schedule is not Schedule.constant:
@@ -426,6 +439,10 @@ def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False)
     print(f"{verb} in {folder}", flush=True)
     from agenttrain.launch import launch  # torch comes with it
 
+    if verb == "sft":
+        from agenttrain.launch_sft import launch_sft
+
+        return launch_sft(composed.config, composed.plain, folder, sweep=sweep)
     return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
 
 

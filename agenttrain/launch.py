@@ -6,9 +6,8 @@ import asyncio
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from types import FrameType
@@ -17,12 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from agenttrain.build import Prepared, load, prepare
+from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.evaluate import Evaluation, from_json, to_json
 from agenttrain.guards import Guards
+from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -42,7 +43,6 @@ from agenttrain.tracking.run_folder import (
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
-from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
 
@@ -54,43 +54,15 @@ SHOWN = 3
 """Rollouts printed at the end of a run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to run, and where it is recorded."""
-
-    config: RunConfig
-    plain: dict[str, Any]
-    """The resolved settings, as config.yaml keeps them."""
-    folder: Path
-    """The run folder; a run that is in it already goes on."""
-    sweep: bool = False
-    """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
-
-    @property
-    def project(self) -> str:
-        """The experiment's name: the folder that holds the run's, or the sweep's."""
-        parent = self.folder.resolve().parent
-        return parent.parent.name if self.sweep else parent.name
-
-    @property
-    def group(self) -> str | None:
-        """The sweep's name."""
-        return self.folder.resolve().parent.name if self.sweep else None
-
-    @property
-    def trackio_folder(self) -> Path:
-        """The dashboard's data: a sweep's runs share them."""
-        return (self.folder.parent if self.sweep else self.folder) / "trackio"
-
-
 def launch(
     config: RunConfig,
     plain: dict[str, Any],
     run_folder: Path,
     verb: str,
     sweep: bool = False,
+    work: Work[Any] | None = None,
 ) -> int:
-    """Run `verb`, `train` or `eval`; the exit code of the process.
+    """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
 
     `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
     """
@@ -101,7 +73,7 @@ def launch(
             sweep = sweep or earlier.get("sweep", False)
             job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
             update_summary(run_folder, verb=verb, sweep=sweep or None)
-            return _run(job, verb)
+            return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
         print(_told(error, run_folder), file=sys.stderr)
         return 1
@@ -117,15 +89,14 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
         )
 
 
-def _run(job: Job, verb: str) -> int:
+def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded."""
-    work = {"train": _train, "eval": _evaluate}[verb]
     with terminable() as terminated:
         try:
-            asyncio.run(work(job, _prepare(job)))
+            asyncio.run(work.run(job, _prepare(job, work.prepare)))
         except KeyboardInterrupt:
             _record(job.folder, status="interrupted")
-            again = f"agenttrain resume={shlex.quote(str(job.folder))}"
+            again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
             print(
                 "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
                 file=sys.stderr,
@@ -177,7 +148,7 @@ def terminable() -> Iterator[Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _prepare(job: Job) -> Prepared:
+def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
     path = job.folder / "config.yaml"
     new = not path.exists()
@@ -196,7 +167,7 @@ def _prepare(job: Job) -> Prepared:
     return prepared
 
 
-def record_fix(folder: Path, prepared: Prepared) -> None:
+def record_fix(folder: Path, prepared: Checked) -> None:
     """Say once which chat template it is and what was changed in it, and keep that with the run."""
     fix = prepared.chat.fix
     if fix.chosen:
@@ -210,7 +181,7 @@ def record_fix(folder: Path, prepared: Prepared) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    with _timed(job.folder) as clock:
+    with timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             before = read_summary(job.folder).get("eval", {}).get("before")
@@ -231,7 +202,7 @@ async def _train(job: Job, prepared: Prepared) -> None:
 
 
 @contextmanager
-def _timed(folder: Path) -> Iterator[Clock]:
+def timed(folder: Path) -> Iterator[Clock]:
     """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
     `<phase>seconds` for the phases of the clock."""
     earlier = read_summary(folder)
@@ -245,7 +216,7 @@ def _timed(folder: Path) -> Iterator[Clock]:
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    with _timed(job.folder):
+    with timed(job.folder):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             evaluations = await trainer.evaluate("eval")
@@ -262,27 +233,14 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
-    checkpoints = Checkpoints(
-        job.folder / "checkpoints", tokenizer=prepared.tokenizer, keep=config.checkpoint.keep
-    )
+    checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
     guards = Guards(config=config.guards)
-    if config.resume is not None and _has_checkpoint(job.folder, checkpoints):
-        state = checkpoints.load_latest(loaded.policy)
+    if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
         guards.streak = state.get("streak", 0)
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
-    tracker = Tracker(
-        job.folder,
-        config.tracker,
-        project=job.project,
-        name=job.folder.resolve().name,
-        total_steps=config.steps,
-        resume_step=None if config.resume is None else done,
-        trackio_folder=job.trackio_folder,
-        group=job.group,
-        run_config=job.plain,
-    )
+    tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     return Trainer(
         config=config,
@@ -297,26 +255,6 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         done=done,
         cursor=cursor,
     )
-
-
-def _has_checkpoint(folder: Path, checkpoints: Checkpoints) -> bool:
-    """Whether a run goes on from a checkpoint; if it starts again, a line says what that costs.
-
-    Raises CheckpointError when there was one and it is gone.
-    """
-    if not checkpoints.empty:
-        return True
-    saved = read_summary(folder).get("latest_checkpoint")
-    if saved is not None:
-        raise CheckpointError(
-            f"{folder / saved}: the run saved this checkpoint, and {checkpoints.folder} holds none "
-            "now. Put it back; or start a new run: resuming would begin at step 0."
-        )
-    metrics = folder / "metrics.jsonl"
-    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    cut = f", {rows} recorded steps are cut" if rows else ""
-    print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
-    return False
 
 
 def write_page(config: RunConfig, folder: Path, step: int) -> Path:
@@ -362,3 +300,9 @@ def _telling(evaluations: Sequence[Evaluation]) -> list[Rollout]:
     ]
     ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
     return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]
+
+
+WORK: dict[str, Work[Any]] = {
+    "train": Work(prepare=prepare, run=_train),
+    "eval": Work(prepare=prepare, run=_evaluate),
+}

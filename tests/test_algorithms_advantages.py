@@ -43,6 +43,15 @@ def test_advantages_are_those_of_trl(baseline: Advantage, scale: Scale) -> None:
     assert result == pytest.approx(expected, abs=1e-6, nan_ok=True)
 
 
+BASELINES = [baseline for baseline in Advantage if baseline is not Advantage.none]
+
+
+def test_without_a_baseline_the_advantage_is_the_reward() -> None:
+    rewards = torch.tensor([[1.0, 0.5, NAN]])
+    result = advantages(rewards, baseline=Advantage.none, scale=Scale.none)
+    assert result[0].tolist() == pytest.approx([1.0, 0.5, NAN], nan_ok=True)
+
+
 def test_leave_one_out_is_the_mean_of_the_others() -> None:
     result = advantages(
         torch.tensor([[1.0, 0.0, 0.0, 0.0]]), baseline=Advantage.leave_one_out, scale=Scale.none
@@ -51,7 +60,7 @@ def test_leave_one_out_is_the_mean_of_the_others() -> None:
     assert result[0].tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
 
 
-@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("scale", Scale)
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.7, NAN, NAN], [NAN, NAN, NAN]])
 def test_equal_rewards_have_advantage_zero_exactly(
@@ -91,7 +100,7 @@ def test_a_groups_rewards_may_be_shifted(
 
 @settings(max_examples=50, deadline=None)
 @given(rewards=groups)
-@pytest.mark.parametrize("baseline", Advantage)
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("scale", Scale)
 def test_rollouts_without_reward_change_nothing(
     baseline: Advantage, scale: Scale, rewards: list[list[float]]

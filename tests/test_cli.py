@@ -97,7 +97,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("trian", "trian: no such verb (did you mean 'train'?); the verbs are train, eval, check"),
+        ("trian", "trian: no such verb (did you mean 'train'?); the verbs are train, sft, eval"),
         ("evl steps=3", "(did you mean 'eval'?)"),
         ("seed=1 check", "the verb comes first: agenttrain check"),
         ("seed=1 rloo", "rloo: settings are written key=value"),

@@ -16,9 +16,9 @@ LAYERS = (
     ("rollout", "training"),
     ("check", "evaluate", "crash", "guards"),
     ("trainer", "show_data", "recorded"),
-    ("build",),
+    ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded",),
+    ("cli_recorded", "launch_sft"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

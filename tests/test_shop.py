@@ -1,4 +1,4 @@
-"""The bundled tasks, their demonstrations and the script that rebuilds their model."""
+"""The bundled tasks, their demonstrations and the script that makes a new model."""
 
 import itertools
 import json
@@ -211,23 +211,28 @@ def test_demonstrators_hardly_ever_finish_a_chain():
     assert 0.01 < finished[True] / len(chained) < 0.15
 
 
-def test_warm_start_writes_a_loadable_model_and_repeats_itself(tmp_path):
-    hashes = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        command = [sys.executable, ROOT / "scripts/warm_start.py", "--steps", "3", "--out", folder]
-        subprocess.run([*command, "--batch", "8", "--threads", "1"], check=True, cwd=tmp_path)
-        hashes.append(json.loads((folder / "recipe.json").read_text())["sha256"])
-    assert hashes[0] == hashes[1]
-    written = {path.name for path in (tmp_path / "one").iterdir()}
-    assert written == {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "recipe.json",
-    }
+def test_demonstrations_are_rows_whose_first_ones_rarely_give_up():
+    def gives_up(index):
+        *_, last = demonstrations.row("shop", "train", index, 0, early=300)["messages"]
+        (final,) = last["tool_calls"]
+        return final["function"]["arguments"] == {"answer": "unknown"}
+
+    # 10 % at first and 35 % later, and half of the misnamed queries
+    assert sum(map(gives_up, range(300))) / 300 < 0.2
+    assert 0.28 < sum(map(gives_up, range(300, 600))) / 300 < 0.48
+    assert demonstrations.row("shop", "train", 7, 0) == demonstrations.row("shop", "train", 7, 0)
+    with pytest.raises(ValueError, match="task='chess': must be one of shop, calculator"):
+        demonstrations.row("chess", "train", 0, 0)
+
+
+def test_a_new_model_is_a_folder_like_the_shipped_ones(tmp_path):
+    command = [sys.executable, ROOT / "scripts/new_model.py", "--out", tmp_path / "blank"]
+    subprocess.run([*command, "--count", "200"], check=True, cwd=tmp_path)
+    shipped = {path.name for path in (ROOT / "agenttrain/data/models/shop").iterdir()}
+    assert {path.name for path in (tmp_path / "blank").iterdir()} == shipped - {"recipe.json"}
+    template = "chat_template.jinja"
+    made = (tmp_path / "blank" / template).read_text()
+    assert made == (ROOT / "agenttrain/data/models/shop" / template).read_text()
 
 
 def test_the_shipped_model_is_whole_and_small():

@@ -25,12 +25,14 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
 
     GRPO (https://arxiv.org/abs/2402.03300): the group's mean is the baseline; RLOO
     (https://arxiv.org/abs/2402.14740): the mean of the group's others; REINFORCE++
-    (https://arxiv.org/abs/2501.03262): the mean of the batch. Deviations have one degree of freedom
-    taken (ddof=1).
+    (https://arxiv.org/abs/2501.03262): the mean of the batch; none: the reward itself.
+    Deviations have one degree of freedom taken (ddof=1).
 
     Example: ``[[1., 0., 0., 0.]]`` has [.75, -.25, -.25, -.25] over its mean, [1, -1/3, -1/3, -1/3]
     leave-one-out, and 1.4997 = .75 / (.5 + 1e-4) as the first of the scaled ones.
     """
+    if baseline is Advantage.none:
+        return rewards_PG
     if baseline is Advantage.batch:
         group = advantages(rewards_PG.reshape(1, -1), baseline=Advantage.group, scale=scale)
         return group.reshape(rewards_PG.shape)

@@ -29,6 +29,8 @@ class Advantage(StrEnum):
     """The mean of the group's others (RLOO)."""
     batch = "batch"
     """The mean of the step's rollouts (REINFORCE++)."""
+    none = "none"
+    """No baseline: the reward as it is."""
 
 
 class Scale(StrEnum):
@@ -144,7 +146,7 @@ class AlgorithmConfig:
     name: str = MISSING
     """Of the preset, for people."""
     group_size: int = 8
-    """Rollouts per task (G); at least 2, or 1 with advantage=batch."""
+    """Rollouts per task (G); at least 2, or 1 with advantage=batch or none."""
     num_epochs: int = 1
     """Passes over a step's rollouts."""
     minibatches: int = 1

@@ -25,6 +25,9 @@ from agenttrain.config.algorithm import (
 )
 from agenttrain.config.schema import RunConfig
 
+UNGROUPED = (Advantage.batch, Advantage.none)
+"""Baselines that do not look at the rollout's group."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
@@ -104,9 +107,9 @@ USES = (
     ),
     Use(
         keys=("dynamic_sampling", "oversample"),
-        when=lambda a: a.advantage is not Advantage.batch,
-        needs="algorithm.advantage=group or leave_one_out: compared with the whole batch, a group "
-        "of equal rewards teaches as much as any",
+        when=lambda a: a.advantage not in UNGROUPED,
+        needs="algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
+        "nothing, a group of equal rewards teaches as much as any",
     ),
 )
 
@@ -163,7 +166,7 @@ def _ranges(a: AlgorithmConfig) -> Iterator[str]:
 
 
 def _advantage(a: AlgorithmConfig) -> Iterator[str]:
-    least = 1 if a.advantage is Advantage.batch else 2
+    least = 1 if a.advantage in UNGROUPED else 2
     if a.group_size < least:
         yield (
             f"algorithm.group_size={a.group_size}: a rollout is compared with the others of its "
@@ -178,6 +181,11 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
         yield (
             "algorithm.scale=group: advantages over the mean of the batch are not comparable after "
             "each group's own division; set algorithm.scale=batch or none"
+        )
+    if a.advantage is Advantage.none and a.scale is not Scale.none:
+        yield (
+            f"algorithm.scale={a.scale}: without a baseline there is no deviation from it; set "
+            "algorithm.scale=none, or algorithm.advantage=batch"
         )
     if a.rewards is not Rewards.normalize_each:
         return

@@ -25,6 +25,7 @@ EVAL_FOLDERS = (
 
 VERBS = {
     "train": "train an agent (when no verb is given)",
+    "sft": "imitate conversations with tool calls: the warm start of an agent",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "check": "compose, check and count; nothing is run and no folder is made",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
@@ -50,13 +51,18 @@ class Command:
     overrides: list[str]
     """Without `saved`."""
     saved: Path | None
-    """The folder of `resume=` (train, check) or `run=` (eval)."""
+    """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
     options: list[str]
     """The other arguments, for Hydra."""
     source: Source
     sweep: bool
     shows: str | None
     """What Hydra is to print instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+
+
+def resuming(verb: str) -> str:
+    """The words of `agenttrain <verb> resume=…` before `resume=`: ``"sft "``, nothing for train."""
+    return "" if verb == "train" else f"{verb} "
 
 
 def parse(arguments: Sequence[str]) -> Command:

@@ -14,7 +14,8 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.hub.HubRows"
 ENDLESS = tuple(
-    f"agenttrain.data.{name}.row" for name in ("shop", "calculator", "code", "encyclopedia")
+    f"agenttrain.data.{name}.row"
+    for name in ("shop", "calculator", "code", "encyclopedia", "demonstrations")
 )
 """The bundled generators: they have a row for every number."""
 NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… and data.test.path=…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.config.compose import Composed, Source, compose_raw, convert
 from agenttrain.config.errors import ConfigError, explained
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
 
 RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards")
@@ -64,8 +65,15 @@ def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Compose
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
+    if _summary(run).get("verb") == "sft" and not any(re.match(r"data\b", o) for o in overrides):
+        raise ConfigError(
+            f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
+            "evaluate on, e.g. data=shop"
+        )
     path = str(checkpoint.resolve())
     composed.config.model.path = composed.plain["model"]["path"] = path
+    composed.config.model.init = Init.pretrained
+    composed.plain["model"]["init"] = str(Init.pretrained)
     return composed
 
 

@@ -122,6 +122,15 @@ class WeightSyncMode(StrEnum):
     """They go on with the keys and values that they have, of both weights."""
 
 
+class Init(StrEnum):
+    """Where a run's first weights come from."""
+
+    pretrained = "pretrained"
+    """The files in `model.path`."""
+    random = "random"
+    """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
+
+
 @dataclass
 class LoraSettings:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
@@ -142,6 +151,7 @@ class ModelConfig:
     """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
     dtype: Dtype = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
+    init: Init = Init.pretrained
     lora: LoraSettings = field(default_factory=LoraSettings)
 
 
@@ -402,6 +412,17 @@ class EvalConfig:
 
 
 @dataclass
+class SftConfig:
+    """Supervised learning from conversations, `agenttrain sft`; no other verb reads it."""
+
+    batch_size: int = 32
+    """Conversations of one optimizer update, taken in the order of the rows."""
+    max_tokens: int | None = None
+    """A longer conversation is left out and counted (`data/overlong`); None: the model's context
+    decides."""
+
+
+@dataclass
 class CheckpointConfig:
     """Checkpoints under <run>/checkpoints."""
 
@@ -447,6 +468,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)

@@ -48,6 +48,7 @@ AT_LEAST_ONE = (
     *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
+    *("sft.batch_size", "sft.max_tokens"),
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (

@@ -12,7 +12,6 @@ A demonstration is the list of messages that follow a row's question.
 
 import random
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,9 +41,9 @@ class Habits:
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
 
-SKILL_FIRST = 2 / 3
-"""Share of the demonstrations, the first ones, in which giving up is rare: a model of this size
-learns to use tools at all before it learns the habit of not using them."""
+EARLY_ROWS = 10667
+"""Demonstrations, the first ones, in which giving up is rare: a model of this size learns to use
+tools at all before it learns the habit of not using them."""
 EARLY_GIVE_UP = 0.1
 
 SHOP_MIX: shop.Curriculum = ((0, (0.4, 0.35, 0.25)),)
@@ -125,30 +124,24 @@ def calculator_demonstration(
     return [*messages, call("final_answer", answer=str(total))]
 
 
-def conversations(task: str, count: int, seed: int) -> Iterator[list[Message]]:
-    """Yield `count` whole conversations about training rows of `task` (shop or calculator).
+def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -> Row:
+    """Return demonstration `index` of a task (shop or calculator): a row with whole `messages`.
 
-    Example: `next(conversations("shop", 1, seed=0))` begins with `{"role": "user", "content": …}`
-    and ends with a call of `final_answer`.
+    The first `early` ones rarely give up. Example: the messages of `row("shop", "train", 0, 0)`
+    begin with `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises
+    ValueError for an unknown task or split.
     """
-    conversation = {"shop": _shop_conversation, "calculator": _calculator_conversation}[task]
-    for index in range(count):
-        draw = random.Random(f"demonstration/{task}/{seed}/{index}")
-        yield conversation(index, seed, draw, index < count * SKILL_FIRST)
-
-
-def _shop_conversation(index: int, seed: int, draw: random.Random, early: bool) -> list[Message]:
-    row = shop.row("train", index, seed, SHOP_MIX)
-    habits = replace(SHOP, give_up=EARLY_GIVE_UP) if early else SHOP
-    return [*row["messages"], *shop_demonstration(row, draw, habits)]
-
-
-def _calculator_conversation(
-    index: int, seed: int, draw: random.Random, early: bool
-) -> list[Message]:
-    row = calculator.row("train", index, seed, CALCULATOR_MIX)
-    habits = replace(CALCULATOR, give_up=EARLY_GIVE_UP) if early else CALCULATOR
-    return [*row["messages"], *calculator_demonstration(row, draw, habits)]
+    draw = random.Random(f"demonstration/{task}/{seed}/{index}")
+    habits = {"give_up": EARLY_GIVE_UP} if index < early else {}
+    if task == "shop":
+        asked = shop.row(split, index, seed, SHOP_MIX)
+        spoken = shop_demonstration(asked, draw, replace(SHOP, **habits))
+    elif task == "calculator":
+        asked = calculator.row(split, index, seed, CALCULATOR_MIX)
+        spoken = calculator_demonstration(asked, draw, replace(CALCULATOR, **habits))
+    else:
+        raise ValueError(f"task={task!r}: must be one of shop, calculator")
+    return {"task_id": asked["task_id"], "messages": [*asked["messages"], *spoken]}
 
 
 def call(name: str, **arguments: Any) -> Message:

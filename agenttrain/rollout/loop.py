@@ -68,8 +68,8 @@ async def run_rollout(
     environments, the same in all of them; `readings` notes what completions were parsed as, for
     `ledger.verify`. Raises PromptTooLong when the prompt leaves no room to sample, before anything
     is sampled, ValueError for tools or an environment that are not there, RewardError when the
-    environment's reward fails; EngineDead; StuckTools; ToolUnavailable where `limits.on_tool_failure` is
-    `error`.
+    environment's reward fails; EngineDead; StuckTools; and ToolUnavailable where
+    `limits.on_tool_failure` is `error`.
     """
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     environments = environments or Environments()

@@ -20,6 +20,8 @@ _SHOWN = (
     ("tools/call_frequency", "calls", "{:.1f}"),
     ("tokens_per_s", "tok/s", "{:.0f}"),
 )
+_SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0f}"))
+"""Where there is no reward to show: of `agenttrain sft`."""
 
 
 class ConsoleProgress:
@@ -113,8 +115,9 @@ def _live(console: Console) -> Progress:
 
 def _values(metrics: Mapping[str, float]) -> str:
     """``reward 0.25  success 0.24  calls 1.9  tok/s 5210``"""
+    shown = _SHOWN if "reward" in metrics else _SHOWN_SUPERVISED
     return "  ".join(
-        f"{label} {shape.format(metrics[name])}" for name, label, shape in _SHOWN if name in metrics
+        f"{label} {shape.format(metrics[name])}" for name, label, shape in shown if name in metrics
     )
 
 

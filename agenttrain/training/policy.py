@@ -31,7 +31,7 @@ from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
-from agenttrain.training.scoring import flat, needs_own, with_own, with_reference
+from agenttrain.training.scoring import flat, needs_own, score, with_own, with_reference
 from agenttrain.training.update import Part, Plan, loss_inputs, plan
 from agenttrain.types import Rollout
 
@@ -115,6 +115,13 @@ class Policy:
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
         return {**self._nothing(), **averages.means(self.accelerator), "lr": lr}
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+        """rollout_id -> log-probabilities of its sampled tokens [S], without a gradient."""
+        rows = [make_row(rollout) for rollout in rollouts]
+        with self._scorer.ready():
+            found = score(self._scorer, self._pack(rows))
+        return {name: logprobs_S for name, (logprobs_S, _) in found.items()}
 
     def _nothing(self) -> dict[str, float]:
         """The metrics of a step in which nothing had a gradient."""

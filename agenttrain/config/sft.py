@@ -1,0 +1,42 @@
+"""What a verb reads of the settings: `agenttrain sft` and reinforcement learning differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.schema import Init, RunConfig
+
+RL_ONLY = (
+    *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
+    *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
+    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p")),
+)
+"""Sections and settings that nothing of supervised learning reads."""
+READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
+"""Of those sections, what is read all the same."""
+
+
+def check_verb(verb: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for what was typed and has no effect with `verb`."""
+    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft",)}.get(verb, ())
+    if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
+        raise ConfigError("\n".join(found))
+
+
+def check_init(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError where a new run would let a model act that has learnt nothing."""
+    if verb in ("train", "eval") and config.model.init is Init.random:
+        raise ConfigError(
+            "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
+            "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
+        )
+
+
+def _typed(overrides: Sequence[str], unread: Sequence[str], where: str) -> Iterator[str]:
+    for text in overrides:
+        key = text.lstrip("+~").partition("=")[0].partition("@")[0]
+        parts = key.split(".")
+        prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
+        if prefixes & set(unread) and key not in READ:
+            yield f"{text}: has no effect in {where}; leave it out"
