@@ -39,7 +39,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Pat
     state = checkpoints(tmp_path).load_latest(resumed)
     assert state == {"cursor": 24, "step": 2}
     assert resumed.step == 2
-    assert steps(resumed, 2, 4) == expected[2:]
+    # As text: NaN, a mean over nothing, is to be NaN again.
+    assert repr(steps(resumed, 2, 4)) == repr(expected[2:])
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
 

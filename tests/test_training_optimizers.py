@@ -111,7 +111,9 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
     assert kept[1] < kept[0] / 2
     for seed in range(2):
         expected = plain.update(random_groups(seed))
-        assert recomputing.update(random_groups(seed)) == pytest.approx(expected, rel=1e-6)
+        assert recomputing.update(random_groups(seed)) == pytest.approx(
+            expected, rel=1e-6, nan_ok=True
+        )
 
 
 def saved_bytes(trained) -> int:

@@ -15,6 +15,8 @@ from enum import StrEnum
 from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
 
+BLAME_S = 0.5
+"""Seconds in which a sandbox that dies is known to."""
 FLOOD = 4 << 20
 """Bytes of output after which a call is ended."""
 NOISE = 1 << 12
@@ -164,7 +166,9 @@ class _Call:
         except OSError:
             sent = 0
         if sent != len(request):
-            self._finish(End.broken)  # the code closed it, or read nothing of what came before
+            # The code closed it, or read nothing of what came before; unless the sandbox is
+            # dying, which is told within this time.
+            self._loop.call_later(BLAME_S, self._finish, End.broken)
 
     def _after(self, end: End) -> None:
         if end in (End.done, End.failed, End.exited):
