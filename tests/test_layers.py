@@ -14,7 +14,7 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate"),
+    ("check", "evaluate", "show_tools"),
     ("trainer", "show_data"),
     ("build",),
     ("launch",),

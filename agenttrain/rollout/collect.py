@@ -92,6 +92,8 @@ class Collected:
         self.groups += later.groups
         self.overlong += later.overlong
         self.dropped += later.dropped
+        self.uneven_prompts += later.uneven_prompts
+        self.loop_lag_s = max(self.loop_lag_s, later.loop_lag_s)
         self.reward_s += later.reward_s
 
 
