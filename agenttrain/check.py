@@ -15,13 +15,12 @@ from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_section
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.source import TaskSource
-from agenttrain.environments.build import build_kinds
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.row_check import check_collisions, row_tool_sets, tool_sets
+from agenttrain.rollout.row_check import row_tool_sets, tool_sets
 from agenttrain.rollout.row_tools import RowTools
-from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AssistantTurn, Finish, Message, Task
 
@@ -55,15 +54,7 @@ def certified(config: RunConfig) -> Certified:
     """
     from transformers import AutoTokenizer
 
-    environments = Environments(build_kinds(config.environment), stop_tools=config.stop_tools)
-    stops = [name for name in config.stop_tools if name not in environments.tool_names]
-    toolbox = build_toolbox(
-        config.tools,
-        stops,
-        threads=config.rollout.concurrency,
-        max_stuck=config.rollout.max_stuck_calls,
-    )
-    check_collisions(toolbox, environments)
+    toolbox, environments = build_tools(config)
     sets = tool_sets(toolbox, environments)
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
     chat = load_chat(

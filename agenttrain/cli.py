@@ -14,7 +14,6 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
-from textwrap import fill
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,7 +23,6 @@ from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.command import (
     RUN_DIR,
     TIMESTAMP,
-    VERBS,
     Command,
     parse,
     resuming,
@@ -43,9 +41,10 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.groups import conf_folder, list_groups
+from agenttrain.config.groups import conf_folder
+from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
-from agenttrain.config.saved import RESUMABLE, evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
@@ -58,48 +57,6 @@ BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
 """Of train.yaml."""
-
-HELP = """\
-agenttrain trains tool-calling language-model agents with reinforcement learning.
-
-usage: agenttrain [verb] [key=value …] [options]
-
-verbs
-{verbs}
-
-settings
-  group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
-  group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on; only {resumable} may change
-  hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
-
-groups and their options
-{groups}
-
-options
-  -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
-  --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
-  --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
-  --version
-
-examples
-  agenttrain                                         train the bundled agent
-  agenttrain debug=tiny                              the same in seconds: does it work here?
-  agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
-  agenttrain check algorithm.group_size=16           what would that be?
-  agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
-  agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
-  agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
-  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
-  agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
-  agenttrain replay outputs/shop/<run> step=10 rollout=train-10-0-0    the same ids again?
-  agenttrain rescore outputs/shop/<run> reward=[numeric_close] to=scores.jsonl   another reward
-  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
-  agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
-
-Your own modules are found in the current folder. Every setting, with its meaning and default, is in
-agenttrain/config/schema.py; the groups are in {conf}
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,26 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def help_text() -> str:
-    """What --help prints."""
-    conf = conf_folder()
-    return HELP.format(
-        verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
-        groups="\n".join(
-            fill(
-                f"{name:<16} {', '.join(options)}",
-                width=100,
-                initial_indent="  ",
-                subsequent_indent=" " * 19,
-                break_on_hyphens=False,
-            )
-            for name, options in list_groups(conf).items()
-        ),
-        resumable=", ".join(RESUMABLE),
-        conf=conf,
-    ).rstrip()
 
 
 def _run(command: Command) -> int:
@@ -403,9 +340,9 @@ def _data(arguments: Sequence[str]) -> int:
 
 def _tools(arguments: Sequence[str]) -> int:
     """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
-    from agenttrain.tools import command as tools
+    from agenttrain import show_tools
 
-    options, overrides = tools.parse(arguments)
+    options, overrides = show_tools.parse(arguments)
     command = parse(overrides)
     if command.sweep:
         raise ConfigError("tools -m: shows the tools of one run; leave -m out")
@@ -420,7 +357,7 @@ def _tools(arguments: Sequence[str]) -> int:
         tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
         return tasks.train.tasks(0, 1)[0]
 
-    return tools.show(composed.config, options, first_task)
+    return show_tools.show(composed.config, options, first_task)
 
 
 def _templates(arguments: Sequence[str]) -> int:

@@ -282,6 +282,14 @@ MAZE = "+environment.maze._target_=worlds.Maze"
         ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: must be a whole number"),
         ([MAZE, "+environment.maze.isolation=process"], "isolation=process: an environment keeps"),
         (
+            [MAZE, "+environment.maze.max_calls=9", "rollout.max_tool_calls=5"],
+            "environment.maze.max_calls=9: has no effect, the whole rollout is limited to rollout.",
+        ),
+        (
+            ["tools=[python]", "stop_tools=[]", "+tools.python.isolation=process"],
+            "tools.python.isolation=process: its code runs in processes of the rollout's own",
+        ),
+        (
             ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],
             "environment.life.sise=2: worlds.Life has no such argument; known are: slow_s, board",
         ),

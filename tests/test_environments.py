@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.row_tools import RowTools
+from agenttrain.tools.toolbox import StuckTools
 from agenttrain.types import (
     Origin,
     Rollout,
@@ -249,6 +251,29 @@ def test_a_call_that_takes_too_long_is_told_and_the_instance_is_not_used_again()
     assert done.stop_reason is StopReason.completed
     assert life() == ["made", "waiting", "closed"]
     assert the_worlds.kinds["world"].live == 0
+
+
+def test_calls_that_outlive_their_rollouts_stay_counted_and_stop_the_run():
+    gate = threading.Event()
+
+    class Hangs:
+        def wait(self) -> str:
+            """Wait."""
+            gate.wait(30)
+            return "over"
+
+    settings = EnvironmentSettings(timeout_s=0.05, hook_timeout_s=0.05)
+    kind = EnvironmentKind("world", Hangs, settings=settings)
+    the_worlds = Environments({"world": kind}, max_stuck=1)
+    for count in (1, 2):
+        assert run(call("wait", "{}"), BYE, worlds_=the_worlds).stop_reason is StopReason.completed
+        assert the_worlds.stuck == ("environment world",) * count
+    with pytest.raises(StuckTools, match=r"max_stuck_calls=1: 2 calls of env.*world \(2\)"):
+        run(BYE, worlds_=the_worlds)
+    gate.set()
+    while the_worlds.stuck:
+        time.sleep(0.005)
+    assert run(BYE, worlds_=the_worlds).stop_reason is StopReason.completed
 
 
 @pytest.mark.parametrize("on_tool_failure", list(OnToolFailure))

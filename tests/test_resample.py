@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import parts
 import pytest
@@ -196,3 +197,18 @@ def test_selection_keeps_whole_groups_in_order(rewards: list[list[float]], count
     assert all(len(one) == 3 for one in chosen)
     live = [i for i, values in enumerate(rewards) if len(set(values)) > 1]
     assert [i for i in positions if i in live] == live[:count]
+
+
+def test_nothing_that_a_round_counted_is_lost() -> None:
+    # A field that `extend` forgets stays at its default.
+    later = Collected(
+        groups=[[]], overlong=1, dropped=2, uneven_prompts=3, reward_s=4.0, loop_lag_s=5.0
+    )
+    blank = Collected()
+    assert all(getattr(later, f.name) != getattr(blank, f.name) for f in fields(Collected))
+    total = Collected(loop_lag_s=6.0)
+    total.extend(later)
+    assert total == replace(later, loop_lag_s=6.0)
+    total = Collected(loop_lag_s=1.0)
+    total.extend(later)
+    assert total == later

@@ -91,3 +91,61 @@ def test_what_cannot_be_tried(
 def test_a_run_without_tools(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tools", "tools=[]", "stop_tools=[]"]) == 0
     assert "this run has no tools" in capsys.readouterr().out
+
+
+WORLD = """
+class Quiz:
+    def reset(self, row):
+        self.tries, self.done = 0, False
+
+    def final_answer(self, answer: str) -> str:
+        \"\"\"Give the answer.
+
+        Args:
+            answer: The answer.
+        \"\"\"
+        self.tries += 1
+        self.done = self.tries == 2
+        return f"try {self.tries}"
+
+
+def find(name: str, arguments: dict) -> str:
+    \"\"\"Answer for a row's own tools.
+
+    Args:
+        name: The tool.
+        arguments: Its arguments.
+    \"\"\"
+    return f"{name} {arguments}"
+"""
+
+
+def test_the_methods_of_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "quiz_world.py").write_text(WORLD)
+    world = ["+environment.quiz._target_=quiz_world.Quiz", "tools=[sql]", "stop_tools=[]"]
+    assert main(["tools", *world, "stop_tools=[final_answer]"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("sql\n") < out.index("environment quiz") < out.index("final_answer  stop tool")
+    answer = ["--call", "final_answer", '{"answer": "x"}']
+    assert main(["tools", "--json", *world, *answer, *answer, *answer]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(tool["name"], tool["environment"]) for tool in found["tools"]] == [
+        ("sql", None),
+        ("final_answer", "quiz"),
+    ]
+    over = "Error: the episode is over; this call was not run"
+    assert [call["content"] for call in found["calls"]] == ["try 1", "try 2", over]
+
+
+def test_the_tools_of_the_first_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "row_finder.py").write_text(WORLD)
+    own = {"name": "city", "description": "Find a city.", "executor": "find"}
+    own["parameters"] = {"type": "object", "properties": {"of": {"type": "string"}}}
+    row = {"prompt": "Where?", "answer": "Oslo", "tools": ["final_answer", own]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    settings = ["data=file", "data.path=rows.jsonl", "tools=[final_answer]"]
+    settings += ["tools.find._target_=row_finder.find", "eval.questions=0"]
+    assert main(["tools", *settings, "--call", "city", '{"of": "Norway"}']) == 0
+    assert "city {'of': 'Norway'}" in capsys.readouterr().out
+    assert main(["tools", *settings, "--call", "find", "{}"]) == 2
+    assert "the tools of the first row are: final_answer, city" in capsys.readouterr().err

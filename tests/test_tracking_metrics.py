@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tracking_rollouts import call, new, say, three
 
-from agenttrain.tracking.estimate import mean_estimate, mean_pass_at_k, pass_at_k, wilson
+from agenttrain.tracking.estimate import mean_estimate, pass_at_k, wilson
 from agenttrain.tracking.metrics import rollout_metrics, solved
 from agenttrain.types import StopReason, ToolError
 
@@ -126,9 +126,8 @@ def test_pass_at_k_counts_the_subsets_that_hold_a_success(case):
     assert pass_at_k(n, correct, k) == pytest.approx(solved / len(subsets))
 
 
-def test_mean_pass_at_k_over_tasks():
+def test_pass_at_k_by_hand():
     assert pass_at_k(4, 1, 2) == 0.5  # 3 of 6 pairs
-    assert mean_pass_at_k([(4, 1), (4, 4), (4, 0)], 2).mean == 0.5  # (0.5 + 1 + 0) / 3
 
 
 def test_pass_at_k_refuses_more_than_was_sampled():

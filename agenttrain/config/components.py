@@ -53,6 +53,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
         yield from _component(key, section, extra=settings, others=config.environment)
         if isinstance(section, Mapping):
             yield from environment_setting_problems(key, section)
+            yield from _without_effect(key, section, config)
     for name, section in config.reward.items():
         ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
         if ours and not config.environment:
@@ -63,7 +64,7 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _without_effect(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """A tool's limits that a limit of the whole rollout makes meaningless."""
+    """Limits of a tool or environment that one of the whole rollout makes meaningless."""
     for name, whole in (
         ("max_calls", "max_tool_calls"),
         ("max_result_tokens", "max_completion_tokens"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.config.schema import Isolation
 from agenttrain.config.suggest import did_you_mean
 
 INTERPRETER = "agenttrain.tools.interpreter.interpreter"
@@ -88,6 +89,11 @@ def interpreter_problems(
     key: str, section: Mapping[str, Any], timeout_s: Any, limits: tuple[str, ...]
 ) -> Iterator[str]:
     """What is wrong with the settings of such a tool; unknown names are told elsewhere."""
+    if section.get("isolation", Isolation.thread) == Isolation.process:
+        yield (
+            f"{key}.isolation=process: its code runs in processes of the rollout's own already, "
+            "which other workers would not find again; leave isolation out"
+        )
     bound = {n: value for n, value in section.items() if n not in ("_target_", *limits)}
     try:
         check_language(bound.pop("language", None))

@@ -19,6 +19,11 @@ from agenttrain.config.algorithm import KlEstimator as KlEstimator
 from agenttrain.config.algorithm import KlIn as KlIn
 from agenttrain.config.algorithm import Ratio as Ratio
 from agenttrain.config.algorithm import Scale as Scale
+from agenttrain.config.component_settings import EnvironmentSettings as EnvironmentSettings
+from agenttrain.config.component_settings import Isolation as Isolation
+from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
+from agenttrain.config.component_settings import RewardSettings as RewardSettings
+from agenttrain.config.component_settings import ToolLimits as ToolLimits
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
 
 
@@ -47,15 +52,6 @@ class OnMalformedCall(StrEnum):
     """The rollout ends (`max_invalid_calls`)."""
     ignore = "ignore"
     """As if it had not been written."""
-
-
-class OnUnavailable(StrEnum):
-    """What a reward that could not be had does (its judge is down, it took too long)."""
-
-    stop = "stop"
-    """Stop the run."""
-    drop = "drop"
-    """Leave the rollout out of its group, count it (`rollout/dropped`), go on."""
 
 
 class OnBadRow(StrEnum):
@@ -181,15 +177,6 @@ class ResponseSchemaConfig:
     """The format, as the group's files hold it; empty: the file of that name in conf/."""
 
 
-class Isolation(StrEnum):
-    """Where the calls of a tool run."""
-
-    thread = "thread"
-    """In this process; a call that takes too long is left behind."""
-    process = "process"
-    """In worker processes of the tool's own; a call that takes too long is killed."""
-
-
 class OnToolFailure(StrEnum):
     """What a fault of a tool's infrastructure does, once it has been retried in vain."""
 
@@ -197,53 +184,6 @@ class OnToolFailure(StrEnum):
     """The rollout ends as `error`, is not scored and counted (`rollout/dropped`)."""
     error = "error"
     """Stop the run."""
-
-
-@dataclass
-class ToolLimits:
-    """Limits of one tool; they stand beside its `_target_`."""
-
-    timeout_s: float = 10.0
-    """Seconds a call may take before the model reads a timeout error."""
-    concurrency: int = 64
-    """Calls of this tool at once, over all rollouts; isolation=process: at most as many workers."""
-    max_calls: int | None = None
-    """Calls of this tool in a rollout, one more is answered with an error; None: no limit."""
-    max_result_tokens: int | None = None
-    """Tokens of one of its results; None: rollout.max_result_tokens."""
-    retries: int = 2
-    """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
-    retry_on: list[str] = field(default_factory=list)
-    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
-    retry_backoff_s: float = 0.5
-    """Seconds before a call is made again, doubled each time."""
-    isolation: Isolation = Isolation.thread
-
-
-@dataclass
-class EnvironmentSettings(ToolLimits):
-    """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
-
-    retries: int = 0
-    """None: a method may have changed the state before it failed."""
-    hook_timeout_s: float = 60.0
-    """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
-    pooled: bool | None = None
-    """Whether instances are used again after a reset; None: what the class says (`pooled`), or
-    no."""
-
-
-@dataclass
-class RewardSettings:
-    """Settings of one reward; they stand beside its `_target_`."""
-
-    weight: float = 1.0
-    """Factor in the rollout's reward, which is the sum; may be negative."""
-    timeout_s: float | None = 300.0
-    """Seconds that one call may take; None: no limit."""
-    concurrency: int | None = None
-    """Calls at once; None: one after the other for a sync function, all for an async one."""
-    on_unavailable: OnUnavailable = OnUnavailable.stop
 
 
 @dataclass

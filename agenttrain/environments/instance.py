@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ class Instance:
     call was given up while it ran does the next one get another thread, and waits for it there.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, limit_s: float) -> None:
+        """`limit_s` is what a call may take: one that was given up counts as overdue after it."""
+        self._limit_s = limit_s
         self.made: Any = None
         self._given_up = False
         self._running = 0
@@ -70,6 +73,11 @@ class Instance:
     def stuck(self) -> tuple[str, ...]:
         """The label, once for each call that was given up and still runs."""
         return self._threads.stuck
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """The label, once for each of those that had all the time that a call may take."""
+        return self._threads.overdue
 
     async def make(self, make: Callable[[], object]) -> None:
         """Construct the object; one that comes into being after `close` is closed at once."""
@@ -124,13 +132,15 @@ class Instance:
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         given_up = threading.Event()
+        # A little early, so that it has passed when the limit's timer says so.
+        deadline = time.monotonic() + 0.9 * self._limit_s
 
         def work() -> Any:
             with self._busy:
                 return None if given_up.is_set() else function()
 
         try:
-            return _value(await self._threads.run(work, label=self._label))
+            return _value(await self._threads.run(work, label=self._label, deadline=deadline))
         except asyncio.CancelledError:
             given_up.set()
             raise

@@ -68,6 +68,8 @@ class EnvironmentKind:
         )
         self._episodes: dict[str, Episode] = {}
         self._idle: list[Instance] = []
+        self._left: list[Instance] = []
+        """Closed ones in which a call that was given up still runs."""
         self._told = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
         self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
@@ -80,9 +82,17 @@ class EnvironmentKind:
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """One label for each call that was given up and still runs, in rollouts in flight."""
-        live = (episode.instance for episode in self._episodes.values())
-        return tuple(label for instance in live for label in instance.stuck)
+        """One label for each call that was given up and still runs."""
+        return tuple(label for instance in self._used() for label in instance.stuck)
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """The labels of those that had all the time that a call may take."""
+        return tuple(label for instance in self._used() for label in instance.overdue)
+
+    def _used(self) -> list[Instance]:
+        self._left = [instance for instance in self._left if instance.stuck]
+        return [*(episode.instance for episode in self._episodes.values()), *self._left]
 
     def episode(self, rollout_id: str) -> Episode:
         """The episode of a rollout in flight."""
@@ -95,7 +105,7 @@ class EnvironmentKind:
         """
         if start.rollout_id in self._episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
-        instance = self._idle.pop() if self._idle else Instance(f"environment {self.name}")
+        instance = self._idle.pop() if self._idle else self._instance()
         doing = ["its constructor"]
         episode = Episode(self, instance, start.rollout_id)
         self._episodes[start.rollout_id] = episode
@@ -107,6 +117,10 @@ class EnvironmentKind:
                 raise
             raise self.unavailable(doing[0], error) from error
         return episode
+
+    def _instance(self) -> Instance:
+        limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
+        return Instance(f"environment {self.name}", limit_s)
 
     async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
         instance = episode.instance
@@ -148,6 +162,8 @@ class EnvironmentKind:
         await asyncio.gather(*(self._close(instance) for instance in live))
 
     async def _close(self, instance: Instance) -> None:
+        if instance.stuck:
+            self._left.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from agenttrain.config.tool_names import HOOKS
 from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.tools.base import Tool
 from agenttrain.tools.methods import method_schema, public_methods
-from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 
 COLUMN = "environment"
@@ -26,15 +27,20 @@ class Environments:
     """
 
     def __init__(
-        self, kinds: Mapping[str, EnvironmentKind] | None = None, *, stop_tools: Sequence[str] = ()
+        self,
+        kinds: Mapping[str, EnvironmentKind] | None = None,
+        *,
+        stop_tools: Sequence[str] = (),
+        max_stuck: int = 32,
     ) -> None:
-        """`stop_tools` of other toolboxes are ignored here.
+        """`stop_tools` of other toolboxes are ignored here; `max_stuck` is for `check_stuck`.
 
         Raises ValueError, quoting what to add, for a method that no schema can be made of.
         """
         self.kinds = dict(kinds or {})
         self.toolboxes = {name: _toolbox(kind, stop_tools) for name, kind in self.kinds.items()}
         self._empty = Toolbox({})
+        self._max_stuck = max_stuck
         self._told = False
 
     @property
@@ -47,6 +53,17 @@ class Environments:
     def stuck(self) -> tuple[str, ...]:
         """Names of the environments of calls that were given up and still run, one per call."""
         return tuple(label for kind in self.kinds.values() for label in kind.stuck)
+
+    def check_stuck(self) -> None:
+        """Raise StuckTools when more than `max_stuck` calls run past all time limits."""
+        stuck = Counter(label for kind in self.kinds.values() for label in kind.overdue)
+        if stuck.total() > self._max_stuck:
+            names = ", ".join(f"{label} ({count})" for label, count in stuck.most_common())
+            raise StuckTools(
+                f"rollout.max_stuck_calls={self._max_stuck}: {stuck.total()} calls of environments "
+                f"still run past their time limit: {names}; their threads cannot be ended: give "
+                "what they wait for a time limit of its own"
+            )
 
     @property
     def rewards(self) -> tuple[str, ...]:

@@ -19,8 +19,9 @@ async def begin(
 ) -> Episode | None:
     """Start the environment of the rollout's task, whose messages then hold what reset gave.
 
-    Raises ToolUnavailable when it cannot be started, or when nobody has asked anything.
+    Raises ToolUnavailable when it cannot be started, or when nobody has asked anything; StuckTools.
     """
+    environments.check_stuck()
     kind = environments.kind_of(rollout.task)
     if kind is None:
         return None

@@ -125,20 +125,15 @@ class Toolbox:
         ]
 
     async def execute(
-        self,
-        calls: Sequence[ToolCall],
-        context_of: Callable[[ToolCall], ToolContext],
-        *,
-        allowed: Sequence[str] | None = None,
+        self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
         """Run calls at once: one result per call, in call order, faults as error results.
 
-        Tools that are not in `allowed` (None: all are) do not exist for these calls. Cancelling
-        the caller cancels the calls. Raises StuckTools when too many calls cannot be ended.
+        Cancelling the caller cancels the calls. Raises StuckTools when too many calls cannot be
+        ended.
         """
         self._check_stuck()
-        known = self.names if allowed is None else [n for n in self.names if n in allowed]
-        return await asyncio.gather(*(self._answer(call, context_of, known) for call in calls))
+        return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
         """The rollout is over: let every tool free what it holds for it; faults are warned of."""
@@ -192,16 +187,13 @@ class Toolbox:
             )
 
     async def _answer(
-        self,
-        call: ToolCall,
-        context_of: Callable[[ToolCall], ToolContext],
-        known: Sequence[str],
+        self, call: ToolCall, context_of: Callable[[ToolCall], ToolContext]
     ) -> ToolResult:
         if call.malformed is not None:
             return _refuse(call, ToolError.malformed, f"malformed call: {call.malformed}")
-        if call.name not in known:
-            text = f"unknown tool {call.name!r}{did_you_mean(call.name, known)}; tools: "
-            return _refuse(call, ToolError.unknown_tool, text + (", ".join(known) or "none"))
+        if call.name not in self.names:
+            text = f"unknown tool {call.name!r}{did_you_mean(call.name, self.names)}; tools: "
+            return _refuse(call, ToolError.unknown_tool, text + (", ".join(self.names) or "none"))
         entry = self._entries[call.name]
         for tried in range(entry.limits.retries + 1):
             if tried:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z_95 = 1.959963984540054
@@ -75,8 +75,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
             "(raise eval.samples to at least k)"
         )
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def mean_pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> Estimate:
-    """`pass_at_k` over tasks; `counts` holds (rollouts, successes) of each task."""
-    return mean_estimate([pass_at_k(n, correct, k) for n, correct in counts])

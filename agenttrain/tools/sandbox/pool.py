@@ -41,8 +41,8 @@ class Pool:
         self._settings, self._backend = settings, backend
         self._jails: dict[str, Jail] = {}
         self._ending: dict[Jail, str] = {}
-        self._lost: set[str] = set()
-        """Rollouts whose sandbox ended with a call that somebody else ended."""
+        self._lost: dict[str, str] = {}
+        """Why a rollout's next call finds a new sandbox, where the model has not been told yet."""
         self._users = 0
 
     @classmethod
@@ -71,14 +71,17 @@ class Pool:
             raise ToolFailure("the code holds a NUL character")
         settings = settings or self._settings
         jail = await self._turn(rollout_id)
+        used = jail.started
         try:
-            if not jail.started:
+            if not used:
                 await jail.start()
             outcome = await run_call(jail, kind, code, settings)
         except SandboxError as error:
+            if used:  # a retry must not pretend that the variables are still there
+                self._lost[rollout_id] = "The sandbox broke down"
             raise ToolUnavailable(f"tool {kind}: the sandbox is broken: {error}") from error
         except asyncio.CancelledError:
-            self._lost.add(rollout_id)
+            self._lost[rollout_id] = "The call before took too long"
             raise
         finally:
             if not jail.alive:
@@ -88,7 +91,7 @@ class Pool:
 
     async def release(self, rollout_id: str) -> None:
         """The rollout is over: nothing of its sandbox is left when this returns."""
-        self._lost.discard(rollout_id)
+        self._lost.pop(rollout_id, None)
         if rollout_id in self._jails:
             self._end(rollout_id, self._jails[rollout_id])
         for jail in [j for j, owner in self._ending.items() if owner == rollout_id]:
@@ -125,9 +128,8 @@ class Pool:
     def _text(self, rollout_id: str, kind: str, outcome: Outcome, settings: SandboxSettings) -> str:
         """What the model reads of a call; raises ToolFailure with it for one that failed."""
         text, end = outcome.output, outcome.end
-        if rollout_id in self._lost:
-            self._lost.discard(rollout_id)
-            text = _joined(f"[The call before took too long. {LOST}]", text)
+        if lost := self._lost.pop(rollout_id, None):
+            text = _joined(f"[{lost}. {LOST}]", text)
         if end in ENDS:
             why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))

@@ -18,9 +18,12 @@ from rich.text import Text
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.tools.build import build_toolbox
+from agenttrain.rollout.build import build_tools
+from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.episode import begin, end
+from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Task, ToolCall, ToolContext, ToolResult
+from agenttrain.types import AgenttrainError, Rollout, Task, ToolCall, ToolContext, ToolResult
 
 EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
 """A value of each JSON type."""
@@ -54,20 +57,25 @@ def show(config: RunConfig, options: Options, task: Callable[[], Task]) -> int:
     Raises ConfigError for tools that cannot be built and for calls of tools that are not there.
     """
     try:
-        toolbox = build_toolbox(config.tools, config.stop_tools, threads=config.rollout.concurrency)
-        results = asyncio.run(_call(toolbox, options.calls, task))
-    except (OSError, ValueError) as error:
+        toolbox, environments = build_tools(config)
+        results = asyncio.run(_try(toolbox, environments, options.calls, task))
+    except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     console = Console()
     if options.as_json:
-        tools = [_described(toolbox, schema) for schema in toolbox.schemas()]
+        boxes: list[tuple[str | None, Toolbox]] = [(None, toolbox), *environments.toolboxes.items()]
+        tools = [
+            {**_described(box, schema), "environment": name}
+            for name, box in boxes
+            for schema in box.schemas()
+        ]
         plain = {"tools": tools, "calls": [_result(result) for result in results]}
         print(json.dumps(plain, indent=2, ensure_ascii=False))
     elif options.calls:
         for result in results:
             _print_result(console, result)
     else:
-        _print_tools(console, toolbox)
+        _print_all(console, toolbox, environments)
     return int(any(result.error for result in results))
 
 
@@ -88,27 +96,43 @@ def _arguments(name: str, text: str) -> dict[str, Any]:
     return arguments
 
 
-async def _call(
-    toolbox: Toolbox, calls: Sequence[ToolCall], task: Callable[[], Task]
+async def _try(
+    toolbox: Toolbox,
+    environments: Environments,
+    calls: Sequence[ToolCall],
+    task: Callable[[], Task],
 ) -> list[ToolResult]:
-    """One result per call, one after the other as in the turns of one rollout."""
-    results: list[ToolResult] = []
     try:
-        for call in calls:
-            if call.name not in toolbox.names:
-                raise ValueError(
-                    f"--call {call.name}: there is no such tool"
-                    f"{did_you_mean(call.name, toolbox.names)}; the tools are: "
-                    f"{', '.join(toolbox.names) or 'none'}"
-                )
-        first = task() if calls else None
-        for turn, call in enumerate(calls):
-            assert first is not None
-            context = ToolContext(rollout_id="try", task=first, turn=turn, call_id=call.id)
-            results += await toolbox.execute([call], partial(_same, context))
-        await toolbox.release("try")
+        return await _call(toolbox, environments, calls, task()) if calls else []
     finally:
         await toolbox.aclose()
+        await environments.aclose()
+
+
+async def _call(
+    toolbox: Toolbox, environments: Environments, calls: Sequence[ToolCall], task: Task
+) -> list[ToolResult]:
+    """One result per call, one after the other as in the turns of one rollout of the task."""
+    known = RowTools(task, toolbox, environments).names
+    for call in calls:
+        if call.name not in known:
+            raise ValueError(
+                f"--call {call.name}: there is no such tool{did_you_mean(call.name, known)}; the "
+                f"tools of the first row are: {', '.join(known) or 'none'}"
+            )
+    rollout = Rollout(task=task, rollout_id="try")
+    episode = await begin(rollout, environments, seed=0, group_seed=0)
+    results: list[ToolResult] = []
+    try:
+        tools = RowTools(task, toolbox, environments, episode)
+        for turn, call in enumerate(calls):
+            context = ToolContext(
+                rollout_id="try", task=task, turn=turn, call_id=call.id, tool=call.name
+            )
+            results += await tools.execute([call], partial(_same, context))
+        await toolbox.release("try")
+    finally:
+        await end(rollout, episode)
     return results
 
 
@@ -137,6 +161,15 @@ def _result(result: ToolResult) -> dict[str, Any]:
     }
 
 
+def _print_all(console: Console, toolbox: Toolbox, environments: Environments) -> None:
+    _print_tools(console, toolbox)
+    for name, methods in environments.toolboxes.items():
+        console.print(Text(f"environment {name}", "bold"))
+        _print_tools(console, methods)
+    if not toolbox.names and not environments.tool_names:
+        console.print("this run has no tools")
+
+
 def _print_tools(console: Console, toolbox: Toolbox) -> None:
     for schema in toolbox.schemas():
         tool = _described(toolbox, schema)
@@ -156,8 +189,6 @@ def _print_tools(console: Console, toolbox: Toolbox) -> None:
                 expand=False,
             )
         )
-    if not toolbox.names:
-        console.print("this run has no tools")
 
 
 def _examples(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

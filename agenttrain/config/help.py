@@ -1,0 +1,71 @@
+"""What `agenttrain --help` prints."""
+
+from __future__ import annotations
+
+from textwrap import fill
+
+from agenttrain.config.command import VERBS
+from agenttrain.config.groups import conf_folder, list_groups
+from agenttrain.config.saved import RESUMABLE
+
+HELP = """\
+agenttrain trains tool-calling language-model agents with reinforcement learning.
+
+usage: agenttrain [verb] [key=value …] [options]
+
+verbs
+{verbs}
+
+settings
+  group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
+  group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
+  resume=<run folder>          go on; only {resumable} may change
+  hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
+
+groups and their options
+{groups}
+
+options
+  -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
+  --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
+  --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
+  --version
+
+examples
+  agenttrain                                         train the bundled agent
+  agenttrain debug=tiny                              the same in seconds: does it work here?
+  agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
+  agenttrain check algorithm.group_size=16           what would that be?
+  agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
+  agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
+  agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
+  agenttrain tools --call sql '{{"query": "SELECT 1"}}'  the tools as the model sees them; try one
+  agenttrain view outputs/shop/<run> step=10         see every token of those rollouts
+  agenttrain replay outputs/shop/<run> step=10 rollout=train-10-0-0    the same ids again?
+  agenttrain rescore outputs/shop/<run> reward=[numeric_close] to=scores.jsonl   another reward
+  agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
+  agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
+
+Your own modules are found in the current folder. Every setting, with its meaning and default, is in
+agenttrain/config/schema.py; the groups are in {conf}
+"""
+
+
+def help_text() -> str:
+    """What --help prints."""
+    conf = conf_folder()
+    return HELP.format(
+        verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),
+        groups="\n".join(
+            fill(
+                f"{name:<16} {', '.join(options)}",
+                width=100,
+                initial_indent="  ",
+                subsequent_indent=" " * 19,
+                break_on_hyphens=False,
+            )
+            for name, options in list_groups(conf).items()
+        ),
+        resumable=", ".join(RESUMABLE),
+        conf=conf,
+    ).rstrip()
