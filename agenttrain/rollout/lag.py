@@ -74,5 +74,5 @@ class LoopMonitor:
         return (
             f"tool {name}: it is async and has held the event loop for over {self._limit_s:g} s, "
             f"and all rollouts with it{where}; make it a plain `def`, which gets a thread of its "
-            f"own, or set tools.{name}.isolation=process (limit: rollout.max_loop_lag_s)"
+            f"own (limit: rollout.max_loop_lag_s={self._limit_s:g})"
         )
