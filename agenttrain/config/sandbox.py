@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.config.schema import Isolation
+from agenttrain.config.component_settings import Isolation
 from agenttrain.config.suggest import did_you_mean
 
 INTERPRETER = "agenttrain.tools.interpreter.interpreter"
