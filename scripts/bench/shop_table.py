@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--warm-b", type=Path, required=True, help="folder of warm start B")
+    parser.add_argument("--warm-b", type=Path, help="folder of warm start B; none: A alone")
     parser.add_argument("--experiment", default="shop")
     parser.add_argument("--rows", type=Path, default=Path("outputs/shop_table.jsonl"))
     parser.add_argument("--quick", action="store_true", help="one tiny run per algorithm")
@@ -44,6 +44,8 @@ def main() -> None:
     done = read(arguments.rows)
     for algorithm, seed, warm in RUNS[::5] if arguments.quick else RUNS:
         if any((r["algorithm"], r["seed"]) == (algorithm, seed) for r in done):
+            continue
+        if warm == "B" and arguments.warm_b is None:
             continue
         model = f"bundled:{arguments.experiment}" if warm == "A" else str(arguments.warm_b)
         extra = ["debug=tiny"] if arguments.quick else []
