@@ -202,7 +202,13 @@ def test_selection_keeps_whole_groups_in_order(rewards: list[list[float]], count
 def test_nothing_that_a_round_counted_is_lost() -> None:
     # A field that `extend` forgets stays at its default.
     later = Collected(
-        groups=[[]], overlong=1, dropped=2, uneven_prompts=3, reward_s=4.0, loop_lag_s=5.0
+        groups=[[]],
+        overlong=1,
+        dropped=2,
+        broken=7,
+        uneven_prompts=3,
+        reward_s=4.0,
+        loop_lag_s=5.0,
     )
     blank = Collected()
     assert all(getattr(later, f.name) != getattr(blank, f.name) for f in fields(Collected))

@@ -438,7 +438,7 @@ def test_an_async_tool_that_blocks_is_named_while_it_does():
         return "waited"
 
     tools = toolbox(nap, wait, parts.add)
-    with pytest.warns(RuntimeWarning, match=r"tool nap: it is async .*0\.1 s.*isolation=process"):
+    with pytest.warns(RuntimeWarning, match=r"tool nap: it is async .*0\.1 s.*a plain `def`"):
         _, collected = batch(tools, call("nap", "{}"), max_loop_lag_s=0.1)
     assert collected.loop_lag_s > 0.3
     with warnings.catch_warnings():
