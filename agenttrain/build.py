@@ -13,11 +13,10 @@ from typing import Any
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
-from agenttrain.check import certified, check_rows, prompt_lengths, rewards_of
+from agenttrain.check import certified, check_rows, prompt_lengths, rewards_of, splits_of
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Init, RunConfig
-from agenttrain.data.build import build_tasks
 from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
@@ -68,7 +67,7 @@ def prepare(config: RunConfig) -> Prepared:
     found.certificate.raise_if_refused()
     # What is saved with every checkpoint: whoever serves it shows the model what training did.
     found.tokenizer.chat_template = found.chat.saved_template
-    tasks = build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
+    tasks = splits_of(config)
     check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
     row_tools = check_rows(found, tasks.by_key)
     rubric = rewards_of(config, found, row_tools)

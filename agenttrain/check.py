@@ -14,6 +14,7 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
+from agenttrain.data.build import Splits, build_tasks
 from agenttrain.data.source import TaskSource
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
@@ -67,6 +68,11 @@ def certified(config: RunConfig) -> Certified:
         environments=environments,
         certificate=_certificate(chat, sets),
     )
+
+
+def splits_of(config: RunConfig) -> Splits:
+    """The run's tasks; with an environment a row need not ask anything itself."""
+    return build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
 
 
 def check_rows(found: Certified, sources: Mapping[str, TaskSource]) -> set[str]:

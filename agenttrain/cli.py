@@ -130,16 +130,14 @@ def _certify(run: Composed) -> bool:
         check_rows,
         prompt_lengths,
         rewards_of,
+        splits_of,
         told,
     )
-    from agenttrain.data.build import build_tasks
 
     found = certified(run.config)
     print("\n" + "\n".join(found.certificate.lines()), flush=True)
     if found.certificate.passed:
-        tasks = build_tasks(
-            run.config.data, seed=run.config.seed, needs_prompt=not run.config.environment
-        )
+        tasks = splits_of(run.config)
         row_tools = check_rows(found, tasks.by_key)
         print(told(prompt_lengths(found, tasks.by_key)))
         rewards_of(run.config, found, row_tools)
@@ -350,12 +348,9 @@ def _tools(arguments: Sequence[str]) -> int:
         (composed,) = compose_all(command)
 
     def first_task() -> Task:
-        from agenttrain.data.build import build_tasks
+        from agenttrain.check import splits_of
 
-        config = composed.config
-        needs_prompt = not config.environment
-        tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
-        return tasks.train.tasks(0, 1)[0]
+        return splits_of(composed.config).train.tasks(0, 1)[0]
 
     return show_tools.show(composed.config, options, first_task)
 

@@ -9,7 +9,7 @@ from typing import Any
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import Splits, build_tasks
+from agenttrain.data.build import Splits
 from agenttrain.data.find import find_tasks
 from agenttrain.tracking.rollouts_file import read_step
 from agenttrain.types import Task
@@ -33,11 +33,6 @@ def step_records(folder: Path, step: int, said: str) -> list[dict[str, Any]]:
         known = f"there are {written[0]} to {written[-1]}"
         raise ConfigError(f"{said} step={step}: no rollouts of that step; {known}")
     return list(read_step(folder, step))
-
-
-def splits_of(config: RunConfig) -> Splits:
-    """The run's tasks."""
-    return build_tasks(config.data, seed=config.seed, needs_prompt=not config.environment)
 
 
 def recorded_tasks(

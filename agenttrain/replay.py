@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.check import Certified, certified
+from agenttrain.check import Certified, certified, splits_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import OnToolFailure, RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.engine.recorded import RecordedEngine
-from agenttrain.recorded import recorded_tasks, splits_of, step_records
+from agenttrain.recorded import recorded_tasks, step_records
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.show_data import context_of
 from agenttrain.tools.recorded import RecordedToolbox

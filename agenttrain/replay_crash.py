@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.build import load_policy, prepare
+from agenttrain.check import splits_of
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import read_batch
-from agenttrain.recorded import recorded_tasks, splits_of, step_records
+from agenttrain.recorded import recorded_tasks, step_records
 from agenttrain.rewards.base import RewardError
 from agenttrain.tracking.rollouts_file import step_path
 from agenttrain.tracking.rollouts_read import read_rollout

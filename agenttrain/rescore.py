@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agenttrain.check import certified, check_rows, rewards_of
+from agenttrain.check import certified, check_rows, rewards_of, splits_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.recorded import recorded_tasks, splits_of, step_records, written_steps
+from agenttrain.recorded import recorded_tasks, step_records, written_steps
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import may_be_scored
 from agenttrain.tracking.json_lines import dumps

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import Certified, certified, check_rows, rewards_of
+from agenttrain.check import Certified, certified, check_rows, rewards_of, splits_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
-from agenttrain.data.build import Splits, build_tasks
+from agenttrain.data.build import Splits
 from agenttrain.data.required import column_names
 from agenttrain.data.source import LOOKED_AT, TaskSource
 from agenttrain.types import AgenttrainError, Task
@@ -56,8 +56,7 @@ def show(config: RunConfig, options: Options) -> int:
     """
     try:
         found = certified(config)
-        needs_prompt = not config.environment
-        tasks = build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+        tasks = splits_of(config)
         rewards = rewards_of(config, found, check_rows(found, tasks.by_key)).columns
         context = context_of(config)
         for line in _summary(tasks, found, config, context):
