@@ -505,9 +505,12 @@ def steal():
         os.read(channel, 4096)
 threading.Thread(target=steal, daemon=True).start()
 """
-    replies = calls(backend, steal, *["6 * 7"] * 3, call_s=0.5)
-    assert replies[-1] == "42"
-    assert all(reply == "42" or "longer than 0.5 s" in reply for reply in replies[1:])
+    # Which of the two readers gets a request is the kernel's choice, each time anew; once the thief
+    # had one, the session is ended, and the thief with it.
+    replies = calls(backend, steal, *["6 * 7"] * 6, call_s=2)[1:]
+    lost = [index for index, reply in enumerate(replies) if "longer than 2 s" in reply]
+    assert len(lost) <= 1
+    assert all(reply == "42" for index, reply in enumerate(replies) if index not in lost)
 
 
 @each_backend()
