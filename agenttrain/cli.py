@@ -50,6 +50,7 @@ from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.signals import listening
 from agenttrain.types import Task
 
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
@@ -368,6 +369,16 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
+    with listening() as stop:
+        try:
+            return _begin(composed, folder, verb, sweep=sweep)
+        except KeyboardInterrupt:
+            if not stop.at_once:
+                raise
+            return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED
+
+
+def _begin(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
     from agenttrain.launch import launch  # torch comes with it
 
     if verb == "sft":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
@@ -27,6 +28,8 @@ class Job:
     """The run folder; a run that is in it already goes on."""
     sweep: bool = False
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether the run was told to stop."""
 
     @property
     def project(self) -> str:

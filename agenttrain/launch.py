@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from agenttrain.build import Prepared, load, prepare
-from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED
+from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
+from agenttrain.ending import failed, interrupted, preempted, record, told
 from agenttrain.evaluate import Evaluation, from_json, to_json
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -64,15 +61,15 @@ def launch(
     `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
     """
     try:
-        with held(run_folder):
+        with held(run_folder), listening() as stop:
             earlier = read_summary(run_folder)
             _refuse_other_verb(run_folder, earlier, verb)
             sweep = sweep or earlier.get("sweep", False)
-            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
+            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep, stop=stop)
             update_summary(run_folder, verb=verb, sweep=sweep or None)
             return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
-        print(_told(error, run_folder), file=sys.stderr)
+        print(told(error, run_folder), file=sys.stderr)
         return FAILED
 
 
@@ -88,61 +85,20 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded."""
-    with terminable() as terminated:
-        try:
-            asyncio.run(work.run(job, _prepare(job, work.prepare)))
-        except KeyboardInterrupt:
-            _record(job.folder, status="interrupted")
-            again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
-            print(
-                "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
-                file=sys.stderr,
-            )
-            return TERMINATED if terminated.is_set() else INTERRUPTED
-        except ConfigError:
-            raise
-        except (AgenttrainError, ValueError, OSError) as error:
-            told = _told(error, job.folder)
-            _record(job.folder, status="failed", error=told)
-            print(told, file=sys.stderr)
-            return FAILED
-        except Exception as error:
-            _record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
-            raise
-    return DONE
-
-
-def _told(error: Exception, folder: Path) -> str:
-    """An error in a line, with the path that it is about."""
-    nameless = isinstance(error, OSError) and error.filename is None
-    return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
-
-
-def _record(folder: Path, **changes: Any) -> None:
-    """`update_summary` where an error is being told already: a full disk is no second one."""
-    with suppress(OSError):
-        update_summary(folder, **changes)
-
-
-@contextmanager
-def terminable() -> Iterator[Event]:
-    """Within, SIGTERM does what Ctrl-C does; the event that it sets tells the two apart."""
-    terminated = Event()
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        terminated.set()
-        # While asyncio runs this is its handler, which cancels the main task in good order.
-        interrupt = signal.getsignal(signal.SIGINT)
-        (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
-
-    if current_thread() is not main_thread():  # signals are the main thread's
-        yield terminated
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield terminated
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        asyncio.run(work.run(job, _prepare(job, work.prepare)))
+    except Preempted as stopped:
+        return preempted(job.folder, verb, str(stopped))
+    except KeyboardInterrupt:
+        return interrupted(job.folder, verb, job.stop)
+    except ConfigError:
+        raise
+    except (AgenttrainError, ValueError, OSError) as error:
+        return failed(job.folder, verb, error)
+    except Exception as error:
+        record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    return DONE
 
 
 def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
@@ -181,14 +137,15 @@ async def _train(job: Job, prepared: Prepared) -> None:
     with timed(job.folder) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
-            before = read_summary(job.folder).get("eval", {}).get("before")
-            if before is None:
-                before = to_json(await trainer.evaluate("before"))
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
-            with clock("training_"):
-                await trainer.train()
-            after = await trainer.evaluate("after")
-            trainer.save()
+            with job.stop.deferred(trainer.keep):
+                before = read_summary(job.folder).get("eval", {}).get("before")
+                if before is None:
+                    before = to_json(await trainer.evaluate("before"))
+                update_summary(job.folder, status="running", error=None, eval={"before": before})
+                with clock("training_"):
+                    await trainer.train()
+                after = await trainer.evaluate("after")
+                trainer.keep()
     update_summary(
         job.folder,
         status="finished",
@@ -209,7 +166,7 @@ def timed(folder: Path) -> Iterator[Clock]:
             yield clock
     finally:
         names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
-        _record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
+        record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
@@ -231,15 +188,13 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    done = cursor = 0
-    guards = Guards(config=config.guards)
-    if (state := restored(job, checkpoints, loaded.policy)) is not None:
-        done, cursor = state["step"], state["cursor"]
-        guards.streak = state.get("streak", 0)
+    state = restored(job, checkpoints, loaded.policy)
+    done = 0 if state is None else state["step"]
+    if state is not None:
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
-    return Trainer(
+    trainer = Trainer(
         config=config,
         collector=loaded.collector,
         policy=loaded.policy,
@@ -248,10 +203,12 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         tracker=tracker,
         checkpoints=checkpoints,
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
-        guards=guards,
-        done=done,
-        cursor=cursor,
+        guards=Guards(config=config.guards),
+        stop=job.stop,
     )
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
 
 
 def write_page(config: RunConfig, folder: Path, step: int) -> Path:

@@ -11,10 +11,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
     ("types", "threads"),
+    ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate", "crash", "guards", "show_tools"),
+    ("check", "evaluate", "crash", "ending", "guards", "show_tools"),
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -22,12 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from agenttrain.training.lora import is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
+from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.types import AgenttrainError
 
 MANIFEST = "manifest.json"
@@ -36,6 +35,10 @@ PREFIX = "step-"
 
 class CheckpointError(AgenttrainError):
     """A checkpoint is torn, corrupt or missing; the message names the file."""
+
+
+class NotWritten(CheckpointError):
+    """A checkpoint cannot be written; the earlier ones are as they were."""
 
 
 class Checkpoints:
@@ -63,9 +66,17 @@ class Checkpoints:
         """Whether no checkpoint was ever finished."""
         return not _newest_first(self.folder)
 
-    def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        policy: Policy,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        rng: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
 
+        `rng` are the `random_states` that `load` restores; None: those of this moment.
         A process that dies on the way leaves the earlier checkpoints as they were. Raises OSError
         or CheckpointError when it cannot be written.
         """
@@ -76,7 +87,8 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        torch.save(_random_states(), part / f"rng-{accelerator.process_index}.pt")
+        states = random_states() if rng is None else rng
+        torch.save(states, part / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             self._write(policy, part, {**(state or {}), "step": step})
@@ -112,7 +124,7 @@ class Checkpoints:
             policy.model.load_state_dict(saved.state_dict())
         policy.load_state_dict(torch.load(path / "policy.pt", weights_only=True))
         index = policy.accelerator.process_index
-        _set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))
+        set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
@@ -227,25 +239,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _random_states() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = state
-    return {
-        "python": (version, list(numbers), gauss),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
