@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
+from agenttrain.fingerprints import Parts as Made
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.tracker import Tracker
@@ -48,7 +49,7 @@ class Job:
         return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
-class Checked(Protocol):
+class Checked(Made, Protocol):
     """What every verb's preparation finds out."""
 
     @property

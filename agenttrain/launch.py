@@ -15,10 +15,13 @@ from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
+from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.ending import failed, interrupted, preempted, record, told
 from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.fingerprints import check_unchanged, fingerprints
+from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
 from agenttrain.signals import Preempted, listening
@@ -113,11 +116,20 @@ def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
         if new:  # a run that cannot be built has not begun: its folder is free for the next try
             path.unlink(missing_ok=True)
         raise
+    _same_as_before(job, prepared)
     write_config(job.folder, job.plain, prepared.certificate.hash)
     record_fix(job.folder, prepared)
     for note in prepared.data_notes:
         print(note, flush=True)
     return prepared
+
+
+def _same_as_before(job: Job, prepared: Checked) -> None:
+    """Raise ConfigError where a run that has learnt something would go on with another thing."""
+    now = fingerprints(job.config, prepared)
+    if job.config.resume is not None and done_steps(job.folder):
+        check_unchanged(job.folder, now, job.config.resume_changed)
+    write_fingerprints(job.folder, now)
 
 
 def record_fix(folder: Path, prepared: Checked) -> None:

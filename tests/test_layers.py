@@ -15,7 +15,7 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate", "crash", "ending", "guards", "show_tools"),
+    ("check", "evaluate", "crash", "ending", "fingerprints", "guards", "show_tools"),
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),
