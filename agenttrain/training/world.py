@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0
 
 
 class WorldTimeout(AgenttrainError):
-    """Not every process came in time; the message names the missing ones and what was waited for."""
+    """Not every process came in time; the message names the missing ones and what for."""
 
     def __init__(self, message: str, *, missing: Sequence[int]) -> None:
         """`missing` are ranks; empty where the process that holds the store is gone."""
