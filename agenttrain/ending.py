@@ -10,38 +10,46 @@ from typing import Any
 
 from agenttrain.config.command import resuming
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, TERMINATED
-from agenttrain.signals import StopRequest
-from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.job import Job
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.training.checkpoint import NotWritten
+from agenttrain.types import AgenttrainError
 
 
-def preempted(folder: Path, verb: str, signal: str) -> int:
+def preempted(job: Job, verb: str, signal: str) -> int:
     """After a signal, with everything saved."""
-    record(folder, status="preempted")
-    saved = read_summary(folder).get("latest_checkpoint")
-    where = "before the first step" if saved is None else f"with {saved}"
-    print(f"stopped by {signal} {where}; to go on: {_again(folder, verb)}", file=sys.stderr)
+    record(job, status="preempted")
+    if job.world.is_main:
+        saved = read_summary(job.folder).get("latest_checkpoint")
+        where = "before the first step" if saved is None else f"with {saved}"
+        print(f"stopped by {signal} {where}; to go on: {_again(job, verb)}", file=sys.stderr)
     return PREEMPTED
 
 
-def interrupted(folder: Path, verb: str, stop: StopRequest) -> int:
+def interrupted(job: Job, verb: str) -> int:
     """At once: after Ctrl-C, a second SIGTERM, or a first signal that found nothing to save."""
+    stop = job.stop
     if stop.at_once and not stop.insisted and verb != "eval":
-        return preempted(folder, verb, str(stop.name))
-    record(folder, status="interrupted")
-    goes_on = "" if verb == "eval" else f"; to go on: {_again(folder, verb)}"
-    print(f"interrupted{goes_on}", file=sys.stderr)
+        return preempted(job, verb, str(stop.name))
+    record(job, status="interrupted")
+    if job.world.is_main:
+        goes_on = "" if verb == "eval" else f"; to go on: {_again(job, verb)}"
+        print(f"interrupted{goes_on}", file=sys.stderr)
     return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
 
 
-def failed(folder: Path, verb: str, error: Exception) -> int:
-    """After an error; what could not be written is named, and what stands all the same."""
-    message = told(error, folder)
-    record(folder, status="failed", error=message)
+def failed(job: Job, verb: str, error: Exception) -> int:
+    """After an error: what is nobody's mistake but ours is raised. Where something could not be
+    written, what stands all the same is told too."""
+    if not isinstance(error, AgenttrainError | ValueError | OSError):
+        record(job, status="failed", error=f"{type(error).__name__}: {error}")
+        raise error
+    message = told(error, job.folder)
+    record(job, status="failed", error=message)
     with suppress(OSError):
-        saved = read_summary(folder).get("latest_checkpoint")
+        saved = read_summary(job.folder).get("latest_checkpoint")
         if isinstance(error, OSError | NotWritten) and saved is not None:
-            message += f"\n{saved} stands; once this is mended: {_again(folder, verb)}"
+            message += f"\n{saved} stands; once this is mended: {_again(job, verb)}"
     print(message, file=sys.stderr)
     return FAILED
 
@@ -52,11 +60,11 @@ def told(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
 
 
-def record(folder: Path, **changes: Any) -> None:
-    """`update_summary` where an end is being told already: a full disk is no second one."""
+def record(job: Job, **changes: Any) -> None:
+    """`Job.record` where an end is being told already: a full disk is no second one."""
     with suppress(OSError):
-        update_summary(folder, **changes)
+        job.record(**changes)
 
 
-def _again(folder: Path, verb: str) -> str:
-    return f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
+def _again(job: Job, verb: str) -> str:
+    return f"agenttrain {resuming(verb)}resume={quote(str(job.folder))}"

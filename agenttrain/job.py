@@ -12,10 +12,12 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
 from agenttrain.fingerprints import Parts as Made
 from agenttrain.signals import StopRequest
-from agenttrain.tracking.run_folder import read_summary
+from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.tracking.silent import Silent
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,13 @@ class Job:
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether the run was told to stop."""
+    world: World = field(default_factory=World)
+    """The processes that run it; the main one alone writes into the folder, besides checkpoints."""
+
+    def record(self, **changes: Any) -> None:
+        """`update_summary` by the main process; the others leave it to that one."""
+        if self.world.is_main:
+            update_summary(self.folder, **changes)
 
     @property
     def project(self) -> str:
@@ -95,6 +104,8 @@ def restored(job: Job, checkpoints: Checkpoints, policy: Policy) -> dict[str, An
 
 def tracker_of(job: Job, done: int) -> Tracker:
     """The tracker of a run that has done so many steps."""
+    if not job.world.is_main:
+        return Silent()
     config = job.config
     return Tracker(
         job.folder,

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agenttrain.fingerprints import check_unchanged, fingerprints
 from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.rollout.deal import Costs
 from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
@@ -38,14 +40,14 @@ from agenttrain.tracking.run_folder import (
     FolderInUse,
     held,
     read_summary,
-    update_summary,
     write_config,
 )
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.training.world import World
+from agenttrain.types import Rollout
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""
@@ -58,21 +60,38 @@ def launch(
     verb: str,
     sweep: bool = False,
     work: Work[Any] | None = None,
+    world: World | None = None,
 ) -> int:
     """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
 
-    `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
+    `sweep`: the folder is one of a sweep's. Every process of `world` makes the same call (None:
+    there is one); what goes wrong is told by the main one and raised by the others. Raises
+    ConfigError for a folder of another verb.
     """
+    world = world or World()
+    with listening() as stop:
+        if world.size > 1:
+            stop.agree = lambda told: world.max(float(told), "whether a signal came") > 0
+        job = Job(
+            config=config, plain=plain, folder=run_folder, sweep=sweep, world=world, stop=stop
+        )
+        return _launch(job, verb, work or WORK[verb])
+
+
+def _launch(job: Job, verb: str, work: Work[Any]) -> int:
+    """`launch` where signals are heard."""
+    if not job.world.is_main:
+        return _run(job, verb, work)
     try:
-        with held(run_folder), listening() as stop:
-            earlier = read_summary(run_folder)
-            _refuse_other_verb(run_folder, earlier, verb)
-            sweep = sweep or earlier.get("sweep", False)
-            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep, stop=stop)
-            update_summary(run_folder, verb=verb, sweep=sweep or None)
-            return _run(job, verb, work or WORK[verb])
+        with held(job.folder):
+            earlier = read_summary(job.folder)
+            _refuse_other_verb(job.folder, earlier, verb)
+            job = replace(job, sweep=job.sweep or earlier.get("sweep", False))
+            processes = job.world.size if job.world.size > 1 else None
+            job.record(verb=verb, sweep=job.sweep or None, processes=processes)
+            return _run(job, verb, work)
     except (FolderInUse, OSError) as error:
-        print(told(error, run_folder), file=sys.stderr)
+        print(told(error, job.folder), file=sys.stderr)
         return FAILED
 
 
@@ -87,25 +106,26 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
-    """`launch` in a folder that is held; errors are told and recorded."""
+    """`launch` in a folder that is held; errors are told and recorded by the main process."""
     try:
         asyncio.run(work.run(job, _prepare(job, work.prepare)))
     except Preempted as stopped:
-        return preempted(job.folder, verb, str(stopped))
+        return preempted(job, verb, str(stopped))
     except KeyboardInterrupt:
-        return interrupted(job.folder, verb, job.stop)
+        return interrupted(job, verb)
     except ConfigError:
         raise
-    except (AgenttrainError, ValueError, OSError) as error:
-        return failed(job.folder, verb, error)
     except Exception as error:
-        record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
-        raise
+        if not job.world.is_main:
+            raise
+        return failed(job, verb, error)
     return DONE
 
 
 def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
+    if not job.world.is_main:
+        return prepare(job.config)
     path = job.folder / "config.yaml"
     new = not path.exists()
     if new:
@@ -146,56 +166,66 @@ def record_fix(folder: Path, prepared: Checked) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder) as clock:
+    with timed(job) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             with job.stop.deferred(trainer.keep):
-                before = read_summary(job.folder).get("eval", {}).get("before")
+                before = evaluated_before(job)
                 if before is None:
                     before = to_json(await trainer.evaluate("before"))
-                update_summary(job.folder, status="running", error=None, eval={"before": before})
+                job.record(status="running", error=None, eval={"before": before})
                 with clock("training_"):
                     await trainer.train()
                 after = await trainer.evaluate("after")
                 trainer.keep()
-    update_summary(
-        job.folder,
+    job.record(
         status="finished",
         steps=trainer.done,
         eval={"before": before, "after": to_json(after)},
     )
-    _report(job, prepared, trainer.tracker, before, after)
+    if job.world.is_main:
+        _report(job, prepared, trainer.tracker, before, after)
+
+
+def evaluated_before(job: Job) -> dict[str, Any] | None:
+    """What a run that goes on was worth before its first step; every process is told the same."""
+    found = None
+    if job.world.is_main:
+        found = read_summary(job.folder).get("eval", {}).get("before")
+    return job.world.broadcast(found, "the evaluation before training")
 
 
 @contextmanager
-def timed(folder: Path) -> Iterator[Clock]:
+def timed(job: Job) -> Iterator[Clock]:
     """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
     `<phase>seconds` for the phases of the clock."""
-    earlier = read_summary(folder)
+    earlier = read_summary(job.folder)
     clock = Clock()
     try:
         with clock(""):
             yield clock
     finally:
         names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
-        record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
+        record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder):
+    with timed(job):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             evaluations = await trainer.evaluate("eval")
     rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+    if not job.world.is_main:
+        return
     write_step(job.folder, 0, rollouts, limit(job.config.tracker.rollouts))
-    update_summary(job.folder, status="finished", steps=0, eval={"after": to_json(evaluations)})
+    job.record(status="finished", steps=0, eval={"after": to_json(evaluations)})
     _report(job, prepared, trainer.tracker, {}, evaluations)
 
 
 async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    loaded = load(config, prepared)
+    loaded = load(config, prepared, job.world)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
@@ -208,7 +238,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.enter_context(tracker)
     trainer = Trainer(
         config=config,
-        collector=loaded.collector,
+        collector=replace(loaded.collector, stop=job.stop),
         policy=loaded.policy,
         train_tasks=prepared.train_tasks,
         test_tasks=prepared.test_tasks,
@@ -217,6 +247,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
         guards=Guards(config=config.guards),
         stop=job.stop,
+        world=job.world,
+        costs=Costs(config.eval.group_by),
     )
     if state is not None:
         trainer.load_state_dict(state)

@@ -89,8 +89,15 @@ class StopRequest:
             self._deferred = False
 
     async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which a signal cancels. Raises Preempted as `check`, at its end."""
-        done = await self._unless_told(work)
+        """What `work` gives, which a signal cancels. Raises Preempted as `check`, at its end.
+
+        `work` is this process's alone: it waits for no other process.
+        """
+        try:
+            done = await self._unless_told(work)
+        except Exception:
+            self.check()  # every process asks, however its work ended
+            raise
         self.check()
         assert done is not None, "what was cut short had a signal"
         return done.value

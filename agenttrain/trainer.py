@@ -1,6 +1,8 @@
 """The training loop: collect rollouts, update the policy, give the engine its weights, record.
 
-This is the file to read first, with `types.py` and `rollout/loop.py`.
+This is the file to read first, with `types.py` and `rollout/loop.py`. In a run of several processes
+each has a Trainer, and they do the same steps: each samples its share of a step's tasks alone and
+trains on it together with the others.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.data.source import TaskSource
 from agenttrain.evaluate import Evaluation, evaluate
-from agenttrain.guards import Guards
+from agenttrain.guards import Guards, GuardTripped
 from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.peers import merge
 from agenttrain.rollout.resample import Drawn, draw
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.metrics import rollout_metrics
@@ -26,12 +30,13 @@ from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.weight_sync import rest, sync
+from agenttrain.training.world import World
 from agenttrain.types import Sampling
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run in one process. `done` counts finished steps, `cursor` the tasks that they drew."""
+    """One process of a run. `done` counts finished steps, `cursor` the tasks that they drew."""
 
     config: RunConfig
     collector: Collector
@@ -49,6 +54,8 @@ class Trainer:
     """Step of the newest checkpoint."""
     evaluated: int = 0
     """Last step after which there was an evaluation."""
+    world: World = field(default_factory=World)
+    costs: Costs = field(default_factory=Costs)
     _states: dict[str, Any] = field(default_factory=random_states)
     """Of the random generators after the last finished step."""
     _clock: Clock = field(default_factory=lambda: Clock())
@@ -66,7 +73,7 @@ class Trainer:
             self.done += 1
             self._states = random_states()
             self.tracker.step(self.done, metrics, collected.rollouts)
-            self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
+            self._guard(metrics, collected)
             await self._between()
 
     async def _between(self) -> None:
@@ -78,28 +85,35 @@ class Trainer:
             self.keep()
         self.stop.check()
 
+    def _guard(self, metrics: dict[str, float], collected: Collected) -> None:
+        """The main process has seen all rollouts: what it says goes for all."""
+        with self.world.together(f"the guards after step {self.done}", GuardTripped):
+            if self.world.is_main:
+                self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
+
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
         """One step: rollouts, advantages and updates, weight sync; its metrics.
 
+        The main process gets the rollouts and metrics of all processes, another its own rollouts.
         Raises NotFinite and RewardError, with the evidence in the run's folder.
         """
         self._clock = clock = Clock()
         with self.evidence.of(number) as seen:
-            check_weights(self.policy.model, f"before step {number}")
+            check_weights(self.policy.model, f"before step {number}", self.world)
             self.tracker.phase("rollout")
             with clock("rollout"):
-                drawn = await self.stop.cut_short(self._draw(number))
+                drawn = await self._draw(number)
             seen.rollouts = drawn.collected.rollouts
-            check_logprobs(seen.rollouts)
+            check_logprobs(seen.rollouts, self.world)
             self.tracker.phase("train")
             with clock("train"):
                 await rest(self.collector.engine)
                 training = self.policy.update(drawn.trained)
-            check_weights(self.policy.model, f"after the update of step {number}")
+            check_weights(self.policy.model, f"after the update of step {number}", self.world)
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
-        return self._metrics(drawn, training, clock), drawn.collected
+        return self._told(drawn, training, clock)
 
     async def _draw(self, number: int) -> Drawn:
         return await draw(
@@ -109,10 +123,29 @@ class Trainer:
             config=self.config.algorithm,
             sampling=Sampling(temperature=self.config.rollout.temperature),
             seed_path=(self.config.seed, "train", number),
+            peers=self.world,
+            costs=self.costs,
         )
 
-    def _metrics(self, drawn: Drawn, training: dict[str, float], clock: Clock) -> dict[str, float]:
-        collected = drawn.collected
+    def _told(
+        self, drawn: Drawn, training: dict[str, float], clock: Clock
+    ) -> tuple[dict[str, float], Collected]:
+        """Metrics of all processes, and rollouts on the main one; its seconds are the slowest's."""
+        mine = (drawn.collected, clock.seconds, len(self.collector.stuck))
+        told = self.world.to_main([mine], "the rollouts of a step")
+        if not told:
+            return training, drawn.collected
+        shares, clocks, stuck = zip(*told, strict=True)
+        seconds = {phase: max(one[phase] for one in clocks) for phase in clock.seconds}
+        collected = merge(shares)
+        metrics = self._metrics(collected, training, seconds)
+        metrics["tools/stuck"] = sum(stuck)
+        more = drawn.metrics() if self.config.algorithm.resamples else {}
+        return {**metrics, **more}, collected
+
+    def _metrics(
+        self, collected: Collected, training: dict[str, float], seconds: dict[str, float]
+    ) -> dict[str, float]:
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         return {
             **rollout_metrics(
@@ -121,16 +154,14 @@ class Trainer:
                 rewards=self.collector.rubric.names,
             ),
             **training,
-            **(drawn.metrics() if self.config.algorithm.resamples else {}),
             "rollout/dropped": collected.dropped,
             "rollout/ledger_breaks": collected.broken,
-            "tools/stuck": len(self.collector.stuck),
             "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,
             "data/uneven_prompts": collected.uneven_prompts,
             "time/reward_s": collected.reward_s,
-            **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
-            "tokens_per_s": tokens / clock.seconds["rollout"],
+            **{f"time/{phase}_s": value for phase, value in seconds.items()},
+            "tokens_per_s": tokens / seconds["rollout"],
         }
 
     async def evaluate(self, label: str) -> list[Evaluation]:
@@ -143,8 +174,13 @@ class Trainer:
             return []
         self.tracker.phase(f"evaluation {label}")
         tasks = self.test_tasks.tasks(0, questions)
-        evaluations = await self.stop.cut_short(
-            evaluate(self.collector, tasks, self.config.eval, seed=self.config.seed)
+        evaluations = await evaluate(
+            self.collector,
+            tasks,
+            self.config.eval,
+            seed=self.config.seed,
+            world=self.world,
+            costs=self.costs,
         )
         set_random_states(self._states)
         for evaluation in evaluations:

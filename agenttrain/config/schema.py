@@ -24,6 +24,8 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.distributed import DistributedConfig as DistributedConfig
+from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
 
 
@@ -78,6 +80,8 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     muon = "muon"
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+    sgd = "sgd"
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
 
 
 class Schedule(StrEnum):
@@ -429,6 +433,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""

@@ -32,3 +32,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def seed_random(seed: int) -> None:
+    """Seed all of them; numpy takes 32 bits."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
