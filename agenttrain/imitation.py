@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
@@ -19,6 +20,7 @@ from agenttrain.trainer import Clock
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.types import Rollout, Task
+from agenttrain.watchdog import Watchdog
 
 CROSS_ENTROPY = AlgorithmConfig(
     name="sft",
@@ -56,6 +58,7 @@ class Imitation:
     checkpoints: Checkpoints
     max_tokens: int
     """Of a conversation; longer ones are left out."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
     done: int = 0
     _held_out: list[Rollout] | None = None
 
@@ -73,7 +76,7 @@ class Imitation:
 
     def step(self, number: int) -> tuple[dict[str, float], list[Rollout]]:
         """One update on the next batch of rows: its metrics, and the demonstrations as rollouts."""
-        size, clock = self.config.sft.batch_size, Clock()
+        size, clock = self.config.sft.batch_size, Clock(partial(self.watchdog.phase, step=number))
         self.tracker.phase("data")
         with clock("data"):
             found = self._demonstrate(self.train_tasks, (number - 1) * size, size)
@@ -104,7 +107,8 @@ class Imitation:
         if not self._held_out:
             return {}
         self.tracker.phase(f"held-out loss {label}")
-        logprobs = self.policy.logprobs(self._held_out)
+        with self.watchdog.phase("evaluation", self.done):
+            logprobs = self.policy.logprobs(self._held_out)
         tokens = sum(logprobs_S.numel() for logprobs_S in logprobs.values())
         total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
         metrics = {
@@ -117,7 +121,8 @@ class Imitation:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        path = self.checkpoints.save(self.policy, step=self.done)
+        with self.watchdog.phase("checkpoint", self.done):
+            path = self.checkpoints.save(self.policy, step=self.done)
         self.tracker.checkpoint(path)
         return path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Job:
     """The run folder; a run that is in it already goes on."""
     sweep: bool = False
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def project(self) -> str:

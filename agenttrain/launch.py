@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from types import FrameType
@@ -45,6 +46,7 @@ from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.watchdog import Watchdog
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -72,7 +74,7 @@ def launch(
             _refuse_other_verb(run_folder, earlier, verb)
             sweep = sweep or earlier.get("sweep", False)
             job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
-            update_summary(run_folder, verb=verb, sweep=sweep or None)
+            update_summary(run_folder, verb=verb, sweep=sweep or None, stalled_phase=None)
             return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
         print(_told(error, run_folder), file=sys.stderr)
@@ -91,7 +93,9 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded."""
-    with terminable() as terminated:
+    with terminable() as terminated, Watchdog(job.folder, job.config.watchdog) as watchdog:
+        job = replace(job, watchdog=watchdog)
+        watchdog.begin("load")
         try:
             asyncio.run(work.run(job, _prepare(job, work.prepare)))
         except KeyboardInterrupt:
@@ -233,6 +237,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
+    job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
     guards = Guards(config=config.guards)
@@ -252,6 +257,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         checkpoints=checkpoints,
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
         guards=guards,
+        watchdog=job.watchdog,
         done=done,
         cursor=cursor,
     )

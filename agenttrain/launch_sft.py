@@ -100,6 +100,7 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
 def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
     """At the run's newest checkpoint, or at its start."""
     config = job.config
+    job.watchdog.watch(None, policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, policy)
     done = 0 if state is None else state["step"]
@@ -115,6 +116,7 @@ def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
         tracker=tracker_of(job, done),
         checkpoints=checkpoints,
         max_tokens=min(limits, default=2**31),
+        watchdog=job.watchdog,
         done=done,
     )
 

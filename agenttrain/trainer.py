@@ -6,9 +6,10 @@ This is the file to read first, with `types.py` and `rollout/loop.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agenttrain.config.schema import RunConfig
@@ -25,6 +26,9 @@ from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import rest, sync
 from agenttrain.types import Sampling
+from agenttrain.watchdog import Watchdog
+
+Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Trainer:
     checkpoints: Checkpoints
     evidence: Evidence
     guards: Guards
+    watchdog: Watchdog = field(default_factory=Watchdog)
     done: int = 0
     cursor: int = 0
     _clock: Clock = field(default_factory=lambda: Clock())
@@ -62,7 +67,7 @@ class Trainer:
 
         Raises NotFinite and RewardError, with the evidence in the run's folder.
         """
-        self._clock = clock = Clock()
+        self._clock = clock = Clock(partial(self.watchdog.phase, step=number))
         with self.evidence.of(number) as seen:
             check_weights(self.policy.model, f"before step {number}")
             self.tracker.phase("rollout")
@@ -119,7 +124,10 @@ class Trainer:
             return []
         self.tracker.phase(f"evaluation {label}")
         tasks = self.test_tasks.tasks(0, questions)
-        evaluations = await evaluate(self.collector, tasks, self.config.eval, seed=self.config.seed)
+        with self.watchdog.phase("evaluation", self.done):
+            evaluations = await evaluate(
+                self.collector, tasks, self.config.eval, seed=self.config.seed
+            )
         for evaluation in evaluations:
             self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
         return evaluations
@@ -130,7 +138,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
         state = {"cursor": self.cursor, "streak": self.guards.streak}
-        path = self.checkpoints.save(self.policy, step=self.done, state=state)
+        with self.watchdog.phase("checkpoint", self.done):
+            path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.tracker.checkpoint(path)
         return path
 
@@ -141,14 +150,17 @@ class Clock:
     Example: ``with clock("train"): …`` adds to ``clock.seconds["train"]``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Within = nullcontext) -> None:
+        """`within(phase)` is entered for each phase: who else wants to know of it."""
         self.seconds: dict[str, float] = {}
+        self._within = within
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with self._within(phase):
+                yield
         finally:
             elapsed = time.perf_counter() - started
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed

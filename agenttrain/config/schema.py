@@ -25,6 +25,7 @@ from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
 class Dtype(StrEnum):
@@ -412,6 +413,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""

@@ -58,6 +58,8 @@ NOT_NEGATIVE = (
 POSITIVE = (
     *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
     *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
+    *(f"watchdog.{name}_s" for name in ("load", "rollout", "train", "sync", "evaluation")),
+    *("watchdog.checkpoint_s", "watchdog.heartbeat_s"),
 )
 
 
