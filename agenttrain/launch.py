@@ -22,7 +22,7 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
-from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.evaluate import Best, Evaluation, from_json, to_json
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
 from agenttrain.tracking import viewer
@@ -191,7 +191,8 @@ async def _train(job: Job, prepared: Prepared) -> None:
             before = read_summary(job.folder).get("eval", {}).get("before")
             if before is None:
                 before = to_json(await trainer.evaluate("before"))
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
+            found = {"before": before, "best": trainer.best.found}
+            update_summary(job.folder, status="running", error=None, eval=found)
             with clock("training_"):
                 await trainer.train()
             after = await trainer.evaluate("after")
@@ -200,9 +201,9 @@ async def _train(job: Job, prepared: Prepared) -> None:
         job.folder,
         status="finished",
         steps=trainer.done,
-        eval={"before": before, "after": to_json(after)},
+        eval={"before": before, "after": to_json(after), "best": trainer.best.found},
     )
-    _report(job, prepared, trainer.tracker, before, after)
+    _report(job, prepared, trainer.tracker, before, after, trainer.best)
 
 
 @contextmanager
@@ -240,10 +241,11 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     done = cursor = 0
-    guards = Guards(config=config.guards)
+    guards, best = Guards(config=config.guards), Best()
     if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
         guards.streak = state.get("streak", 0)
+        best.found = state.get("best")
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
@@ -258,6 +260,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
         guards=guards,
         watchdog=job.watchdog,
+        best=best,
         done=done,
         cursor=cursor,
     )
@@ -283,6 +286,7 @@ def _report(
     tracker: Tracker,
     before: dict[str, Any],
     after: Sequence[Evaluation],
+    best: Best | None = None,
 ) -> None:
     command = dashboard_command(job.folder, job.project, trackio_folder=job.trackio_folder)
     print_report(
@@ -293,6 +297,8 @@ def _report(
         decode=prepared.chat.decode,
         run_folder=job.folder,
         dashboard=command if tracker.has_dashboard else None,
+        # One that was made on the way; the table has what the run ended with.
+        best=best.found if best and best.step != job.config.steps else None,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.data.source import TaskSource
-from agenttrain.evaluate import Evaluation, evaluate
+from agenttrain.evaluate import Best, Evaluation, evaluate
 from agenttrain.guards import Guards
 from agenttrain.rollout.collect import Collected, Collector
 from agenttrain.rollout.resample import Drawn, draw
@@ -45,6 +45,7 @@ class Trainer:
     evidence: Evidence
     guards: Guards
     watchdog: Watchdog = field(default_factory=Watchdog)
+    best: Best = field(default_factory=Best)
     done: int = 0
     cursor: int = 0
     _clock: Clock = field(default_factory=lambda: Clock())
@@ -130,6 +131,9 @@ class Trainer:
             )
         for evaluation in evaluations:
             self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
+        # Before the first step there is no checkpoint that could be kept for it.
+        if self.done and self.best.look(self.done, evaluations):
+            self.tracker.best(self.best.found)
         return evaluations
 
     def _due(self, every: int | None) -> bool:
@@ -137,7 +141,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        state = {"cursor": self.cursor, "streak": self.guards.streak}
+        state = {"cursor": self.cursor, "streak": self.guards.streak, "best": self.best.found}
         with self.watchdog.phase("checkpoint", self.done):
             path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.tracker.checkpoint(path)

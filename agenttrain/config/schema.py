@@ -346,6 +346,12 @@ class EvalConfig:
     """Also evaluate at temperature 0."""
     group_by: str | None = None
     """Column by whose values the reward is broken down, e.g. `family`."""
+    tools: list[str] | None = None
+    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
+    max_turns: int | None = None
+    """None: as rollout.max_turns; the two below likewise."""
+    max_turn_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

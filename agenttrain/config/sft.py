@@ -10,7 +10,8 @@ from agenttrain.config.schema import Init, RunConfig
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
-    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p")),
+    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
 )
 """Sections and settings that nothing of supervised learning reads."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")

@@ -48,6 +48,7 @@ AT_LEAST_ONE = (
     *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
     *("sft.batch_size", "sft.max_tokens"),
 )
 """Whole numbers; null where the schema allows it."""
@@ -183,6 +184,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             f"eval.samples={evaluation.samples}: at eval.temperature=0 all samples are the same; "
             "set eval.samples=1 or raise the temperature"
         )
+    if evaluation.tools == []:
+        yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

@@ -66,6 +66,11 @@ class Collector:
         """Names of the tools whose abandoned calls still run, one per call."""
         return (*self.toolbox.stuck, *self.environments.stuck)
 
+    def declared(self, task: Task) -> tuple[str, ...]:
+        """Every tool that rollouts of this task may have."""
+        methods = self.environments.toolbox_of(self.environments.kind_of(task))
+        return (*self.toolbox.names, *methods.names)
+
     @property
     def tool_names(self) -> tuple[str, ...]:
         """Every tool that a rollout may have."""
