@@ -18,6 +18,7 @@ from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
@@ -131,6 +132,12 @@ def load(config: RunConfig, prepared: Prepared) -> Loaded:
         environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def curriculum_of(config: RunConfig, tasks: TaskSource) -> Curriculum | None:
+    """What chooses among the training tasks, at its beginning; None: their own order."""
+    settings = config.data.curriculum
+    return Curriculum(tasks, settings, seed=config.seed) if settings.enabled else None
 
 
 def make_policy(

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, prepare
+from agenttrain.build import Prepared, curriculum_of, load, prepare
 from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
@@ -240,12 +240,15 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(prepared.environments.aclose)
     job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
+    curriculum = curriculum_of(config, prepared.train_tasks)
     done = cursor = 0
     guards, best = Guards(config=config.guards), Best()
     if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
         guards.streak = state.get("streak", 0)
         best.found = state.get("best")
+        if curriculum is not None:
+            curriculum.load_state_dict(state["curriculum"])
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
@@ -261,6 +264,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         guards=guards,
         watchdog=job.watchdog,
         best=best,
+        curriculum=curriculum,
         done=done,
         cursor=cursor,
     )

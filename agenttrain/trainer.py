@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.source import TaskSource
 from agenttrain.evaluate import Best, Evaluation, evaluate
 from agenttrain.guards import Guards
@@ -46,6 +47,8 @@ class Trainer:
     guards: Guards
     watchdog: Watchdog = field(default_factory=Watchdog)
     best: Best = field(default_factory=Best)
+    curriculum: Curriculum | None = None
+    """Which of the train_tasks are drawn; None: in their order."""
     done: int = 0
     cursor: int = 0
     _clock: Clock = field(default_factory=lambda: Clock())
@@ -84,12 +87,15 @@ class Trainer:
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
+        if self.curriculum is not None:
+            self.curriculum.learn(self.cursor, self.curriculum.results(drawn.collected.groups))
         return self._metrics(drawn, training, clock), drawn.collected
 
     async def _draw(self, number: int) -> Drawn:
+        source = self.curriculum or self.train_tasks
         return await draw(
             self.collector,
-            lambda start, count: self.train_tasks.tasks(self.cursor + start, count),
+            lambda start, count: source.tasks(self.cursor + start, count),
             count=self.config.tasks_per_step,
             config=self.config.algorithm,
             sampling=Sampling(temperature=self.config.rollout.temperature),
@@ -107,6 +113,7 @@ class Trainer:
             ),
             **training,
             **(drawn.metrics() if self.config.algorithm.resamples else {}),
+            **({} if self.curriculum is None else self.curriculum.metrics()),
             "rollout/dropped": collected.dropped,
             "rollout/ledger_breaks": collected.broken,
             "tools/stuck": len(self.collector.stuck),
@@ -141,7 +148,13 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step."""
-        state = {"cursor": self.cursor, "streak": self.guards.streak, "best": self.best.found}
+        curriculum = None if self.curriculum is None else self.curriculum.state_dict()
+        state = {
+            "cursor": self.cursor,
+            "streak": self.guards.streak,
+            "best": self.best.found,
+            "curriculum": curriculum,
+        }
         with self.watchdog.phase("checkpoint", self.done):
             path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.tracker.checkpoint(path)

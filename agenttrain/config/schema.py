@@ -24,6 +24,7 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
 from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
@@ -214,6 +215,7 @@ class DataConfig:
     system: str | None = None
     """A system message, put before every prompt that has none."""
     on_bad_row: OnBadRow = OnBadRow.error
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
