@@ -24,9 +24,11 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
 class Dtype(StrEnum):
@@ -234,6 +236,7 @@ class DataConfig:
     system: str | None = None
     """A system message, put before every prompt that has none."""
     on_bad_row: OnBadRow = OnBadRow.error
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -366,6 +369,12 @@ class EvalConfig:
     """Also evaluate at temperature 0."""
     group_by: str | None = None
     """Column by whose values the reward is broken down, e.g. `family`."""
+    tools: list[str] | None = None
+    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
+    max_turns: int | None = None
+    """None: as rollout.max_turns; the two below likewise."""
+    max_turn_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -434,6 +443,7 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
