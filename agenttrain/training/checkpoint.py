@@ -33,6 +33,7 @@ from agenttrain.training.checkpoint_files import (
     newest_first,
     put_aside,
     recover,
+    remove,
     replace,
     seal,
     sync,
@@ -203,7 +204,7 @@ class Checkpoints:
         others = [path for path in newest_first(self.folder) if path != written]
         for path in others[self._keep - 1 :]:
             if path not in kept:
-                shutil.rmtree(path)
+                remove(path)
 
 
 def _restore_random(path: Path, rank: int) -> None:
