@@ -46,7 +46,7 @@ from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
 from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
-from agenttrain.config.schema import Schedule
+from agenttrain.config.schema import DistributedName, Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
@@ -368,6 +368,10 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
+    if composed.config.distributed.name is not DistributedName.single:
+        from agenttrain.launcher import run_workers
+
+        return run_workers(composed, folder, verb, sweep=sweep)
     from agenttrain.launch import launch  # torch comes with it
 
     if verb == "sft":
