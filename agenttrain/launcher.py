@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -45,7 +44,7 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
     Raises ConfigError where this machine cannot run as many.
     """
     section = composed.config.distributed
-    processes, node = resolve(section, torch.cuda.device_count()), node_rank(section)
+    processes, node = resolve(section), node_rank(section)
     order = Order.of(composed, folder, verb, sweep=sweep)
     with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
         exchange = Path(name)

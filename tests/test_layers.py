@@ -19,7 +19,8 @@ LAYERS = (
     ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("launch", "replay", "replay_crash", "rescore"),
     ("cli_recorded", "launch_sft", "worker"),
-    ("launcher",),
+    ("launcher", "ranks"),
+    ("start",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""
