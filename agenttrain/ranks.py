@@ -14,9 +14,9 @@ from functools import cache
 import torch.distributed as dist
 
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED
-from agenttrain.processes import Order
+from agenttrain.exchange import Order, code_of, in_a_line, trace
 from agenttrain.training.world import World
-from agenttrain.worker import code_of, in_a_line, serve, trace
+from agenttrain.worker import serve
 
 KEY = "agenttrain/order"
 """An Order as JSON, or the exit code of a command that runs nothing."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedName
 from agenttrain.config.exit_codes import FAILED
-from agenttrain.processes import QUIET, Order, adopt, is_first, started_by_others
+from agenttrain.exchange import Order
+from agenttrain.processes import QUIET, adopt, is_first, started_by_others
 
 
 def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:

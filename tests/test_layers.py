@@ -15,7 +15,7 @@ LAYERS = (
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
     ("check", "evaluate", "crash", "guards", "show_tools"),
-    ("trainer", "show_data", "recorded"),
+    ("trainer", "show_data", "recorded", "exchange"),
     ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("launch", "replay", "replay_crash", "rescore"),
     ("cli_recorded", "launch_sft", "worker"),
