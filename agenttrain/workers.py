@@ -60,6 +60,8 @@ class Workers(LocalElasticAgent):
         """Signals that the launcher got."""
         self.early: list[Ended] = []
         """Those that ended before anybody told them to, and were not done."""
+        self.silent: list[int] = []
+        """Those that did not end when they were told to, and were killed."""
         self.far: str | None = None
         """What made another node stop."""
         self.ended: dict[int, Ended] = {}
@@ -144,6 +146,7 @@ class Workers(LocalElasticAgent):
             self._again_at = now + AGAIN_S
             self._signal(signal.SIGINT)
         if self._kill_at is not None and now >= self._kill_at:
+            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
             self._signal(signal.SIGKILL)
 
     def _stop_soon(self) -> None:
