@@ -15,7 +15,8 @@ from typing import Any
 
 from agenttrain.config.compose import Composed, convert
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import FAILED, REFUSED
+from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
+from agenttrain.signals import StopRequest
 from agenttrain.types import AgenttrainError
 
 EXCHANGE = "AGENTTRAIN_EXCHANGE"
@@ -107,3 +108,10 @@ def trace(error: BaseException) -> str:
 def code_of(error: BaseException) -> int:
     """The exit code of a process that this stopped."""
     return REFUSED if isinstance(error, ConfigError) else FAILED
+
+
+def stop_code(stop: StopRequest, verb: str) -> int:
+    """The exit code of a process that was interrupted before there was anything to save."""
+    if not stop.at_once:
+        return INTERRUPTED
+    return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED

@@ -161,9 +161,9 @@ def _as_asked(workers: Workers) -> int:
     """The exit code of workers that ended because they were done, or were told to."""
     lowest = min(workers.ended, default=None)
     code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
-    if code >= 0 and lowest is not None:
-        return code
-    return TERMINATED if signal.SIGTERM in workers.asked else INTERRUPTED
+    if code in (INTERRUPTED, TERMINATED) or code < 0:
+        return INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
+    return code
 
 
 def _named(ended: Ended) -> str:

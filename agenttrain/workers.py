@@ -74,13 +74,22 @@ class Workers(LocalElasticAgent):
         self._look_at = 0.0
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Give every worker the signal; after Ctrl-C or a second SIGTERM they have to be quick."""
+        """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
         asked = signal.Signals(number)
-        again = asked is signal.SIGTERM and asked in self.asked
         self.asked.append(asked)
-        if asked is signal.SIGINT or again:
+        if self._is_urgent:
             self._stop_soon()
-        self._signal(asked)
+        self._signal(self._told)
+
+    @property
+    def _is_urgent(self) -> bool:
+        return signal.SIGINT in self.asked or self.asked.count(signal.SIGTERM) > 1
+
+    @property
+    def _told(self) -> signal.Signals:
+        """What workers are sent: never SIGTERM, which who signals all processes of a job has given
+        them already, and whose second one would not let them save."""
+        return signal.SIGINT if self._is_urgent else signal.SIGUSR1
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found = super()._start_workers(worker_group)
@@ -89,8 +98,8 @@ class Workers(LocalElasticAgent):
         for number in PASSED_ON:  # the agent has just made them its own
             with suppress(ValueError):  # in a thread, where signals are somebody else's
                 signal.signal(number, self.pass_on)
-        for asked in self.asked:  # before there was anyone to tell
-            self._signal(asked)
+        if self.asked:  # before there was anyone to tell
+            self._signal(self._told)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
