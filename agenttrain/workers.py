@@ -121,12 +121,13 @@ class Workers(LocalElasticAgent):
             if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
                 self.early += [ended for ended in new if not ended.as_asked]
             return
-        if self.asked and new:
-            self._kill_by(SETTLE_S)
-        elif early := [ended for ended in new if ended.code != DONE]:
+        early = [ended for ended in new if not ended.as_asked]
+        if early and not self.asked:
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else TELL_S)
+        elif early or any(ended.code == PREEMPTED for ended in new):
+            self._kill_by(SETTLE_S)
 
     def _ask_others(self, store: Any) -> None:
         """Tell the other nodes what happened here, and stop for what happened there."""
