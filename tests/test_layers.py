@@ -17,11 +17,13 @@ LAYERS = (
     ("rollout", "training"),
     ("check", "evaluate", "crash", "fingerprints", "guards", "show_tools", "stall"),
     ("watchdog",),
-    ("trainer", "show_data", "recorded"),
-    ("build", "imitation", "job"),
+    ("trainer", "show_data", "recorded", "exchange"),
+    ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft"),
+    ("cli_recorded", "launch_sft", "worker"),
+    ("launcher", "ranks"),
+    ("start",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""
