@@ -17,7 +17,7 @@ from agenttrain.tracking.run_folder import read_summary
 
 RUN = (
     *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.every=3", "eval.questions=2"),
-    *("tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
+    *("eval.greedy=false", "tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
 )
 
 
