@@ -22,6 +22,7 @@ from agenttrain.config.exit_codes import DONE
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import newest_first, verify
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.questions=0", "tracker=none"),
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),

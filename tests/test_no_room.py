@@ -20,6 +20,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.training.checkpoint import UNWRITABLE, Checkpoints
 from agenttrain.training.checkpoint_files import latest, verify
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=4", "checkpoint.every=2", "eval.questions=0", "tracker=none"),
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),  # so that each step updates
