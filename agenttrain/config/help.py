@@ -19,7 +19,8 @@ verbs
 settings
   group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
   group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on; only {resumable} may change
+  resume=<run folder>          go on; what may change:
+                               {resumable}
   hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
 
 groups and their options
