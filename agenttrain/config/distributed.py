@@ -51,8 +51,8 @@ def distributed_problems(config: Any) -> Iterator[str]:
         )
     if section.name is DistributedName.fsdp2 and config.training.mixed_precision == "fp16":
         yield (
-            "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale its own "
-            "part of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
+            "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
+            "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
         )
     several = section.nodes > 1 or section.processes != 1
     if section.name is not DistributedName.single and several and config.engine.name == "vllm":

@@ -227,14 +227,6 @@ def _weights(policy: Policy) -> dict[str, Tensor]:
     return whole_weights(policy.model, keep=policy.world.is_main)
 
 
-def _write_own(policy: Policy, part: Path) -> None:
-    """What every process writes."""
-    with _telling(part):
-        torch.save(_random_states(), part / f"rng-{policy.world.rank}.pt")
-        if is_sharded(policy.model):
-            write_part(policy.state_dict(), part, policy.world.rank)
-
-
 @contextmanager
 def _telling(part: Path) -> Iterator[None]:
     """Within, a full disk is NotWritten however torch, safetensors and tokenizers tell it."""
