@@ -41,18 +41,26 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
-from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.saved import (
+    evaluated,
+    finished_steps,
+    resumed,
+    resumed_as_begun,
+    run_of,
+    viewed,
+)
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.processes import check_processes, is_later_node, started_by_others
+from agenttrain.start import as_rank, start
 from agenttrain.types import Task
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
@@ -60,8 +68,17 @@ DEFAULT_EXPERIMENT = "shop"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
+    """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
+    # that no file there hides an installed package.
+    sys.path.append(os.getcwd())
+    if started_by_others():
+        return as_rank(lambda: _do(arguments))
+    return _do(arguments)
+
+
+def _do(arguments: list[str]) -> int:
     verb, rest = split_verb(arguments)
     if verb == "templates":
         return _templates(rest)
@@ -71,9 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"agenttrain {version('agenttrain')}")
         return 0
-    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
-    # that no file there hides an installed package.
-    sys.path.append(os.getcwd())
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
@@ -83,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -94,10 +108,13 @@ def _run(command: Command) -> int:
     with hydra_session(command.source):
         runs = compose_all(command)
     _check_files(runs)
+    check_processes(command, runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
+    if is_later_node(runs[0].config.distributed):
+        return start(runs[0], Path(), command.verb)
     return _hand_over(command, total=len(runs))
 
 
@@ -189,9 +206,7 @@ def compose_all(command: Command) -> list[Composed]:
     """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        changes = [text for text in overrides if not _names_eval_folder(text, command)]
-        load = evaluated if command.verb == "eval" else resumed
-        composed = load(command.saved, open_keys(changes), source)
+        composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
         return [composed]
@@ -206,6 +221,14 @@ def compose_all(command: Command) -> list[Composed]:
     return runs
 
 
+def _load(command: Command, saved: Path) -> Composed:
+    if command.auto:
+        return resumed_as_begun(saved, open_keys(command.overrides), command.source)
+    changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
+    load = evaluated if command.verb == "eval" else resumed
+    return load(saved, open_keys(changes), command.source)
+
+
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     composed = compose_run(overrides, command.source)
     if composed.config.resume is not None:
@@ -213,6 +236,8 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
+    if composed.config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
     validate(composed.config)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
@@ -273,14 +298,17 @@ def _hand_over(command: Command, *, total: int) -> int:
     def job(raw: DictConfig) -> None:
         context = HydraConfig.get()
         folder = Path(context.runtime.output_dir)
-        if _holds_run(folder):
+        composed = convert(raw)
+        if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
+            composed.config.resume = str(folder)
+        elif _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
         if command.sweep:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
-        if codes[-1] in (INTERRUPTED, TERMINATED):
+        codes.append(_launch(composed, folder, command.verb, sweep=command.sweep))
+        if codes[-1] in (PREEMPTED, INTERRUPTED, TERMINATED):
             raise KeyboardInterrupt  # a sweep ends here
 
     register()
@@ -369,13 +397,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    from agenttrain.launch import launch  # torch comes with it
-
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
-
-        return launch_sft(composed.config, composed.plain, folder, sweep=sweep)
-    return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
+    return start(composed, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":
