@@ -90,7 +90,7 @@ class Trainer:
         if self._due(self.config.eval.every) and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
             self.evaluated = self.done
-        if self._due(self.config.checkpoint.every):
+        if self._due(self.config.checkpoint.every) or self._is_best:
             self.keep()
         self.stop.check()
 
@@ -210,14 +210,20 @@ class Trainer:
 
     def keep(self) -> None:
         """Write a checkpoint of the last finished step, unless there is one."""
-        if self.saved == self.done:
-            return
-        with self.watchdog.phase("checkpoint", self.done):
-            path = self.checkpoints.save(
-                self.policy, step=self.done, state=self.state_dict(), rng=self._states
-            )
-        self.saved = self.done
-        self.tracker.checkpoint(path)
+        if self.saved < self.done:
+            with self.watchdog.phase("checkpoint", self.done):
+                path = self.checkpoints.save(
+                    self.policy, step=self.done, state=self.state_dict(), rng=self._states
+                )
+            self.saved = self.done
+            self.tracker.checkpoint(path)
+        if self._is_best:
+            self.checkpoints.mark_best(self.policy, self.done)
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the policy as it is now is the one to keep."""
+        return self.config.checkpoint.keep_best and 0 < self.done == self.best.step
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on besides the policy and the random states; JSON."""
