@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -31,6 +32,9 @@ class Silent(Tracker):
         """Nothing."""
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def best(self, found: Mapping[str, Any] | None) -> None:
         """Nothing."""
 
     def close(self) -> None:
