@@ -28,6 +28,9 @@ class Silent(Tracker):
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """Nothing."""
 
+    def check_folder(self) -> None:
+        """The main process does."""
+
     def checkpoint(self, path: Path) -> None:
         """Nothing."""
 

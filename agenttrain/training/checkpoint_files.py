@@ -20,6 +20,7 @@ from agenttrain.types import AgenttrainError
 
 MANIFEST = "manifest.json"
 PREFIX = "step-"
+PRUNED = ".pruned-"
 READ_BY_LOADERS = (
     *("*.safetensors", "*.bin", "*.pt", "*.index.json", "adapter_config.json", "*token*"),
     "chat_template*",
@@ -110,12 +111,21 @@ def replace(part: Path, path: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Undo a replacement that died between its two renames."""
+    """Undo a replacement that died between its two renames; clear away what else was left over."""
     for former in folder.glob(f".{PREFIX}*.former"):
         path = folder / former.name[1:].removesuffix(".former")
         if not path.exists():
             with suppress(FileNotFoundError):  # another process of the run has done it
                 former.rename(path)
+    for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a process that dies on the way leaves no half of it."""
+    put_aside(path, f"{PRUNED}{path.name}")
+    shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
 
 
 def put_aside(path: Path, name: str) -> None:
