@@ -25,6 +25,8 @@ from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
+from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
 
 
 class Dtype(StrEnum):
@@ -412,6 +414,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
