@@ -18,7 +18,7 @@ LAYERS = (
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft"),
+    ("cli_recorded", "cli_sweep", "launch_sft"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""
