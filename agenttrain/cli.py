@@ -42,6 +42,7 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
@@ -53,8 +54,6 @@ from agenttrain.config.validate import validate
 from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
@@ -64,7 +63,7 @@ RUNNING_VERBS = ("train", "sft", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
+    """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = split_verb(arguments)
     if verb == "templates":
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 

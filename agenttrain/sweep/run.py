@@ -20,6 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
+from agenttrain.config import exit_codes
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.sweep_settings import OnFailedJob
 from agenttrain.sweep import process
@@ -46,8 +47,6 @@ from agenttrain.sweep.status import (
 )
 from agenttrain.tracking.run_folder import read_summary, update_summary
 
-INTERRUPTED_CODE = 130
-"""Exit code after Ctrl-C, as shells have it."""
 OUTPUT = "output.txt"
 """In a job's folder: what it says where several run at once."""
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -140,13 +139,13 @@ def _code_of(launch: Callable[[], object]) -> int:
     except SweepStopped as stopped:
         return stopped.code
     except KeyboardInterrupt:
-        return INTERRUPTED_CODE
+        return exit_codes.INTERRUPTED
     except ConfigError:
         raise
     except Exception as error:  # of a launcher or sweeper: what it raises is its own
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return exit_codes.FAILED
+    return exit_codes.DONE
 
 
 def _overrides(found: Standing) -> list[str]:
@@ -182,7 +181,7 @@ def run_job(
     objective = objective if found.status == FINISHED else None
     print(f"job {number + 1}: {_told(found, record, objective)}", flush=True)
     if ended.signalled:
-        raise SweepStopped(ended.code or INTERRUPTED_CODE)
+        raise SweepStopped(ended.code or exit_codes.INTERRUPTED)
     return objective
 
 
@@ -228,6 +227,5 @@ def concluded(sweep: Path, code: int) -> int:
     sys.stdout.flush()
     if any(one.unfinished for one in found):
         print(f"to go on   {shown(['-m', f'resume={sweep}'])}", flush=True)
-        return code or 1
+        return code or exit_codes.FAILED
     return code
-
