@@ -51,6 +51,7 @@ from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.sweep.compare import compare
 from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore},
+            **{"replay": replay, "rescore": rescore, "compare": compare},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:

@@ -33,6 +33,7 @@ VERBS = {
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
     "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
+    "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }

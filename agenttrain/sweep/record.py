@@ -17,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ class SweepRecord:
     options: list[str] = field(default_factory=list)
     """Of the command line, for every job, e.g. ["--config-dir", "/home/me/conf"]."""
     shared: list[str] = field(default_factory=list)
-    """What was typed and does not vary, Hydra's own settings too; they say how jobs are launched."""
+    """What was typed and does not vary, with Hydra's own settings: how jobs are launched."""
     jobs: list[SweepJob] = field(default_factory=list)
     """In their order; a sweeper that chooses as it goes adds them one by one."""
 
@@ -87,13 +87,18 @@ def chosen(overrides: Sequence[str]) -> dict[str, str]:
 def varying(record: SweepRecord) -> list[dict[str, str]]:
     """What differs between the jobs, for each of them; without what is the same in all.
 
-    Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}, {"algorithm":
-    "rloo", "seed": "0"}]``.
+    Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
+    ``[{"seed": "0"}, {"seed": "1"}]``.
     """
     found = [chosen(job.overrides) for job in record.jobs]
     keys = dict.fromkeys(key for values in found for key in values)
     differ = [key for key in keys if len({values.get(key) for values in found}) > 1]
     return [{key: values[key] for key in differ if key in values} for values in found]
+
+
+def named(values: Mapping[str, str]) -> str:
+    """What was chosen, in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def is_sweep(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from agenttrain.sweep.record import (
     SweepJob,
     SweepRecord,
     add_job,
+    named,
     quoted,
     read_record,
     shown,
@@ -170,7 +171,7 @@ def run_job(
     if is_held(folder):
         print(f"{folder}: another process works there; left to it", flush=True)
         return None
-    chosen = " ".join(varying(record)[number])
+    chosen = named(varying(record)[number])
     print(f"\njob {number + 1} of {len(record.jobs)}: {chosen} -> {folder}", flush=True)
     if read_summary(folder):
         update_summary(folder, status=None, error=None)  # of the last time
