@@ -43,6 +43,10 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
             "it, another name starts a new one"
         )
     listed = is_listed(raw)
+    if not listed and runs[0].config.sweep.objective is None:
+        raise ConfigError(
+            "sweep.objective=null: the sweeper chooses by it; name a figure, e.g. eval/pass@1"
+        )
     record = SweepRecord(
         verb=command.verb,
         objective=runs[0].config.sweep.objective,
@@ -77,6 +81,11 @@ def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed
         elif one.unfinished:
             compose([*one.job.overrides, *changes], command)
     if not any(one.unfinished for one in found):
+        if command.overrides:
+            raise ConfigError(
+                f"{command.overrides[0]}: no job of {folder} is unfinished; a finished one goes on "
+                f"alone: agenttrain resume={found[0].folder if found else '…'} steps=…"
+            )
         return concluded(folder, 0)
     kept = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
     overrides, name = [*kept, *hydras], command.source.name

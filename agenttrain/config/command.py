@@ -79,6 +79,8 @@ def parse(arguments: Sequence[str]) -> Command:
     if misplaced := [word for word in overrides if word in VERBS]:
         raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
     sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
+    if parsed.multirun and parsed.cfg:
+        raise ConfigError("--cfg: shows one run; leave -m out")
     if sweep and saved and verb in ("eval", "check"):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
     if saved is None:

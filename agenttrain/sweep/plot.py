@@ -69,7 +69,7 @@ def _draw(comparison: Comparison, figure: Any) -> None:
     lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(found))]
     labels = [label(one) for one in comparison.configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
-    figure.suptitle(str(comparison.sweep), fontsize=10)
+    figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
 
 
 def _draw_curves(axes: Any, name: str, found: Sequence[Sequence[Rows]]) -> None:

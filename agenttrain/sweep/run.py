@@ -176,7 +176,7 @@ def run_job(
     if read_summary(folder):
         update_summary(folder, status=None, error=None)  # of the last time
     ended = process.run(_arguments(sweep, record, job, changes), None if shows else folder / OUTPUT)
-    _note(folder, ended)
+    note(folder, ended)
     found = standing(folder, job)
     objective = None if record.objective is None else result(folder, record.objective)
     objective = objective if found.status == FINISHED else None
@@ -209,7 +209,7 @@ def _arguments(
     return record.arguments(sweep, job, *changes)
 
 
-def _note(folder: Path, ended: process.Ended) -> None:
+def note(folder: Path, ended: process.Ended) -> None:
     """Put on record how a job ended that could not do so itself."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
