@@ -28,6 +28,8 @@ from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
+from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
 from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
@@ -447,6 +449,7 @@ class RunConfig:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
