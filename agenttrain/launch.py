@@ -18,6 +18,7 @@ from rich.console import Console
 from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
@@ -46,10 +47,6 @@ from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import AgenttrainError, Rollout
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 SHOWN = 3
 """Rollouts printed at the end of a run."""
 
@@ -76,7 +73,7 @@ def launch(
             return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
         print(_told(error, run_folder), file=sys.stderr)
-        return 1
+        return FAILED
 
 
 def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None:
@@ -108,11 +105,11 @@ def _run(job: Job, verb: str, work: Work[Any]) -> int:
             told = _told(error, job.folder)
             _record(job.folder, status="failed", error=told)
             print(told, file=sys.stderr)
-            return 1
+            return FAILED
         except Exception as error:
             _record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
             raise
-    return 0
+    return DONE
 
 
 def _told(error: Exception, folder: Path) -> str:
