@@ -27,6 +27,7 @@ from agenttrain.config.component_settings import ToolLimits as ToolLimits
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.slurm import SlurmConfig as SlurmConfig
 
 
 class Dtype(StrEnum):
@@ -415,6 +416,7 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
