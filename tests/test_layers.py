@@ -13,7 +13,7 @@ LAYERS = (
     ("types", "threads"),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
-    ("rollout", "training"),
+    ("rollout", "training", "sweep"),
     ("check", "evaluate", "crash", "guards", "show_tools"),
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),

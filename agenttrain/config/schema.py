@@ -28,6 +28,8 @@ from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
 from agenttrain.config.slurm import SlurmConfig as SlurmConfig
+from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
+from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
 
 
 class Dtype(StrEnum):
@@ -417,6 +419,7 @@ class RunConfig:
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""

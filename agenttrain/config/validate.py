@@ -50,11 +50,12 @@ AT_LEAST_ONE = (
     *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
-    *("sft.batch_size", "sft.max_tokens"),
+    *("sft.batch_size", "sft.max_tokens", "sweep.trials"),
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
     *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
+    "sweep.trials_seed",
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (

@@ -8,7 +8,7 @@
         trackio/        the dashboard's database, which the jobs share
 
 A job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
-SLURM) and in which order does not matter. A folder that the record lists is a sweep's job.
+SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
 """
 
 from __future__ import annotations
