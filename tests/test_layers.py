@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
     ("types", "threads"),
     ("config",),
-    ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
+    ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms", "slurm"),
     ("rollout", "training", "sweep"),
     ("check", "evaluate", "crash", "guards", "show_tools"),
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft"),
+    ("cli_recorded", "launch_sft", "submit"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

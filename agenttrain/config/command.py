@@ -27,6 +27,7 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "sft": "imitate conversations with tool calls: the warm start of an agent",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
+    "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
     "check": "compose, check and count; nothing is run and no folder is made",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
