@@ -50,6 +50,8 @@ from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.processes import check_processes, is_later_node, started_by_others
+from agenttrain.start import as_rank, start
 from agenttrain.submit import submit
 from agenttrain.types import Task
 
@@ -62,6 +64,15 @@ DEFAULT_EXPERIMENT = "shop"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
+    # that no file there hides an installed package.
+    sys.path.append(os.getcwd())
+    if started_by_others():
+        return as_rank(lambda: _do(arguments))
+    return _do(arguments)
+
+
+def _do(arguments: list[str]) -> int:
     verb, rest = split_verb(arguments)
     if verb == "templates":
         return _templates(rest)
@@ -71,9 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"agenttrain {version('agenttrain')}")
         return 0
-    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
-    # that no file there hides an installed package.
-    sys.path.append(os.getcwd())
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
@@ -94,10 +102,13 @@ def _run(command: Command) -> int:
     with hydra_session(command.source):
         runs = compose_all(command)
     _check_files(runs)
+    check_processes(command, runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
+    if is_later_node(runs[0].config.distributed):
+        return start(runs[0], Path(), command.verb)
     return _hand_over(command, total=len(runs))
 
 
@@ -384,13 +395,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    from agenttrain.launch import launch  # torch comes with it
-
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
-
-        return launch_sft(composed.config, composed.plain, folder, sweep=sweep)
-    return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
+    return start(composed, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":

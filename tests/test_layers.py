@@ -16,9 +16,11 @@ LAYERS = (
     ("rollout", "training", "sweep"),
     ("check", "evaluate", "crash", "guards", "show_tools"),
     ("trainer", "show_data", "recorded"),
-    ("build", "imitation", "job"),
+    ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft", "submit"),
+    ("cli_recorded", "launch_sft", "worker"),
+    ("launcher", "ranks"),
+    ("start", "submit"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""
