@@ -149,7 +149,7 @@ def _as_asked(workers: Workers) -> int:
     code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
     if code >= 0 and lowest is not None:
         return code
-    return TERMINATED if signal.SIGTERM in workers.asked else INTERRUPTED
+    return INTERRUPTED if signal.SIGINT in workers.asked or not workers.asked else TERMINATED
 
 
 def _named(ended: Ended) -> str:

@@ -20,6 +20,7 @@ from rich.syntax import Syntax
 
 from agenttrain.config.command import Command, parse
 from agenttrain.config.compose import Composed, compose_run, hydra_session
+from agenttrain.config.distributed import process_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.folders import job_name, run_folder, sweep_folders, unnamed
 from agenttrain.config.schema import RunConfig
@@ -122,12 +123,12 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     if command.saved is not None:
         settings = compose_run(typed.slurm, source).config.slurm
         runs = compose_all(command)
-        _refuse(runs[0].config, settings)
+        _refuse(command.verb, runs[0].config, settings)
         script = _going_on(command, command.saved.absolute(), job_name([], source))
         return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
     combinations = _expanded(command)
     first = compose_run([*combinations[0], *typed.slurm], source).config
-    _refuse(first, first.slurm)
+    _refuse(command.verb, first, first.slurm)
     processes = _processes(first)
     nodes = first.slurm.nodes
     meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
@@ -162,9 +163,10 @@ def _expanded(command: Command) -> list[list[str]]:
     return combinations
 
 
-def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
+def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
     config = replace(config, slurm=settings)
-    if found := [*slurm_problems(config), *submission_problems(config)]:
+    checks = (slurm_problems(config), submission_problems(config), process_problems(verb, config))
+    if found := [problem for check in checks for problem in check]:
         raise ConfigError("\n".join(found))
 
 

@@ -74,7 +74,7 @@ class Workers(LocalElasticAgent):
         self.asked.append(asked)
         if asked is signal.SIGINT or again:
             self._kill_by(STOP_S)
-        self._signal(asked)
+        self._signal(_passed(asked, again))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found = super()._start_workers(worker_group)
@@ -83,8 +83,8 @@ class Workers(LocalElasticAgent):
         for number in PASSED_ON:  # the agent has just made them its own
             with suppress(ValueError):  # in a thread, where signals are somebody else's
                 signal.signal(number, self.pass_on)
-        for asked in self.asked:  # before there was anyone to tell
-            self._signal(asked)
+        for number, asked in enumerate(self.asked):  # before there was anyone to tell
+            self._signal(_passed(asked, asked in self.asked[:number]))
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -147,6 +147,15 @@ class Workers(LocalElasticAgent):
             if rank not in self.ended:
                 with suppress(ProcessLookupError):
                     send(pid, number)
+
+
+def _passed(asked: signal.Signals, again: bool) -> signal.Signals:
+    """What the workers get of a signal: a first SIGTERM as SIGUSR1, which means the same.
+
+    SLURM and others signal every process of a job, launcher and workers alike: a SIGTERM beside
+    that one would be a worker's second, which ends it without a checkpoint.
+    """
+    return signal.SIGUSR1 if asked is signal.SIGTERM and not again else asked
 
 
 def _status(pid: int) -> int | None:

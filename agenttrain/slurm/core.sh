@@ -1,6 +1,6 @@
 # From here on as `agenttrain submit` writes it.
 # Before the end of the wall time, and at a preemption, the run is told by a signal to save what it
-# did; it then exits with 75, and the job goes back into the queue and goes on in the same folder.
+# did; it then ends with 75, and the job goes back into the queue and goes on in the same folder.
 export PYTHONUNBUFFERED=1 SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 nodes=()
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -19,7 +19,8 @@ run=$!
 # A signal ends `wait`, with a code of its own: the run's is that of a wait without one.
 while told=; wait "$run"; code=$?; [ -n "$told" ]; do :; done
 
-[ "$code" = 75 ] || exit "$code"
+# 138, 143: a signal that came before the run could listen, or that it had no time to obey.
+case "$code" in 75 | 138 | 143) ;; *) exit "$code" ;; esac
 trap '' USR1 TERM
 # An array's own number would put all of its jobs back. A job that is not running any more has been
 # cancelled, or SLURM has put it back itself.
