@@ -45,12 +45,20 @@ from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMIN
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
-from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.saved import (
+    evaluated,
+    finished_steps,
+    resumed,
+    resumed_as_begun,
+    run_of,
+    viewed,
+)
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.processes import check_processes, is_later_node, started_by_others
+from agenttrain.signals import listening
 from agenttrain.start import as_rank, start
 from agenttrain.submit import submit
 from agenttrain.types import Task
@@ -205,9 +213,7 @@ def compose_all(command: Command) -> list[Composed]:
     """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        changes = [text for text in overrides if not _names_eval_folder(text, command)]
-        load = evaluated if command.verb == "eval" else resumed
-        composed = load(command.saved, open_keys(changes), source)
+        composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
         return [composed]
@@ -222,6 +228,14 @@ def compose_all(command: Command) -> list[Composed]:
     return runs
 
 
+def _load(command: Command, saved: Path) -> Composed:
+    if command.auto:
+        return resumed_as_begun(saved, open_keys(command.overrides), command.source)
+    changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
+    load = evaluated if command.verb == "eval" else resumed
+    return load(saved, open_keys(changes), command.source)
+
+
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     composed = compose_run(overrides, command.source)
     if composed.config.resume is not None:
@@ -229,6 +243,8 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
+    if composed.config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
     validate(composed.config)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
@@ -289,13 +305,16 @@ def _hand_over(command: Command, *, total: int) -> int:
     def job(raw: DictConfig) -> None:
         context = HydraConfig.get()
         folder = Path(context.runtime.output_dir)
-        if _holds_run(folder):
+        composed = convert(raw)
+        if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
+            composed.config.resume = str(folder)
+        elif _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
         if command.sweep:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
+        codes.append(_launch(composed, folder, command.verb, sweep=command.sweep))
         if codes[-1] in (PREEMPTED, INTERRUPTED, TERMINATED):
             raise KeyboardInterrupt  # a sweep ends here
 
@@ -395,7 +414,13 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    return start(composed, folder, verb, sweep=sweep)
+    with listening() as stop:
+        try:
+            return start(composed, folder, verb, sweep=sweep)
+        except KeyboardInterrupt:
+            if not stop.at_once:
+                raise
+            return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED
 
 
 if __name__ == "__main__":

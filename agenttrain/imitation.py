@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
 from agenttrain.config.schema import OnBadRow, RunConfig
 from agenttrain.data.source import TaskSource
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.trainer import Clock
 from agenttrain.training.checkpoint import Checkpoints
@@ -56,20 +56,35 @@ class Imitation:
     checkpoints: Checkpoints
     max_tokens: int
     """Of a conversation; longer ones are left out."""
+    stop: StopRequest = field(default_factory=StopRequest)
     done: int = 0
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    evaluated: int = 0
+    """Last step after which the held-out loss was taken."""
     _held_out: list[Rollout] | None = None
 
     def train(self) -> None:
-        """The steps that are left, with held-out losses and checkpoints on the way."""
+        """The steps that are left, with held-out losses and checkpoints on the way.
+
+        Raises Preempted between two steps.
+        """
         self.tracker.begin()
+        self._between()
         while self.done < self.config.steps:
             metrics, rollouts = self.step(self.done + 1)
             self.done += 1
             self.tracker.step(self.done, metrics, rollouts)
-            if self._due(self.config.eval.every):
-                self.evaluate(f"step-{self.done}")
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            self._between()
+
+    def _between(self) -> None:
+        """What is due after a step, or was still due where the run was stopped."""
+        if self._due(self.config.eval.every) and self.evaluated < self.done:
+            self.evaluate(f"step-{self.done}")
+            self.evaluated = self.done
+        if self._due(self.config.checkpoint.every):
+            self.keep()
+        self.stop.check()
 
     def step(self, number: int) -> tuple[dict[str, float], list[Rollout]]:
         """One update on the next batch of rows: its metrics, and the demonstrations as rollouts."""
@@ -115,11 +130,14 @@ class Imitation:
         self.tracker.evaluation(f"{label}/held_out", self.done, metrics)
         return metrics
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        path = self.checkpoints.save(self.policy, step=self.done)
+    def keep(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        if self.saved == self.done:
+            return
+        state = {"evaluated": self.evaluated}
+        path = self.checkpoints.save(self.policy, step=self.done, state=state)
+        self.saved = self.done
         self.tracker.checkpoint(path)
-        return path
 
     def _demonstrate(self, source: TaskSource, start: int, count: int) -> Demonstrations:
         found = Demonstrations()

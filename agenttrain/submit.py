@@ -83,7 +83,9 @@ def submit(
     for note in unshared(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
     _show(text)
-    told = sbatch.lint(text) if sbatch.present() else "there is no sbatch here, which would check it"
+    told = (
+        sbatch.lint(text) if sbatch.present() else "there is no sbatch here, which would check it"
+    )
     print(told, file=sys.stderr)
     if not typed.dry:
         _write(plan, text)
@@ -205,9 +207,7 @@ def _going_on(command: Command, folder: Path, name: str) -> JobScript:
     return _script(folder, name, [started], array=False)
 
 
-def _script(
-    folder: Path, name: str, started: Sequence[Sequence[str]], *, array: bool
-) -> JobScript:
+def _script(folder: Path, name: str, started: Sequence[Sequence[str]], *, array: bool) -> JobScript:
     return JobScript(
         name=name,
         folder=folder,

@@ -8,10 +8,10 @@ trains on it together with the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
@@ -22,11 +22,13 @@ from agenttrain.rollout.collect import Collected, Collector
 from agenttrain.rollout.deal import Costs
 from agenttrain.rollout.peers import merge
 from agenttrain.rollout.resample import Drawn, draw
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.weight_sync import rest, sync
 from agenttrain.training.world import World
 from agenttrain.types import Sampling
@@ -45,34 +47,49 @@ class Trainer:
     checkpoints: Checkpoints
     evidence: Evidence
     guards: Guards
+    stop: StopRequest = field(default_factory=StopRequest)
     done: int = 0
     cursor: int = 0
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    evaluated: int = 0
+    """Last step after which there was an evaluation."""
     world: World = field(default_factory=World)
     costs: Costs = field(default_factory=Costs)
+    _states: dict[str, Any] = field(default_factory=random_states)
+    """Of the random generators after the last finished step."""
     _clock: Clock = field(default_factory=lambda: Clock())
 
     async def train(self) -> None:
-        """The steps that are left, with evaluations and checkpoints on the way."""
+        """The steps that are left, with evaluations and checkpoints on the way.
+
+        Raises Preempted between two steps, or where rollouts were cut short: what the last finished
+        step left is then untouched.
+        """
         self.tracker.begin()
+        await self._between()
         while self.done < self.config.steps:
             metrics, collected = await self.step(self.done + 1)
             self.done += 1
+            self._states = random_states()
             self.tracker.step(self.done, metrics, collected.rollouts)
             self._guard(metrics, collected)
-            if self._due(self.config.eval.every):
-                await self.evaluate(f"step-{self.done}")
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            await self._between()
+
+    async def _between(self) -> None:
+        """What is due after a step, or was still due where the run was stopped."""
+        if self._due(self.config.eval.every) and self.evaluated < self.done:
+            await self.evaluate(f"step-{self.done}")
+            self.evaluated = self.done
+        if self._due(self.config.checkpoint.every):
+            self.keep()
+        self.stop.check()
 
     def _guard(self, metrics: dict[str, float], collected: Collected) -> None:
         """The main process has seen all rollouts: what it says goes for all."""
-        failure = None
-        if self.world.is_main:
-            try:
+        with self.world.together(f"the guards after step {self.done}", GuardTripped):
+            if self.world.is_main:
                 self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
-            except GuardTripped as error:
-                failure = error
-        self.world.exchange((), f"the guards after step {self.done}", failure)
 
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
         """One step: rollouts, advantages and updates, weight sync; its metrics.
@@ -148,7 +165,10 @@ class Trainer:
         }
 
     async def evaluate(self, label: str) -> list[Evaluation]:
-        """Evaluate on the first `eval.questions` test tasks; empty if there are to be none."""
+        """Evaluate on the first `eval.questions` test tasks; empty if there are to be none.
+
+        Whatever tools and rewards draw at random, training goes on as if they had not.
+        """
         questions = min(self.config.eval.questions, len(self.test_tasks))
         if questions == 0:
             return []
@@ -162,6 +182,7 @@ class Trainer:
             world=self.world,
             costs=self.costs,
         )
+        set_random_states(self._states)
         for evaluation in evaluations:
             self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
         return evaluations
@@ -169,12 +190,30 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.done % every == 0 and self.done < self.config.steps
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        state = {"cursor": self.cursor, "streak": self.guards.streak}
-        path = self.checkpoints.save(self.policy, step=self.done, state=state)
+    def keep(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        if self.saved == self.done:
+            return
+        path = self.checkpoints.save(
+            self.policy, step=self.done, state=self.state_dict(), rng=self._states
+        )
+        self.saved = self.done
         self.tracker.checkpoint(path)
-        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on besides the policy and the random states; JSON."""
+        return {
+            "cursor": self.cursor,
+            "evaluated": self.evaluated,
+            "streak": self.guards.streak,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, as a checkpoint of step `state["step"]` has it."""
+        self.done = self.saved = state["step"]
+        self.cursor = state["cursor"]
+        self.evaluated = state["evaluated"]
+        self.guards.streak = state["streak"]
 
 
 class Clock:

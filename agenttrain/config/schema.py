@@ -83,6 +83,8 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     muon = "muon"
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+    sgd = "sgd"
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
 
 
 class Schedule(StrEnum):
@@ -130,6 +132,23 @@ class Init(StrEnum):
     """The files in `model.path`."""
     random = "random"
     """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
+
+
+class RunPart(StrEnum):
+    """What a run is made of besides its settings."""
+
+    data = "data"
+    """The rows of data.train and data.test."""
+    template = "template"
+    """The chat template, as it was fixed."""
+    tools = "tools"
+    """Their schemas, the code of the user's own, the files that bundled ones read."""
+    environment = "environment"
+    """The code of the user's classes."""
+    reward = "reward"
+    """The code of the user's functions."""
+    model = "model"
+    """The tokenizer; the weights in model.path, where a reference or adapters need them."""
 
 
 @dataclass
@@ -426,4 +445,6 @@ class RunConfig:
     tasks_per_step: int = 8
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None
-    """Folder of a run to continue."""
+    """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
+    resume_changed: list[RunPart] = field(default_factory=list)
+    """What may have changed since a resumed run was stopped; the rest is compared."""

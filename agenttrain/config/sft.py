@@ -19,7 +19,9 @@ READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_c
 
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
-    unread = {"sft": (*RL_ONLY, "slurm"), "train": ("sft", "slurm"), "eval": ("sft", "slurm")}.get(verb, ())
+    unread = {"sft": (*RL_ONLY, "slurm"), "train": ("sft", "slurm"), "eval": ("sft", "slurm")}.get(
+        verb, ()
+    )
     if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
         raise ConfigError("\n".join(found))
 

@@ -22,6 +22,7 @@ from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
+from agenttrain.signals import StopRequest
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
@@ -53,6 +54,8 @@ class Collector:
     rubric: Rubric
     limits: RolloutConfig
     environments: Environments = field(default_factory=Environments)
+    stop: StopRequest = field(default_factory=StopRequest)
+    """What cuts a collection short."""
 
     def blocking(self, limit_s: float) -> str | None:
         """The async tool that has held the event loop for longer than `limit_s`; any thread."""

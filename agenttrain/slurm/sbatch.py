@@ -41,7 +41,9 @@ def submit(path: Path) -> str:
     done = _sbatch(["--parsable", str(path)], None)
     if done.returncode != 0:
         raise ConfigError(f"submit: sbatch {path}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]  # behind it the cluster's name, where there are several
+    return done.stdout.strip().partition(";")[
+        0
+    ]  # behind it the cluster's name, where there are several
 
 
 def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
