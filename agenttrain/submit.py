@@ -18,18 +18,19 @@ from shlex import quote
 from rich.console import Console
 from rich.syntax import Syntax
 
-from agenttrain.config.command import Command, parse
+from agenttrain.cli_sweep import new_sweep
+from agenttrain.config.command import RUN_DIR, Command, parse
 from agenttrain.config.compose import Composed, compose_run, hydra_session
 from agenttrain.config.distributed import process_problems
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.folders import job_name, run_folder, sweep_folders, unnamed
+from agenttrain.config.folders import job_name, run_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.slurm import SlurmConfig, slurm_problems, submission_problems
 from agenttrain.config.sweep import expand
 from agenttrain.slurm import sbatch
 from agenttrain.slurm.script import OFFLINE, JobScript, render
 from agenttrain.slurm.shared import unshared
-from agenttrain.sweep.record import SweepJob, SweepRecord, quoted, write_record
+from agenttrain.sweep.record import SweepRecord, quoted, write_record
 
 VERBS = ("train", "sft")
 """What can be submitted: verbs that go on where they have got to."""
@@ -128,41 +129,43 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         _refuse(command.verb, runs[0].config, settings)
         script = _going_on(command, command.saved.absolute(), job_name([], source))
         return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
-    combinations = _expanded(command)
-    first = compose_run([*combinations[0], *typed.slurm], source).config
+    combination = _first_of(command)
+    first = compose_run([*combination, *typed.slurm], source).config
     _refuse(command.verb, first, first.slurm)
-    processes = _processes(first)
+    command = replace(command, overrides=[*command.overrides, *_processes(first)])
     nodes = first.slurm.nodes
     meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
-    checked = [*command.overrides, *processes, *(meeting if nodes > 1 else ())]
+    checked = [*command.overrides, *(meeting if nodes > 1 else ())]
     runs = compose_all(replace(command, overrides=checked))
-    jobs = [[*unnamed(overrides), *processes] for overrides in combinations]
-    if not command.sweep:
-        folder, record = run_folder(combinations[0], source), None
-        options = _options(command)
-        started = [[command.verb, *options, *jobs[0], *_place(folder)]]
-    else:
-        folder, names = sweep_folders(combinations, source)
-        record = _record(command, first, names, jobs)
+    name = job_name(combination, source)
+    if command.sweep:
+        folder, record, listed = new_sweep(command, runs)
+        if not listed:
+            raise ConfigError(
+                "submit -m: the runs of an array are known when it is submitted, and this "
+                "hydra/sweeper chooses them as it goes; leave it out"
+            )
+        folder = folder.absolute()
         started = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-    name = job_name(combinations[0], source)
-    script = _script(folder, name, started, array=command.sweep)
-    return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
+        script = _script(folder, name, started, array=True)
+        return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
+    folder = run_folder(command.overrides, source)
+    words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
+    started = [[command.verb, *command.options, *words, *place]]
+    script = _script(folder, name, started, array=False)
+    return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
-def _expanded(command: Command) -> list[list[str]]:
+def _first_of(command: Command) -> list[str]:
+    """The overrides of the run, or of the first of a sweep; raises ConfigError."""
     if not command.sweep:
-        return [command.overrides]
+        return command.overrides
     combinations = expand(command.overrides, command.source)
     for text in command.overrides:
         if _section(text) == "distributed" and any(text not in run for run in combinations):
-            raise ConfigError(f"{text}: all jobs of an array have the same nodes and processes")
-        if text.startswith("hydra/sweeper"):
-            raise ConfigError(
-                f"{text}: chooses runs as it goes, and an array's are known when it is submitted; "
-                "leave it out"
-            )
-    return combinations
+            raise ConfigError(f"{text}: all jobs of an array have the same processes")
+    return combinations[0]
 
 
 def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
@@ -180,30 +183,8 @@ def _processes(config: RunConfig) -> list[str]:
     return [f"distributed.processes={wanted}"]
 
 
-def _place(folder: Path) -> list[str]:
-    return ["resume=auto", f"hydra.run.dir={quoted(folder)}"]
-
-
-def _options(command: Command) -> list[str]:
-    return [text for text in command.options if text not in ("-m", "--multirun")]
-
-
-def _record(
-    command: Command, first: RunConfig, names: Sequence[str], jobs: Sequence[list[str]]
-) -> SweepRecord:
-    return SweepRecord(
-        verb=command.verb,
-        objective=first.sweep.objective,
-        options=_options(command),
-        jobs=[
-            SweepJob(folder=name, overrides=overrides)
-            for name, overrides in zip(names, jobs, strict=True)
-        ],
-    )
-
-
 def _going_on(command: Command, folder: Path, name: str) -> JobScript:
-    started = [command.verb, *_options(command), f"resume={folder}", *command.overrides]
+    started = [command.verb, *command.options, f"resume={folder}", *command.overrides]
     return _script(folder, name, [started], array=False)
 
 

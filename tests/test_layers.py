@@ -30,7 +30,7 @@ LAYERS = (
     ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft", "worker"),
+    ("cli_recorded", "cli_sweep", "launch_sft", "worker"),
     ("launcher", "ranks"),
     ("start", "submit"),
     ("cli",),

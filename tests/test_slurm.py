@@ -135,9 +135,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_before_its_wall_time_ends_a_run_is_saved_requeued_and_goes_on_exactly(work, whole):
     (work / "hold").write_text("all")
-    job = submit(
-        work, *DDP, "slurm.time=00:01:00", "slurm.signal_s=50", "hydra.run.dir='my run=1'"
-    )
+    job = submit(work, *DDP, "slurm.time=00:01:00", "slurm.signal_s=50", "hydra.run.dir='my run=1'")
     wait(
         "back in the queue",
         lambda: int(shown(job, "Restarts")) > 0,

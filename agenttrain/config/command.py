@@ -38,6 +38,7 @@ VERBS = {
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
     "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
+    "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
@@ -85,7 +86,9 @@ def parse(arguments: Sequence[str]) -> Command:
     if misplaced := [word for word in overrides if word in VERBS]:
         raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
     sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
-    if sweep and saved:
+    if parsed.multirun and parsed.cfg:
+        raise ConfigError("--cfg: shows one run; leave -m out")
+    if sweep and saved and verb in ("eval", "check"):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
     auto = saved == Path(AUTO) and verb != "eval"
     if auto:

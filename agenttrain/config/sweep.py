@@ -96,6 +96,8 @@ def _drawn(found: Sequence[Override], raw: DictConfig) -> list[list[str]]:
         if override.is_sweep_override() and override.key_or_group != REPEATED
     }
     trials, most = raw.sweep.trials, math.prod(map(_size, axes.values()))
+    if trials < 1:
+        raise ConfigError(f"sweep.trials={trials}: must be at least 1")
     if not axes or trials > most:
         there = f"there are only {most} combinations" if axes else "nothing varies"
         raise ConfigError(f"sweep.trials={trials}: {there}; leave it out, or add values or ranges")

@@ -70,6 +70,8 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
         elif name not in (known := evaluated(verb, config)):
             yield f"{said}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
         return
+    if name == "kl" and config.algorithm.beta == 0:
+        yield f"{said}: there is no KL with algorithm.beta=0; set beta, or take another objective"
     section, slash, _ = name.partition("/")
     if slash and section in MANY[verb]:
         return

@@ -1,7 +1,8 @@
 """A sweep's folder: its record `sweep.json`, which stands before the first job, and its jobs.
 
     outputs/shop/sweep_2026-11-21_19-40-00/
-        sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [], "jobs": [
+        sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [],
+                         "shared": ["steps=6", "hydra/launcher=joblib"], "jobs": [
                           {"folder": "0", "overrides": ["algorithm=grpo", "seed=0", "steps=6"]},
                           {"folder": "1", "overrides": ["algorithm=grpo", "seed=1", "steps=6"]}]}
         0/ 1/           run folders, as `agenttrain <overrides> hydra.run.dir=<sweep>/0` makes them
@@ -16,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,6 +48,8 @@ class SweepRecord:
     """`sweep.objective`."""
     options: list[str] = field(default_factory=list)
     """Of the command line, for every job, e.g. ["--config-dir", "/home/me/conf"]."""
+    shared: list[str] = field(default_factory=list)
+    """What was typed and does not vary, with Hydra's own settings: how jobs are launched."""
     jobs: list[SweepJob] = field(default_factory=list)
     """In their order; a sweeper that chooses as it goes adds them one by one."""
 
@@ -69,6 +72,33 @@ def quoted(path: Path) -> str:
 def shown(arguments: Sequence[str]) -> str:
     """Arguments as a command that a shell takes."""
     return shlex.join(["agenttrain", *arguments])
+
+
+def chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """Key -> value; of several values the last, which wins.
+
+    Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
+    "5"}``.
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def varying(record: SweepRecord) -> list[dict[str, str]]:
+    """What differs between the jobs, for each of them; without what is the same in all.
+
+    Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
+    ``[{"seed": "0"}, {"seed": "1"}]``.
+    """
+    found = [chosen(job.overrides) for job in record.jobs]
+    keys = dict.fromkeys(key for values in found for key in values)
+    differ = [key for key in keys if len({values.get(key) for values in found}) > 1]
+    return [{key: values[key] for key in differ if key in values} for values in found]
+
+
+def named(values: Mapping[str, str]) -> str:
+    """What was chosen, in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def is_sweep(folder: Path) -> bool:
