@@ -83,8 +83,8 @@ class Workers(LocalElasticAgent):
         for number in PASSED_ON:  # the agent has just made them its own
             with suppress(ValueError):  # in a thread, where signals are somebody else's
                 signal.signal(number, self.pass_on)
-        for number, asked in enumerate(self.asked):  # before there was anyone to tell
-            self._signal(_passed(asked, asked in self.asked[:number]))
+        for place, asked in enumerate(self.asked):  # before there was anyone to tell
+            self._signal(_passed(asked, asked in self.asked[:place]))
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -8,6 +8,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def arguments_of(script: str, **environment: str) -> list[str]:
 def test_a_run_becomes_a_script_and_nothing_is_written(capsys, elsewhere):
     script = rendered(
         capsys,
-        *("debug=tiny", "algorithm=rloo", "data.train.seed=7", "hydra.run.dir=runs/a b=1"),
+        *("debug=tiny", "algorithm=rloo", "data.train.seed=7", "hydra.run.dir='runs/a b=1'"),
         *("slurm=gpu", "slurm.partition=a100", "slurm.account=me", "slurm.time=1-02:00:00"),
-        *("slurm.directives=[--constraint=h100]", "slurm.setup=[module load cuda]"),
+        *("slurm.directives=['--constraint=h100']", "slurm.setup=[module load cuda]"),
         *("slurm.srun=['--container-image=/x y.sqsh']", "slurm.max_requeues=3"),
     )
     assert directives(script) == [
@@ -175,8 +176,8 @@ def test_the_examples_are_what_is_written(name, capsys):
         ("slurm.gpus=-1", "slurm.gpus=-1: must be 0 or more"),
         ("slurm.max_requeues=-1", "must be 0 or more"),
         ("slurm.directives=[constraint]", "must be an option, e.g. --exclude=node7"),
-        ("slurm.directives=[--time=1]", "use slurm.time=…, which writes it"),
-        ("slurm.directives=[--open-mode=truncate]", "submit writes --open-mode itself"),
+        ("slurm.directives=['--time=1']", "use slurm.time=…, which writes it"),
+        ("slurm.directives=['--open-mode=truncate']", "submit writes --open-mode itself"),
         ("slurm=node", "slurm.gpus=8: distributed=single uses one; add distributed=ddp or"),
         ("slurm.nodes=2", "slurm.nodes=2: distributed=single uses one"),
         ("distributed=ddp", "how many processes on each node? add slurm.gpus=…"),
@@ -260,24 +261,38 @@ esac
 """
 
 
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run that may be put back three times."""
+    folder = tmp_path_factory.mktemp("script")
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", *DRY, "slurm.max_requeues=3", "slurm.setup=[]"],
+        cwd=folder,
+        env={"PATH": "/nowhere", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
 @pytest.mark.parametrize(
-    ("code", "state", "restarts", "requeued"),
+    ("code", "state", "restarts", "array", "requeued"),
     [
-        (75, "RUNNING", "", True),
-        (75, "RUNNING", "3", False),
-        (75, "COMPLETING", "", False),
-        (143, "RUNNING", "", True),
-        (0, "RUNNING", "", False),
-        (1, "RUNNING", "", False),
-        (70, "RUNNING", "", False),
+        (75, "RUNNING", "", False, True),
+        (75, "RUNNING", "", True, True),
+        (75, "RUNNING", "3", False, False),
+        (75, "COMPLETING", "", False, False),
+        (143, "RUNNING", "", False, True),
+        (0, "RUNNING", "", False, False),
+        (1, "RUNNING", "", False, False),
+        (70, "RUNNING", "", False, False),
     ],
 )
-@pytest.mark.parametrize("array", [False, True])
-def test_the_script_puts_a_job_back_for_75_only(
-    code, state, restarts, requeued, array, capsys, elsewhere
+def test_the_script_puts_back_what_a_signal_stopped(
+    code, state, restarts, array, requeued, script, elsewhere
 ):
     """With programs in the place of SLURM's; scripts/test-slurm has the real ones."""
-    text = rendered(capsys, "debug=tiny", "slurm.max_requeues=3", "slurm.setup=[]")
     programs = elsewhere / "bin"
     programs.mkdir()
     for name in ("srun", "squeue", "scontrol"):
@@ -292,12 +307,11 @@ def test_the_script_puts_a_job_back_for_75_only(
         **({"SLURM_RESTART_COUNT": restarts} if restarts else {}),
         **({"SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"} if array else {}),
     }
-    script = elsewhere / "job.sbatch"
-    script.write_text(text)
-    job = subprocess.Popen(["/bin/bash", str(script)], env=environment, start_new_session=True)
+    job = subprocess.Popen(["/bin/bash", "-c", script], env=environment, start_new_session=True)
     try:
         while not (elsewhere / "ready").exists():
             assert job.poll() is None
+            time.sleep(0.02)
         job.send_signal(10)  # SIGUSR1
         found = job.wait(timeout=120)
     finally:

@@ -52,9 +52,9 @@ class SlurmConfig:
     """Lines of shell before the run, e.g. [module load cuda/12.8, source ~/venv/bin/activate].
     None: the Python that submits."""
     directives: list[str] = field(default_factory=list)
-    """More of sbatch's options, e.g. [--constraint=h100, --exclude=node7]."""
+    """More of sbatch's options, e.g. ['--constraint=h100', '--exclude=node7'], in quotes."""
     srun: list[str] = field(default_factory=list)
-    """More of srun's options, e.g. [--container-image=/shared/agenttrain.sqsh]."""
+    """More of srun's options, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
     offline: bool = True
     """Nothing is asked of the Hugging Face hub: compute nodes often have no network."""
 
