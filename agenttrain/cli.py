@@ -59,7 +59,6 @@ from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.processes import check_processes, is_later_node, started_by_others
-from agenttrain.signals import listening
 from agenttrain.start import as_rank, start
 from agenttrain.submit import submit
 from agenttrain.sweep.compare import compare
@@ -421,13 +420,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    with listening() as stop:
-        try:
-            return start(composed, folder, verb, sweep=sweep)
-        except KeyboardInterrupt:
-            if not stop.at_once:
-                raise
-            return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED
+    return start(composed, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
 from agenttrain.config.schema import OnBadRow, RunConfig
@@ -19,6 +20,7 @@ from agenttrain.trainer import Clock
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.types import Rollout, Task
+from agenttrain.watchdog import Watchdog
 
 CROSS_ENTROPY = AlgorithmConfig(
     name="sft",
@@ -57,6 +59,7 @@ class Imitation:
     max_tokens: int
     """Of a conversation; longer ones are left out."""
     stop: StopRequest = field(default_factory=StopRequest)
+    watchdog: Watchdog = field(default_factory=Watchdog)
     done: int = 0
     saved: int = 0
     """Step of the newest checkpoint."""
@@ -88,7 +91,7 @@ class Imitation:
 
     def step(self, number: int) -> tuple[dict[str, float], list[Rollout]]:
         """One update on the next batch of rows: its metrics, and the demonstrations as rollouts."""
-        size, clock = self.config.sft.batch_size, Clock()
+        size, clock = self.config.sft.batch_size, Clock(partial(self.watchdog.phase, step=number))
         self.tracker.phase("data")
         with clock("data"):
             found = self._demonstrate(self.train_tasks, (number - 1) * size, size)
@@ -119,7 +122,8 @@ class Imitation:
         if not self._held_out:
             return {}
         self.tracker.phase(f"held-out loss {label}")
-        logprobs = self.policy.logprobs(self._held_out)
+        with self.watchdog.phase("evaluation", self.done):
+            logprobs = self.policy.logprobs(self._held_out)
         tokens = sum(logprobs_S.numel() for logprobs_S in logprobs.values())
         total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
         metrics = {
@@ -135,7 +139,8 @@ class Imitation:
         if self.saved == self.done:
             return
         state = {"evaluated": self.evaluated}
-        path = self.checkpoints.save(self.policy, step=self.done, state=state)
+        with self.watchdog.phase("checkpoint", self.done):
+            path = self.checkpoints.save(self.policy, step=self.done, state=state)
         self.saved = self.done
         self.tracker.checkpoint(path)
 

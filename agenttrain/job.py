@@ -18,6 +18,7 @@ from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
+from agenttrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Job:
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Whether the run was told to stop."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
     world: World = field(default_factory=World)
     """The processes that run it; the main one alone writes into the folder, besides checkpoints."""
 

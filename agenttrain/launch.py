@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, prepare
+from agenttrain.build import Prepared, curriculum_of, load, prepare
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
@@ -20,7 +20,7 @@ from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.ending import failed, interrupted, preempted, record, told
-from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.evaluate import Best, Evaluation, from_json, to_json
 from agenttrain.fingerprints import check_unchanged, fingerprints
 from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
@@ -48,6 +48,7 @@ from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
+from agenttrain.watchdog import Watchdog
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""
@@ -88,7 +89,8 @@ def _launch(job: Job, verb: str, work: Work[Any]) -> int:
             _refuse_other_verb(job.folder, earlier, verb)
             job = replace(job, sweep=job.sweep or earlier.get("sweep", False))
             processes = job.world.size if job.world.size > 1 else None
-            job.record(verb=verb, sweep=job.sweep or None, processes=processes)
+            sweep = job.sweep or None
+            job.record(verb=verb, sweep=sweep, processes=processes, stalled_phase=None)
             return _run(job, verb, work)
     except (FolderInUse, OSError) as error:
         print(told(error, job.folder), file=sys.stderr)
@@ -108,7 +110,10 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded by the main process."""
     try:
-        asyncio.run(work.run(job, _prepare(job, work.prepare)))
+        with Watchdog(job.folder, job.config.watchdog, rank=job.world.rank) as watchdog:
+            job = replace(job, watchdog=watchdog)
+            watchdog.begin("load")
+            asyncio.run(work.run(job, _prepare(job, work.prepare)))
     except Preempted as stopped:
         return preempted(job, verb, str(stopped))
     except KeyboardInterrupt:
@@ -173,7 +178,8 @@ async def _train(job: Job, prepared: Prepared) -> None:
                 before = evaluated_before(job)
                 if before is None:
                     before = to_json(await trainer.evaluate("before"))
-                job.record(status="running", error=None, eval={"before": before})
+                found = {"before": before, "best": trainer.best.found}
+                job.record(status="running", error=None, eval=found)
                 with clock("training_"):
                     await trainer.train()
                 after = await trainer.evaluate("after")
@@ -181,10 +187,10 @@ async def _train(job: Job, prepared: Prepared) -> None:
     job.record(
         status="finished",
         steps=trainer.done,
-        eval={"before": before, "after": to_json(after)},
+        eval={"before": before, "after": to_json(after), "best": trainer.best.found},
     )
     if job.world.is_main:
-        _report(job, prepared, trainer.tracker, before, after)
+        _report(job, prepared, trainer.tracker, before, after, trainer.best)
 
 
 def evaluated_before(job: Job) -> dict[str, Any] | None:
@@ -229,6 +235,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
+    job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, loaded.policy)
     done = 0 if state is None else state["step"]
@@ -246,6 +253,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         checkpoints=checkpoints,
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
         guards=Guards(config=config.guards),
+        watchdog=job.watchdog,
+        curriculum=curriculum_of(config, prepared.train_tasks),
         stop=job.stop,
         world=job.world,
         costs=Costs(config.eval.group_by),
@@ -275,6 +284,7 @@ def _report(
     tracker: Tracker,
     before: dict[str, Any],
     after: Sequence[Evaluation],
+    best: Best | None = None,
 ) -> None:
     command = dashboard_command(job.folder, job.project, trackio_folder=job.trackio_folder)
     print_report(
@@ -285,6 +295,8 @@ def _report(
         decode=prepared.chat.decode,
         run_folder=job.folder,
         dashboard=command if tracker.has_dashboard else None,
+        # One that was made on the way; the table has what the run ended with.
+        best=best.found if best and best.step != job.config.steps else None,
     )
 
 

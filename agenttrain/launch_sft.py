@@ -99,6 +99,7 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
 def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
     """At the run's newest checkpoint, or at its start."""
     config = job.config
+    job.watchdog.watch(None, policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, policy) or {"step": 0, "evaluated": 0}
     done = state["step"]
@@ -115,6 +116,7 @@ def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
         checkpoints=checkpoints,
         max_tokens=min(limits, default=2**31),
         stop=job.stop,
+        watchdog=job.watchdog,
         done=done,
         saved=done,
         evaluated=state["evaluated"],

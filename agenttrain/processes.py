@@ -1,27 +1,22 @@
-"""What every process of a run is told, and how it is found out where there are several.
+"""How many processes a run has, and who started them.
 
-Processes come from `launcher.py`, or from torchrun and its like, which say so in the environment
+They come from `launcher.py`, or from torchrun and its like, which say so in the environment
 (RANK, WORLD_SIZE, MASTER_ADDR, …).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from agenttrain.config.command import Command
-from agenttrain.config.compose import Composed, convert
+from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedConfig, DistributedName, process_problems
 from agenttrain.config.errors import ConfigError
+from agenttrain.exchange import EXCHANGE
 
 RUNS = ("train", "sft", "eval")
 """Verbs that start processes."""
-EXCHANGE = "AGENTTRAIN_EXCHANGE"
-"""Environment: the folder where a launcher and its workers leave each other files."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment: every wait for another process that takes its time would be two warnings."""
 FOREIGN = {
@@ -29,43 +24,6 @@ FOREIGN = {
     "ACCELERATE_USE_DEEPSPEED": "distributed=fsdp2",
 }
 """What accelerate's launcher would decide over our head -> the setting that takes its place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A run as plain data: what the process that composed it tells the others."""
-
-    plain: dict[str, Any]
-    resume: str | None
-    folder: str
-    verb: str
-    sweep: bool = False
-
-    @classmethod
-    def of(cls, composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> Order:
-        """The order to run `verb` in `folder`."""
-        return cls(
-            plain=composed.plain,
-            resume=composed.config.resume,
-            folder=str(folder),
-            verb=verb,
-            sweep=sweep,
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> Order:
-        """What `text` wrote."""
-        return cls(**json.loads(text))
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    def composed(self) -> Composed:
-        """The settings."""
-        composed = convert(self.plain)
-        composed.config.resume = self.resume
-        return composed
 
 
 def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:

@@ -8,15 +8,17 @@ trains on it together with the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.source import TaskSource
-from agenttrain.evaluate import Evaluation, evaluate
+from agenttrain.evaluate import Best, Evaluation, evaluate
 from agenttrain.guards import Guards, GuardTripped
 from agenttrain.rollout.collect import Collected, Collector
 from agenttrain.rollout.deal import Costs
@@ -32,6 +34,9 @@ from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.weight_sync import rest, sync
 from agenttrain.training.world import World
 from agenttrain.types import Sampling
+from agenttrain.watchdog import Watchdog
+
+Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +53,10 @@ class Trainer:
     evidence: Evidence
     guards: Guards
     stop: StopRequest = field(default_factory=StopRequest)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    best: Best = field(default_factory=Best)
+    curriculum: Curriculum | None = None
+    """Which of the train_tasks are drawn; None: in their order."""
     done: int = 0
     cursor: int = 0
     saved: int = 0
@@ -97,7 +106,7 @@ class Trainer:
         The main process gets the rollouts and metrics of all processes, another its own rollouts.
         Raises NotFinite and RewardError, with the evidence in the run's folder.
         """
-        self._clock = clock = Clock()
+        self._clock = clock = Clock(partial(self.watchdog.phase, step=number))
         with self.evidence.of(number) as seen:
             check_weights(self.policy.model, f"before step {number}", self.world)
             self.tracker.phase("rollout")
@@ -113,12 +122,16 @@ class Trainer:
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
+        if self.curriculum is not None:
+            mine = self.curriculum.results(drawn.collected.groups)
+            self.curriculum.learn(self.cursor, self.world.gather(mine, "a step's results"))
         return self._told(drawn, training, clock)
 
     async def _draw(self, number: int) -> Drawn:
+        source = self.curriculum or self.train_tasks
         return await draw(
             self.collector,
-            lambda start, count: self.train_tasks.tasks(self.cursor + start, count),
+            lambda start, count: source.tasks(self.cursor + start, count),
             count=self.config.tasks_per_step,
             config=self.config.algorithm,
             sampling=Sampling(temperature=self.config.rollout.temperature),
@@ -154,6 +167,7 @@ class Trainer:
                 rewards=self.collector.rubric.names,
             ),
             **training,
+            **({} if self.curriculum is None else self.curriculum.metrics()),
             "rollout/dropped": collected.dropped,
             "rollout/ledger_breaks": collected.broken,
             "time/loop_lag_max_s": collected.loop_lag_s,
@@ -174,17 +188,21 @@ class Trainer:
             return []
         self.tracker.phase(f"evaluation {label}")
         tasks = self.test_tasks.tasks(0, questions)
-        evaluations = await evaluate(
-            self.collector,
-            tasks,
-            self.config.eval,
-            seed=self.config.seed,
-            world=self.world,
-            costs=self.costs,
-        )
+        with self.watchdog.phase("evaluation", self.done):
+            evaluations = await evaluate(
+                self.collector,
+                tasks,
+                self.config.eval,
+                seed=self.config.seed,
+                world=self.world,
+                costs=self.costs,
+            )
         set_random_states(self._states)
         for evaluation in evaluations:
             self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
+        # Before the first step there is no checkpoint that could be kept for it.
+        if self.done and self.best.look(self.done, evaluations):
+            self.tracker.best(self.best.found)
         return evaluations
 
     def _due(self, every: int | None) -> bool:
@@ -194,9 +212,10 @@ class Trainer:
         """Write a checkpoint of the last finished step, unless there is one."""
         if self.saved == self.done:
             return
-        path = self.checkpoints.save(
-            self.policy, step=self.done, state=self.state_dict(), rng=self._states
-        )
+        with self.watchdog.phase("checkpoint", self.done):
+            path = self.checkpoints.save(
+                self.policy, step=self.done, state=self.state_dict(), rng=self._states
+            )
         self.saved = self.done
         self.tracker.checkpoint(path)
 
@@ -206,6 +225,8 @@ class Trainer:
             "cursor": self.cursor,
             "evaluated": self.evaluated,
             "streak": self.guards.streak,
+            "best": self.best.found,
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,6 +235,9 @@ class Trainer:
         self.cursor = state["cursor"]
         self.evaluated = state["evaluated"]
         self.guards.streak = state["streak"]
+        self.best.found = state["best"]
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
 
 
 class Clock:
@@ -222,14 +246,17 @@ class Clock:
     Example: ``with clock("train"): …`` adds to ``clock.seconds["train"]``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Within = nullcontext) -> None:
+        """`within(phase)` is entered for each phase: who else wants to know of it."""
         self.seconds: dict[str, float] = {}
+        self._within = within
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with self._within(phase):
+                yield
         finally:
             elapsed = time.perf_counter() - started
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed

@@ -21,6 +21,9 @@ from agenttrain.config.exit_codes import DONE, PREEMPTED
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_S = 15.0
 """Until workers that were told to stop are killed."""
+AGAIN_S = 3.0
+"""Until one that still runs when another has stopped is told again: it may wait for that other one,
+and asyncio takes only the second Ctrl-C to heart."""
 SETTLE_S = 120.0
 """For the others, once a worker has ended as it was asked to: one may still be writing."""
 TELL_S = 3.0
@@ -57,6 +60,8 @@ class Workers(LocalElasticAgent):
         """Signals that the launcher got."""
         self.early: list[Ended] = []
         """Those that ended before anybody told them to, and were not done."""
+        self.silent: list[int] = []
+        """Those that did not end when they were told to, and were killed."""
         self.far: str | None = None
         """What made another node stop."""
         self.ended: dict[int, Ended] = {}
@@ -65,16 +70,26 @@ class Workers(LocalElasticAgent):
         self._pids: dict[int, int] = {}
         self._stop_at: float | None = None
         self._kill_at: float | None = None
+        self._again_at: float | None = None
         self._look_at = 0.0
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Give every worker the signal; after Ctrl-C or a second SIGTERM they have to be quick."""
+        """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
         asked = signal.Signals(number)
-        again = asked is signal.SIGTERM and asked in self.asked
         self.asked.append(asked)
-        if asked is signal.SIGINT or again:
-            self._kill_by(STOP_S)
-        self._signal(_passed(asked, again))
+        if self._is_urgent:
+            self._stop_soon()
+        self._signal(self._told)
+
+    @property
+    def _is_urgent(self) -> bool:
+        return signal.SIGINT in self.asked or self.asked.count(signal.SIGTERM) > 1
+
+    @property
+    def _told(self) -> signal.Signals:
+        """What workers are sent: never SIGTERM, which who signals all processes of a job has given
+        them already, and whose second one would not let them save."""
+        return signal.SIGINT if self._is_urgent else signal.SIGUSR1
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found = super()._start_workers(worker_group)
@@ -83,20 +98,14 @@ class Workers(LocalElasticAgent):
         for number in PASSED_ON:  # the agent has just made them its own
             with suppress(ValueError):  # in a thread, where signals are somebody else's
                 signal.signal(number, self.pass_on)
-        for place, asked in enumerate(self.asked):  # before there was anyone to tell
-            self._signal(_passed(asked, asked in self.asked[:place]))
+        if self.asked:  # before there was anyone to tell
+            self._signal(self._told)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
         self._ask_others(worker_group.store)
-        now = time.monotonic()
-        if self._stop_at is not None and now >= self._stop_at:
-            self._stop_at = None
-            self._kill_by(STOP_S)
-            self._signal(signal.SIGINT)
-        if self._kill_at is not None and now >= self._kill_at:
-            self._signal(signal.SIGKILL)
+        self._press(time.monotonic())
         if len(self.ended) < len(self._pids):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
@@ -112,12 +121,13 @@ class Workers(LocalElasticAgent):
             if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
                 self.early += [ended for ended in new if not ended.as_asked]
             return
-        if self.asked and new:
-            self._kill_by(SETTLE_S)
-        elif early := [ended for ended in new if ended.code != DONE]:
+        early = [ended for ended in new if not ended.as_asked]
+        if early and not self.asked:
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else TELL_S)
+        elif early or any(ended.code == PREEMPTED for ended in new):
+            self._kill_by(SETTLE_S)
 
     def _ask_others(self, store: Any) -> None:
         """Tell the other nodes what happened here, and stop for what happened there."""
@@ -136,6 +146,23 @@ class Workers(LocalElasticAgent):
         if self.far and self._stop_at is None and self._kill_at is None:
             self._stop_at = now
 
+    def _press(self, now: float) -> None:
+        """Do what is due."""
+        if self._stop_at is not None and now >= self._stop_at:
+            self._stop_at = None
+            self._stop_soon()
+            self._signal(signal.SIGINT)
+        if self._again_at is not None and now >= self._again_at and self.ended:
+            self._again_at = now + AGAIN_S
+            self._signal(signal.SIGINT)
+        if self._kill_at is not None and now >= self._kill_at:
+            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
+            self._signal(signal.SIGKILL)
+
+    def _stop_soon(self) -> None:
+        self._again_at = time.monotonic() + AGAIN_S
+        self._kill_by(STOP_S)
+
     def _kill_by(self, seconds: float) -> None:
         at = time.monotonic() + seconds
         self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
@@ -147,15 +174,6 @@ class Workers(LocalElasticAgent):
             if rank not in self.ended:
                 with suppress(ProcessLookupError):
                     send(pid, number)
-
-
-def _passed(asked: signal.Signals, again: bool) -> signal.Signals:
-    """What the workers get of a signal: a first SIGTERM as SIGUSR1, which means the same.
-
-    SLURM and others signal every process of a job, launcher and workers alike: a SIGTERM beside
-    that one would be a worker's second, which ends it without a checkpoint.
-    """
-    return signal.SIGUSR1 if asked is signal.SIGTERM and not again else asked
 
 
 def _status(pid: int) -> int | None:

@@ -18,11 +18,14 @@ from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
 
 RESUMABLE = (
-    *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed"),
+    *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
     "resume_changed",
 )
 """What a resumed run may change: the rest decides what it learns."""
-EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed")
+EVALUABLE = (
+    *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
+    "watchdog",
+)
 """What an evaluation of a run may change: the rest is the agent itself."""
 
 

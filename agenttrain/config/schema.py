@@ -24,12 +24,14 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
 from agenttrain.config.slurm import SlurmConfig as SlurmConfig
 from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
 from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
+from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
 class Dtype(StrEnum):
@@ -237,6 +239,7 @@ class DataConfig:
     system: str | None = None
     """A system message, put before every prompt that has none."""
     on_bad_row: OnBadRow = OnBadRow.error
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -369,6 +372,12 @@ class EvalConfig:
     """Also evaluate at temperature 0."""
     group_by: str | None = None
     """Column by whose values the reward is broken down, e.g. `family`."""
+    tools: list[str] | None = None
+    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
+    max_turns: int | None = None
+    """None: as rollout.max_turns; the two below likewise."""
+    max_turn_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -439,6 +448,7 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
