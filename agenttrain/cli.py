@@ -42,7 +42,7 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
+from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED

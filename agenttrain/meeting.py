@@ -34,15 +34,18 @@ def meet(section: DistributedConfig, node: int) -> RendezvousHandler:
     On one node alone the port is any that is free. Raises NotMet after `timeout_s`.
     """
     if section.rendezvous is None:
-        host, store = HERE, TCPStore(HERE, 0, 1, True, multi_tenant=True)
-        port = store.port
+        host, door = HERE, TCPStore(HERE, 0, 1, True, multi_tenant=True)
+        port = door.port
     else:
         host, _, text = section.rendezvous.rpartition(":")
         port = int(text)
-        _wait_for_all(_reach(host, port, section, node), section, node)
+        door = _reach(host, port, section, node)
+        _wait_for_all(door, section, node)
     handler = StaticTCPRendezvous(host, port, node, section.nodes, "agenttrain", AGREE_S)
-    # Now, while the port is ours: the first node's handler shares the store that holds it.
+    # Now, while the port is ours: the first node's handler shares the store that holds it. Without
+    # `door` until then the store would end in between, for the nodes that have reached it already.
     handler.next_rendezvous()
+    del door
     return handler
 
 

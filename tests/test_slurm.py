@@ -41,7 +41,7 @@ def work(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for job in jobs() - before:
         subprocess.run(["scancel", job], check=False)
-    wait("the jobs are gone", lambda: not jobs() - before)
+    wait("its jobs are gone", lambda: not jobs() - before)
 
 
 def jobs() -> set[str]:
