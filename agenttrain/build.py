@@ -29,7 +29,7 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.training.checkpoint import MANIFEST, verify
+from agenttrain.training.checkpoint_files import MANIFEST, verify
 from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding

@@ -138,6 +138,7 @@ class Imitation:
         """Write a checkpoint of the last finished step, unless there is one."""
         if self.saved == self.done:
             return
+        self.tracker.check_folder()
         state = {"evaluated": self.evaluated}
         with self.watchdog.phase("checkpoint", self.done):
             path = self.checkpoints.save(self.policy, step=self.done, state=state)

@@ -26,6 +26,7 @@ from agenttrain.rollout.peers import merge
 from agenttrain.rollout.resample import Drawn, draw
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.metrics import rollout_metrics
+from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
@@ -90,7 +91,7 @@ class Trainer:
         if self._due(self.config.eval.every) and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
             self.evaluated = self.done
-        if self._due(self.config.checkpoint.every):
+        if self._due(self.config.checkpoint.every) or self._is_best:
             self.keep()
         self.stop.check()
 
@@ -210,14 +211,25 @@ class Trainer:
 
     def keep(self) -> None:
         """Write a checkpoint of the last finished step, unless there is one."""
-        if self.saved == self.done:
-            return
-        with self.watchdog.phase("checkpoint", self.done):
-            path = self.checkpoints.save(
-                self.policy, step=self.done, state=self.state_dict(), rng=self._states
-            )
-        self.saved = self.done
-        self.tracker.checkpoint(path)
+        if self.saved < self.done:
+            self._check_folder()
+            with self.watchdog.phase("checkpoint", self.done):
+                path = self.checkpoints.save(
+                    self.policy, step=self.done, state=self.state_dict(), rng=self._states
+                )
+            self.saved = self.done
+            self.tracker.checkpoint(path)
+        if self._is_best:
+            self.checkpoints.mark_best(self.policy, self.done)
+
+    def _check_folder(self) -> None:
+        with self.world.together("the run folder before a checkpoint", FolderGone):
+            self.tracker.check_folder()
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the policy as it is now is the one to keep."""
+        return self.config.checkpoint.keep_best and 0 < self.done == self.best.step
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on besides the policy and the random states; JSON."""

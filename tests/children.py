@@ -36,10 +36,12 @@ class Moment:
     times: int = 1
     """How often it is sent; the second time a moment later."""
     delay_s: float = 0.0
+    action: Callable[[], None] | None = None
+    """What to do instead."""
 
 
 def arm(moment: Moment) -> None:
-    """Have this process send itself the signal at that moment."""
+    """Have this process send itself the signal, or act, at that moment."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -50,6 +52,8 @@ def arm(moment: Moment) -> None:
             counts["events"] += 1
             if counts["events"] == moment.nth:
                 time.sleep(moment.delay_s)
+                if moment.action is not None:
+                    return moment.action()
                 for _ in range(moment.times):
                     os.kill(os.getpid(), moment.number)
 
@@ -72,11 +76,16 @@ def arm(moment: Moment) -> None:
     sys.addaudithook(audit)
 
 
-def _main(arguments: Sequence[str], log: Path, prepare: Callable[[], None] | None) -> None:
+def _redirect(log: Path) -> None:
+    """A process group of its own, and output into a file."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def _main(arguments: Sequence[str], log: Path, prepare: Callable[[], None] | None) -> None:
+    _redirect(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
@@ -97,6 +106,27 @@ class Ended:
 
     code: int
     said: str
+
+
+def _call(function: Callable[[], None], log: Path) -> None:
+    _redirect(log)
+    import torch
+
+    torch.set_num_threads(1)
+    function()
+
+
+def in_child(function: Callable[[], None], log: Path) -> None:
+    """Call a function of a module in a process of its own; what it raises is told here."""
+    process = CONTEXT.Process(target=_call, args=(function, log))
+    process.start()
+    try:
+        process.join(PATIENCE_S)
+    finally:
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+    assert process.exitcode == 0, log.read_text()
 
 
 def agenttrain(*arguments: str, log: Path, prepare: Callable[[], None] | None = None) -> Ended:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,16 +53,19 @@ def backtracks(rollout, **columns) -> float:
     """A regular expression that takes longer than the universe, and lets no thread run."""
     return float(bool(re.fullmatch("(a+)+", "a" * 60 + "b")))
 '''
-TOOL = ("tools=[final_answer]", "tools.sql.timeout_s=9000")
+DEADLINE = 15
+"""Seconds without progress: longer than a slow machine takes for anything healthy in between."""
+TOOL = ("tools=[final_answer]", "tools.sql.timeout_s=9000", f"watchdog.rollout_s={DEADLINE}")
 CASES = {
     "an async tool that blocks": (*TOOL, "tools.sql._target_=stalling.holds_the_loop"),
     "an async tool that never returns": (
         *(*TOOL, "tools.sql._target_=stalling.never_returns", "tracker=trackio"),
     ),
-    "a deadlocked update": (
-        *("reward=[]", "reward.r._target_=stalling.deadlock", "tools.sql.isolation=process"),
-    ),
 }
+DEADLOCK = (
+    *("reward=[]", "reward.r._target_=stalling.deadlock", "tools.sql.isolation=process"),
+    f"watchdog.train_s={DEADLINE}",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def start(folder: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path, s
     command = [
         *(sys.executable, "-m", "agenttrain.cli", "debug=tiny", "eval.questions=0"),
         *("tracker=none", f"hydra.run.dir={folder / 'run'}", "watchdog.heartbeat_s=0.2"),
-        *("watchdog.rollout_s=4", "watchdog.train_s=4", *overrides),
+        *overrides,
     ]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(folder)])
     process = subprocess.Popen(
@@ -124,28 +126,21 @@ def finish(started: tuple[subprocess.Popen[str], Path, str]) -> Stalled:
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory) -> Iterator[dict[str, Stalled]]:
-    """All at once: most of their time they wait."""
+def stalled(tmp_path_factory) -> dict[str, Stalled]:
+    """Both at once: most of their time they wait."""
     folder = tmp_path_factory.mktemp("stalls")
     started = {n: start(folder / str(i), *o) for i, (n, o) in enumerate(CASES.items())}
-    yield {name: finish(run) for name, run in started.items()}
+    return {name: finish(run) for name, run in started.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "phase", "frame"),
-    [
-        ("an async tool that blocks", "rollout", "holds_the_loop"),
-        ("an async tool that never returns", "rollout", "_execute"),
-        ("a deadlocked update", "train", "<lambda>"),
-    ],
-)
-def test_a_stalled_run_ends_with_the_evidence(stalled, name, phase, frame):
-    run = stalled[name]
-    assert run.code == STALLED == 70
+def check(run: Stalled, phase: str, frame: str) -> None:
+    """The evidence that every stall leaves."""
+    assert run.code == STALLED == 70, run.err
     assert run.left == []
     told = f"stalled: phase {phase} of step 1 made no progress for "
     text = (run.run / "stall-0.txt").read_text()
-    assert text.startswith(told) and f"(watchdog.{phase}_s=4)" in text.splitlines()[0]
+    assert text.startswith(told)
+    assert f"(watchdog.{phase}_s={DEADLINE})" in text.splitlines()[0]
     assert frame in text and "\nthread MainThread:\n" in text
     assert text.strip() in run.err
     summary = json.loads((run.run / "summary.json").read_text())
@@ -154,8 +149,23 @@ def test_a_stalled_run_ends_with_the_evidence(stalled, name, phase, frame):
     beat = json.loads((run.run / "heartbeat.json").read_text())
     assert (beat["phase"], beat["step"], beat["rank"]) == (phase, 1, 0)
     assert beat["since"] <= beat["last_progress"] <= beat["time"]
-    waits = {"engine": 0, "tool": 0, "other": 0} if phase == "train" else beat["in_flight"]
-    assert beat["in_flight"] == waits
+    assert (sum(beat["in_flight"].values()) > 0) == (phase == "rollout")
+
+
+@pytest.mark.parametrize(
+    ("name", "frame"),
+    [
+        ("an async tool that blocks", "holds_the_loop"),
+        ("an async tool that never returns", "_execute"),
+    ],
+)
+def test_a_stalled_run_ends_with_the_evidence(stalled, name, frame):
+    check(stalled[name], "rollout", frame)
+
+
+@pytest.mark.slow
+def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
+    check(finish(start(tmp_path / "a", *DEADLOCK)), "train", "<lambda>")
 
 
 def test_the_table_says_which_tool_rollouts_wait_for(stalled):
@@ -174,11 +184,11 @@ def test_the_table_says_which_tool_rollouts_wait_for(stalled):
 
 
 def test_a_stalled_run_goes_on(stalled, monkeypatch):
-    run = stalled["a deadlocked update"].run
+    run = stalled["an async tool that never returns"].run
     monkeypatch.syspath_prepend(str(run.parent))
-    code = CODE.replace("    register_optimizer", "    return 1.0\n    register_optimizer")
+    code = CODE.replace("await asyncio.Event().wait()", "return '7'")
     (run.parent / "stalling.py").write_text(code)
-    assert main([f"resume={run}"]) == 0
+    assert main([f"resume={run}", "tracker=none"]) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished" and "stalled_phase" not in summary
     beat = json.loads((run / "heartbeat.json").read_text())
@@ -187,7 +197,8 @@ def test_a_stalled_run_goes_on(stalled, monkeypatch):
 
 @pytest.mark.slow
 def test_what_keeps_the_interpreter_to_itself_is_ended_too(tmp_path):
-    run = finish(start(tmp_path / "a", "reward=[]", "reward.r._target_=stalling.backtracks"))
+    hangs = ("reward=[]", "reward.r._target_=stalling.backtracks", "watchdog.rollout_s=5")
+    run = finish(start(tmp_path / "a", *hangs))
     assert run.code == 1
     assert "Timeout" in run.err and "in backtracks" in run.err
 

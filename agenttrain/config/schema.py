@@ -403,6 +403,9 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     keep: int = 2
     """Newest checkpoints kept."""
+    keep_best: bool = False
+    """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and
+    after it, under checkpoints/best; of equals the earlier one."""
 
 
 @dataclass

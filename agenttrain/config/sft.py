@@ -9,7 +9,7 @@ from agenttrain.config.schema import Init, RunConfig
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
-    "data.curriculum",
+    *("data.curriculum", "checkpoint.keep_best"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
     *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
     *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),

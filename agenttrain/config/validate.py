@@ -179,6 +179,11 @@ def _names(config: RunConfig) -> Iterator[str]:
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
     evaluation = config.eval
+    if config.checkpoint.keep_best and (evaluation.every is None or evaluation.questions == 0):
+        yield (
+            "checkpoint.keep_best=true: nothing says which one is the best; add eval.every=… and "
+            "eval.questions=…"
+        )
     if not 0 < evaluation.top_p <= 1:
         yield f"eval.top_p={evaluation.top_p}: must be above 0 and at most 1"
     if evaluation.min_p > 1:

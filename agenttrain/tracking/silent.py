@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,10 +28,16 @@ class Silent(Tracker):
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """Nothing."""
 
+    def check_folder(self) -> None:
+        """The main process does."""
+
     def checkpoint(self, path: Path) -> None:
         """Nothing."""
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def best(self, found: Mapping[str, Any] | None) -> None:
         """Nothing."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking import rollouts_file
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.metrics_file import MetricsFile, cut
-from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.tracking.run_folder import Presence, read_summary, update_summary
 from agenttrain.tracking.trackio_sink import TrackioSink
 from agenttrain.types import Rollout
 
@@ -70,6 +70,8 @@ class Tracker:
             raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
         self._most = rollouts_file.limit(config.rollouts)
         self._folder = run_folder
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._presence = Presence(run_folder)
         self._told: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
@@ -116,6 +118,7 @@ class Tracker:
 
         The rollouts come with their rewards and advantages set.
         """
+        self.check_folder()
         # The row last: a step that has one is complete on disk.
         rollouts_file.write_step(self._folder, step, rollouts, self._most)
         self._metrics.write(step, metrics)
@@ -123,6 +126,10 @@ class Tracker:
             self._trackio.log(step, metrics, _traced(step, rollouts))
         self.progress.update(step, metrics)
         self._tell(step, metrics)
+
+    def check_folder(self) -> None:
+        """Raise FolderGone where the run folder is not the one that the run began in."""
+        self._presence.check()
 
     def checkpoint(self, path: Path) -> None:
         """Record in summary.json that there is a checkpoint, so that its loss can be told."""

@@ -7,16 +7,14 @@ checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable b
                            state.json     what the trainer wants back
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
+checkpoints/best           link to the best by its evaluation, which stays (checkpoint.keep_best)
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,21 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from agenttrain.training.checkpoint_files import (
+    PREFIX,
+    CheckpointError,
+    NotWritten,
+    digest,
+    latest,
+    newest_first,
+    put_aside,
+    recover,
+    remove,
+    replace,
+    seal,
+    sync,
+    verify,
+)
 from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
 from agenttrain.training.random_states import random_states, seed_random, set_random_states
@@ -37,20 +50,8 @@ from agenttrain.training.sharded_state import (
     write_part,
 )
 from agenttrain.training.sharding import assign
-from agenttrain.types import AgenttrainError
 
-MANIFEST = "manifest.json"
-PREFIX = "step-"
-
-
-class CheckpointError(AgenttrainError):
-    """A checkpoint is torn, corrupt or missing; the message names the file."""
-
-
-class NotWritten(CheckpointError):
-    """A checkpoint cannot be written; the earlier ones are as they were."""
-
-
+LATEST, BEST = "latest", "best"
 UNWRITABLE = (OSError, CheckpointError)
 
 
@@ -66,7 +67,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
         self.folder = folder
-        _recover(folder)
+        recover(folder)
         self._tokenizer = tokenizer
         self._keep = keep
 
@@ -77,7 +78,7 @@ class Checkpoints:
     @property
     def empty(self) -> bool:
         """Whether no checkpoint was ever finished."""
-        return not _newest_first(self.folder)
+        return not newest_first(self.folder)
 
     def save(
         self,
@@ -95,6 +96,21 @@ class Checkpoints:
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
+        try:
+            self._save(policy, part, path, {**(state or {}), "step": step}, rng)
+        except UNWRITABLE:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
+            raise
+        return path
+
+    def _save(
+        self,
+        policy: Policy,
+        part: Path,
+        path: Path,
+        state: Mapping[str, Any],
+        rng: Mapping[str, Any] | None,
+    ) -> None:
         world = policy.world
         weights = _weights(policy)
         with world.together(f"{path.name}: its folder", *UNWRITABLE):
@@ -107,12 +123,11 @@ class Checkpoints:
                 write_part(policy.state_dict(), part, world.rank)
         with world.together(f"{path.name}: the whole", *UNWRITABLE):
             if world.is_main:
-                self._write(policy, weights, part, {**(state or {}), "step": step})
-                _seal(part)
-                _replace(part, path)
-                self._link(path)
+                self._write(policy, weights, part, state)
+                seal(part)
+                replace(part, path)
+                self._link(LATEST, path)
                 self._prune(path)
-        return path
 
     def _write(
         self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
@@ -157,109 +172,39 @@ class Checkpoints:
         # Who is later must find the same folder: nothing moves before all have looked.
         policy.world.barrier(f"{path.name}: read")
         if policy.world.is_main:
-            for corrupt in _newest_first(self.folder):
+            for corrupt in newest_first(self.folder):
                 if corrupt == path:
                     break
-                aside = corrupt.with_name(f".corrupt-{corrupt.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                corrupt.rename(aside)
-            self._link(path)
+                put_aside(corrupt, f".corrupt-{corrupt.name}")
+            self._link(LATEST, path)
         policy.world.barrier(f"{path.name}: the newest")
         return state
 
-    def _link(self, path: Path) -> None:
-        part = self.folder / ".latest.part"
+    def mark_best(self, policy: Policy, step: int) -> None:
+        """The checkpoint of that step is the best: it stays, and the one before it need not."""
+        if policy.world.is_main:
+            path = self.folder / f"{PREFIX}{step:06d}"
+            self._link(BEST, path)
+            self._prune(newest_first(self.folder)[0])
+
+    def _link(self, name: str, path: Path) -> None:
+        part = self.folder / f".{name}.part"
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
-        part.replace(self.folder / "latest")
-        _sync(self.folder)
+        link = self.folder / name
+        if link.is_dir() and not link.is_symlink():  # copied by something that follows links
+            put_aside(link, f".former-{name}")
+        part.replace(link)
+        sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but `written` and the newest others."""
-        others = [path for path in _newest_first(self.folder) if path != written]
+        """Remove all but `written`, the newest others, and the best one."""
+        best = self.folder / BEST
+        kept = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
+        others = [path for path in newest_first(self.folder) if path != written]
         for path in others[self._keep - 1 :]:
-            shutil.rmtree(path)
-
-
-def latest(folder: Path) -> Path:
-    """The newest checkpoint under `folder` that verifies; others are skipped with a warning.
-
-    Raises CheckpointError if there is none.
-    """
-    for path in _newest_first(folder):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
-        else:
-            return path
-    raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
-
-
-def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless every file is what was written."""
-    try:
-        files = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
-    for name, digest in files.items():
-        try:
-            found = _digest(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: {error}") from error
-        if found != digest:
-            raise CheckpointError(f"{path / name}: its content is not what was written")
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    found = {
-        int(match[1]): path
-        for path in folder.glob(f"{PREFIX}*")
-        if (match := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
-    }
-    return [found[step] for step in sorted(found, reverse=True)]
-
-
-def _seal(part: Path) -> None:
-    """Write the manifest and force everything to disk."""
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    digests = {str(path.relative_to(part)): _digest(path) for path in files}
-    (part / MANIFEST).write_text(json.dumps(digests, indent=1))
-    for path in (*files, part / MANIFEST, part):
-        _sync(path)
-
-
-def _replace(part: Path, path: Path) -> None:
-    """Move the finished folder to its name; one that has it already goes last."""
-    former = path.with_name(f".{path.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if path.exists():
-        path.rename(former)
-    part.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _recover(folder: Path) -> None:
-    """Undo a replacement that died between its two renames."""
-    for former in folder.glob(f".{PREFIX}*.former"):
-        path = folder / former.name[1:].removesuffix(".former")
-        if not path.exists():
-            former.rename(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            if path not in kept:
+                remove(path)
 
 
 def _restore_random(path: Path, rank: int) -> None:
@@ -268,7 +213,7 @@ def _restore_random(path: Path, rank: int) -> None:
     if own.exists():
         set_random_states(torch.load(own, weights_only=True))
         return
-    text = f"{_digest(path / 'rng-0.pt')}-{rank}"
+    text = f"{digest(path / 'rng-0.pt')}-{rank}"
     seed_random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
 
 
@@ -281,8 +226,11 @@ def _weights(policy: Policy) -> dict[str, Tensor]:
 
 @contextmanager
 def _telling(part: Path) -> Iterator[None]:
-    """Within, a full disk is a CheckpointError however torch and safetensors tell it."""
+    """Within, a full disk is NotWritten however torch, safetensors and tokenizers tell it."""
     try:
         yield
-    except (RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        # tokenizers raises a plain Exception.
+        if not isinstance(error, RuntimeError | SafetensorError) and type(error) is not Exception:
+            raise
         raise NotWritten(f"{part}: cannot be written: {error}") from error
