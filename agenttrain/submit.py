@@ -28,14 +28,16 @@ from agenttrain.config.schema import RunConfig
 from agenttrain.config.slurm import SlurmConfig, slurm_problems, submission_problems
 from agenttrain.config.sweep import expand
 from agenttrain.slurm import sbatch
-from agenttrain.slurm.script import OFFLINE, JobScript, render
+from agenttrain.slurm.script import NAME, OFFLINE, JobScript, render
 from agenttrain.slurm.shared import unshared
-from agenttrain.sweep.record import SweepRecord, quoted, write_record
+from agenttrain.sweep.record import RECORD, SweepRecord, quoted, write_record
 
 VERBS = ("train", "sft")
 """What can be submitted: verbs that go on where they have got to."""
 OPTIONS = ("--dry-run", "--no-check")
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
+CONFIG = "config.yaml"
+"""Of a run that has begun."""
 ANY_ENDPOINT = "first-node:29500"
 """Stands for the rendezvous while settings are checked; the job knows its nodes."""
 
@@ -76,6 +78,7 @@ def submit(
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(typed.command.source):
         plan = _planned(typed, compose_all)
+    _refuse_taken(plan)
     text = render(plan.script, plan.settings)
     # A dry run's output is the script and nothing else: it can be kept in a file.
     with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
@@ -102,6 +105,10 @@ def _taken_apart(arguments: Sequence[str]) -> Submission:
         raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
     if command.shows is not None:
         raise ConfigError("submit: prints no settings; agenttrain check and --cfg job do")
+    if command.auto:
+        raise ConfigError(
+            "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
+        )
     for text in command.overrides:
         key = text.lstrip("+").partition("=")[0]
         if key in NODES:
@@ -222,24 +229,26 @@ def _show(text: str) -> None:
         print(text, end="", flush=True)
 
 
+def _refuse_taken(plan: Plan) -> None:
+    """Raise ConfigError where another run or job is."""
+    folder = plan.script.folder
+    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
+
+
 def _write(plan: Plan, text: str) -> None:
     """The script, and a sweep's record, where no run is yet."""
     script = plan.script
-    if not plan.saved and any((script.folder / name).exists() for name in TAKEN):
-        raise ConfigError(
-            f"{script.folder}: holds a run or a job already; `sbatch {quote(str(script.path))}` "
-            "submits it again and goes on, another hydra.run.dir= starts a new one"
-        )
     script.folder.mkdir(parents=True, exist_ok=True)
     if plan.record is not None:
         write_record(script.folder, plan.record)
         for job in plan.record.jobs:
             (script.folder / job.folder).mkdir(parents=True, exist_ok=True)
     script.path.write_text(text, encoding="utf-8")
-
-
-TAKEN = ("config.yaml", "sweep.json", "job.sbatch")
-"""What a folder holds that is in use."""
 
 
 def _tell(plan: Plan, number: str) -> None:

@@ -189,6 +189,7 @@ def test_the_examples_are_what_is_written(name, capsys):
         ("-m seed=1,2 steps=0", "in the run seed=1 steps=0"),
         ("eval model.path=bundled:shop", "submit eval: only train and sft can be submitted"),
         ("sft experiment=shop_warmstart distributed=ddp slurm=gpu", "sft works in one process"),
+        ("resume=auto hydra.run.dir=x", "resume=auto: the job adds it itself"),
         ("resume=nowhere", "resume=nowhere: is no run folder"),
     ],
 )
@@ -226,6 +227,13 @@ def test_the_certificate_does_not_mix_with_the_script(capsys, elsewhere):
     assert out.startswith("#!/bin/bash\n") and out.endswith(core())
     assert "certificate passed" in err
     assert "there is no sbatch here" in err
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "job.sbatch", "sweep.json"])
+def test_a_folder_that_is_in_use_is_left_alone(name, capsys, elsewhere):
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / name).write_text("")
+    assert "holds a run or a job already" in refusal(capsys, "hydra.run.dir=mine")
 
 
 def test_paths_of_this_machine_alone_are_noted(capsys, elsewhere):
