@@ -60,6 +60,7 @@ from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.processes import check_processes, is_later_node, started_by_others
 from agenttrain.start import as_rank, start
+from agenttrain.submit import submit
 from agenttrain.sweep.compare import compare
 from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
@@ -96,7 +97,7 @@ def _do(arguments: list[str]) -> int:
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore, "compare": compare},
+            **{"replay": replay, "rescore": rescore, "compare": compare, "submit": _submit},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
@@ -132,6 +133,11 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
+    return 0 if _certify_all(runs) else 1
+
+
+def _certify_all(runs: Sequence[Composed]) -> bool:
+    """Print each template's certificate once; whether all passed. Raises ConfigError."""
     from agenttrain.types import AgenttrainError
 
     parts = (
@@ -146,7 +152,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
                 shown[key] = _certify(run)
             except (AgenttrainError, OSError, ValueError) as error:
                 raise ConfigError(str(error)) from error
-    return 0 if all(shown.values()) else 1
+    return all(shown.values())
 
 
 def _certify(run: Composed) -> bool:
@@ -369,6 +375,16 @@ def _data(arguments: Sequence[str]) -> int:
     with hydra_session(command.source):
         (composed,) = compose_all(command)
     return show_data.show(composed.config, options)
+
+
+def _submit(arguments: Sequence[str]) -> int:
+    """`submit [--dry-run] [--no-check] [overrides]`: the run as a job of SLURM's."""
+    return submit(arguments, compose_all, _certify_files)
+
+
+def _certify_files(runs: Sequence[Composed]) -> bool:
+    _check_files(runs)
+    return _certify_all(runs)
 
 
 def _tools(arguments: Sequence[str]) -> int:

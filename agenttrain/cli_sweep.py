@@ -33,7 +33,19 @@ NUMBERED = "${hydra.job.num}"
 
 def start(command: Command, runs: Sequence[Composed]) -> int:
     """Record a new sweep, of runs that have been checked, and run it. Needs a `hydra_session`."""
-    fixed, typed = _split(command)
+    folder, record, listed = new_sweep(command, runs)
+    write_record(folder, record)
+    overrides = record.shared if listed else command.overrides
+    sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
+    return run_listed(sweep) if listed else run_searched(sweep)
+
+
+def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord, bool]:
+    """Folder and record of a sweep of checked runs, and whether the record has all of its jobs.
+
+    Nothing is written. Raises ConfigError. Needs a `hydra_session`.
+    """
+    fixed = _fixed(command)
     raw = compose_raw(fixed, command.source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
     if is_sweep(folder):
@@ -54,10 +66,7 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
         shared=fixed,
         jobs=_jobs(command, str(raw.hydra.sweep._get_node("subdir")._value())) if listed else [],
     )
-    write_record(folder, record)
-    overrides = fixed if listed else typed
-    sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
-    return run_listed(sweep) if listed else run_searched(sweep)
+    return folder, record, listed
 
 
 def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed]) -> int:
@@ -111,12 +120,11 @@ def refuse_without_m(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{typed[0]}: has no effect in a single run; add -m, or leave it out")
 
 
-def _split(command: Command) -> tuple[list[str], list[str]]:
-    """What does not vary, and all; Hydra's own settings among both."""
+def _fixed(command: Command) -> list[str]:
+    """The overrides that do not vary, Hydra's own settings among them."""
     with explained(command.overrides, command.source.groups):
         parsed = OverridesParser.create().parse_overrides(command.overrides)
-    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-    return fixed, list(command.overrides)
+    return [o.input_line or "" for o in parsed if not o.is_sweep_override()]
 
 
 def _options(command: Command) -> list[str]:

@@ -14,7 +14,7 @@ LAYERS = (
     ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
-    ("rollout", "training", "sweep"),
+    ("rollout", "training", "sweep", "slurm"),
     ("check", "evaluate", "crash", "fingerprints", "guards", "show_tools", "stall"),
     ("watchdog",),
     ("trainer", "show_data", "recorded", "exchange"),
@@ -23,7 +23,7 @@ LAYERS = (
     ("launch", "replay", "replay_crash", "rescore"),
     ("cli_recorded", "cli_sweep", "launch_sft", "worker"),
     ("launcher", "ranks"),
-    ("start",),
+    ("start", "submit"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

@@ -29,6 +29,7 @@ from agenttrain.config.guards import guard_problems
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import RunConfig
+from agenttrain.config.slurm import slurm_problems
 from agenttrain.config.suggest import did_you_mean
 
 ENGINES = ("transformers", "vllm")
@@ -201,5 +202,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_model, _files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    *(guard_problems, distributed_problems, curriculum_problems),
+    *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
 )
