@@ -198,6 +198,12 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("distributed=ddp", "distributed.cpu_offload=true"),
             "has no effect with distributed=ddp; add distributed=fsdp2",
         ),
+        (
+            ("distributed=fsdp2", "training.mixed_precision=fp16"),
+            "each process would scale a part of the gradient; set training.mixed_precision=bf16",
+        ),
+        (("optimizer=sgd", "optimizer.betas=[0.9,0.95]"), "are AdamW's; add optimizer=adamw"),
+        (("optimizer=sgd", "optimizer.momentum=0.5"), "is Muon's; add optimizer=muon"),
         (("distributed=fsdp2", "engine=vllm"), "with distributed=fsdp2 set engine=transformers"),
         (("algorithm=rloo", "algorithm.scale=group"), "algorithm.scale=none or batch"),
         (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
