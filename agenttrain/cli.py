@@ -19,6 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from agenttrain import cli_sweep
 from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.command import (
     RUN_DIR,
@@ -41,7 +42,7 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
+from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
@@ -60,12 +61,17 @@ from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.processes import check_processes, is_later_node, started_by_others
 from agenttrain.start import as_rank, start
+from agenttrain.submit import submit
+from agenttrain.sweep.compare import compare
+from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
 
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
 """Of train.yaml."""
+RUNNING_VERBS = ("train", "sft", "eval")
+"""Those whose runs a sweep may have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +98,7 @@ def _do(arguments: list[str]) -> int:
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore},
+            **{"replay": replay, "rescore": rescore, "compare": compare, "submit": _submit},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
@@ -107,16 +113,20 @@ def _run(command: Command) -> int:
     if command.shows is not None:
         return _show(command)
     with hydra_session(command.source):
+        if command.sweep and command.saved is not None:
+            return cli_sweep.go_on(command, _compose_one)
         runs = compose_all(command)
-    _check_files(runs)
-    check_processes(command, runs)
+        _check_files(runs)
+        check_processes(command, runs)
+        if command.sweep and command.verb != "check":
+            return cli_sweep.start(command, runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
         return start(runs[0], Path(), command.verb)
-    return _hand_over(command, total=len(runs))
+    return _hand_over(command)
 
 
 def _check(command: Command, runs: Sequence[Composed]) -> int:
@@ -124,6 +134,11 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
+    return 0 if _certify_all(runs) else 1
+
+
+def _certify_all(runs: Sequence[Composed]) -> bool:
+    """Print each template's certificate once; whether all passed. Raises ConfigError."""
     from agenttrain.types import AgenttrainError
 
     parts = (
@@ -138,7 +153,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
                 shown[key] = _certify(run)
             except (AgenttrainError, OSError, ValueError) as error:
                 raise ConfigError(str(error)) from error
-    return 0 if all(shown.values()) else 1
+    return all(shown.values())
 
 
 def _certify(run: Composed) -> bool:
@@ -200,7 +215,7 @@ def _show(command: Command) -> int:
     if command.shows != "other":
         with hydra_session(command.source):
             compose_raw(command.overrides, command.source)
-    return _hand_over(command, total=1)
+    return _hand_over(command)
 
 
 def compose_all(command: Command) -> list[Composed]:
@@ -219,6 +234,8 @@ def compose_all(command: Command) -> list[Composed]:
             runs.append(_compose_one(combination, command))
         except ConfigError as error:
             raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
+    if command.verb in RUNNING_VERBS:
+        cli_sweep.check_objective(command.verb, runs)
     return runs
 
 
@@ -231,6 +248,8 @@ def _load(command: Command, saved: Path) -> Composed:
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
+    if not command.sweep:
+        cli_sweep.refuse_without_m(overrides)
     composed = compose_run(overrides, command.source)
     check_new(composed.config)
     validate(composed.config)
@@ -285,26 +304,20 @@ def _taken(folder: Path) -> ConfigError:
     )
 
 
-def _hand_over(command: Command, *, total: int) -> int:
-    """Let Hydra make the folders and call back for each run, or print."""
+def _hand_over(command: Command) -> int:
+    """Let Hydra make the folder and call back for the run, or print."""
     codes: list[int] = []
     taken: list[Path] = []
 
     def job(raw: DictConfig) -> None:
-        context = HydraConfig.get()
-        folder = Path(context.runtime.output_dir)
+        folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
         if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
             composed.config.resume = str(folder)
         elif _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
-        if command.sweep:
-            chosen = " ".join(context.overrides.task)
-            print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(composed, folder, command.verb, sweep=command.sweep))
-        if codes[-1] in (PREEMPTED, INTERRUPTED, TERMINATED):
-            raise KeyboardInterrupt  # a sweep ends here
+        codes.append(_launch(composed, folder, command.verb, sweep=is_job(folder)))
 
     register()
     # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
@@ -357,6 +370,16 @@ def _data(arguments: Sequence[str]) -> int:
     with hydra_session(command.source):
         (composed,) = compose_all(command)
     return show_data.show(composed.config, options)
+
+
+def _submit(arguments: Sequence[str]) -> int:
+    """`submit [--dry-run] [--no-check] [overrides]`: the run as a job of SLURM's."""
+    return submit(arguments, compose_all, _certify_files)
+
+
+def _certify_files(runs: Sequence[Composed]) -> bool:
+    _check_files(runs)
+    return _certify_all(runs)
 
 
 def _tools(arguments: Sequence[str]) -> int:

@@ -115,7 +115,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run=x", "did you mean agenttrain eval run=x?"),
         ("resume=/no/such", "resume=/no/such: is no run folder"),
         ("eval run=/no/such", "run=/no/such: is no run folder"),
-        ("-m seed=1,2 resume=x", "a sweep starts new runs"),
+        ("-m seed=1,2 resume=x", "x: is no sweep's folder"),
     ],
 )
 def test_a_wrong_command(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

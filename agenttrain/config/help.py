@@ -28,6 +28,7 @@ groups and their options
 
 options
   -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
+  -m resume=<sweep folder>     run what is unfinished of a sweep
   --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
   --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
   --version

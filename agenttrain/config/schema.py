@@ -28,6 +28,9 @@ from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.slurm import SlurmConfig as SlurmConfig
+from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
+from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
 from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
@@ -446,6 +449,8 @@ class RunConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: int = 0
     steps: int = 100

@@ -19,9 +19,17 @@ READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_c
 """Of those sections, what is read all the same."""
 
 
+UNREAD = {
+    "sft": (*RL_ONLY, "slurm"),
+    "train": ("sft", "slurm"),
+    "eval": ("sft", "slurm", "data.curriculum"),
+}
+"""Verb -> what has no effect in it."""
+
+
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
-    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft", "data.curriculum")}.get(verb, ())
+    unread = UNREAD.get(verb, ())
     if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
         raise ConfigError("\n".join(found))
 

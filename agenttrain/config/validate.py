@@ -29,6 +29,7 @@ from agenttrain.config.guards import guard_problems
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import RunConfig
+from agenttrain.config.slurm import slurm_problems
 from agenttrain.config.suggest import did_you_mean
 
 ENGINES = ("transformers", "vllm")
@@ -51,11 +52,12 @@ AT_LEAST_ONE = (
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
     *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
-    *("sft.batch_size", "sft.max_tokens"),
+    *("sft.batch_size", "sft.max_tokens", "sweep.trials"),
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
     *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
+    "sweep.trials_seed",
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (
@@ -200,5 +202,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_model, _files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    *(guard_problems, distributed_problems, curriculum_problems),
+    *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
 )
