@@ -47,6 +47,7 @@ from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
 from agenttrain.config.saved import (
+    check_new,
     evaluated,
     finished_steps,
     resumed,
@@ -250,13 +251,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     if not command.sweep:
         cli_sweep.refuse_without_m(overrides)
     composed = compose_run(overrides, command.source)
-    if composed.config.resume is not None:
-        raise ConfigError(
-            f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
-            f"and type agenttrain resume={quote(composed.config.resume)}"
-        )
-    if composed.config.resume_changed:
-        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
+    check_new(composed.config)
     validate(composed.config)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)

@@ -83,6 +83,7 @@ UNUSABLE = {
     "eval.top_p=0": "must be above 0 and at most 1",
     "eval.top_p=1.1": "must be above 0 and at most 1",
     "eval.min_p=2": "must be at most 1",
+    "checkpoint.keep_best=true": "nothing says which one is the best",
     "tools.sql.timeout_s=-1": "must be a number above 0",
     "tools.sql.timeout_s=inf": "must be a number above 0",
     "tools.sql.timeout_s=true": "must be a number above 0",
