@@ -7,9 +7,12 @@ import sys
 import time
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from agenttrain.config.distributed import DistributedConfig
 from agenttrain.types import AgenttrainError
@@ -17,8 +20,6 @@ from agenttrain.types import AgenttrainError
 HERE = "127.0.0.1"
 TRY_S = 5.0
 """One attempt to reach the first node."""
-AGREE_S = 600
-"""For the agents to number their workers, once they are all there."""
 POLL_S = 0.2
 TELL_S = 30.0
 """Between two lines about who is missing."""
@@ -28,25 +29,59 @@ class NotMet(AgenttrainError):
     """Not every node came; the message names those that are missing."""
 
 
-def meet(section: DistributedConfig, node: int) -> RendezvousHandler:
-    """What elastic's agent needs to start this node's workers, once all nodes are there.
+class Meeting(RendezvousHandler):
+    """What elastic's agent needs to start this node's workers: a store, and who is who."""
 
-    On one node alone the port is any that is free. Raises NotMet after `timeout_s`.
+    def __init__(self, store: TCPStore, host: str, node: int, nodes: int) -> None:
+        """`store` is the first node's, at `host`."""
+        self._store, self._host, self._node, self._nodes = store, host, node, nodes
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Everybody is here."""
+        where = RendezvousStoreInfo(self._host, self._store.port)
+        store = PrefixStore(self.get_run_id(), self._store)
+        return RendezvousInfo(store, self._node, self._nodes, where)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers meet at the same one."""
+        return True
+
+    def get_backend(self) -> str:
+        """Its name in elastic's events."""
+        return "agenttrain"
+
+    def get_run_id(self) -> str:
+        """Before every key of the agents."""
+        return "agenttrain"
+
+    def is_closed(self) -> bool:
+        """Never: nobody comes later."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is left to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """None: nobody comes later."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Whether it is over: the store goes with this object."""
+        return True
+
+
+def meet(section: DistributedConfig, node: int) -> Meeting:
+    """The meeting of all nodes, once they are there; of one node alone, at a port that is free.
+
+    Raises NotMet after `timeout_s`.
     """
     if section.rendezvous is None:
-        host, door = HERE, TCPStore(HERE, 0, 1, True, multi_tenant=True)
-        port = door.port
-    else:
-        host, _, text = section.rendezvous.rpartition(":")
-        port = int(text)
-        door = _reach(host, port, section, node)
-        _wait_for_all(door, section, node)
-    handler = StaticTCPRendezvous(host, port, node, section.nodes, "agenttrain", AGREE_S)
-    # Now, while the port is ours: the first node's handler shares the store that holds it. Without
-    # `door` until then the store would end in between, for the nodes that have reached it already.
-    handler.next_rendezvous()
-    del door
-    return handler
+        return Meeting(TCPStore(HERE, 0, 1, True, multi_tenant=True), HERE, node, 1)
+    host, _, port = section.rendezvous.rpartition(":")
+    store = _reach(host, int(port), section, node)
+    _wait_for_all(store, section, node)
+    return Meeting(store, host, node, section.nodes)
 
 
 def _reach(host: str, port: int, section: DistributedConfig, node: int) -> TCPStore:

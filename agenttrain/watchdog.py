@@ -23,6 +23,8 @@ from agenttrain.rollout.in_flight import ENGINE, OTHER, TOOL, Waiting
 from agenttrain.stall import Stall, end
 from agenttrain.tracking.run_folder import update_summary, write_atomically
 
+LOOKS = 100
+"""At a table that changes while it is read."""
 TICK_S = 0.25
 """Between two looks."""
 HELD_S = 60.0
@@ -142,7 +144,11 @@ class Watchdog:
         return self._count + (0 if collector is None else collector.in_flight.progress)
 
     def _waiting(self) -> list[Waiting]:
-        return [] if self._collector is None else self._collector.waiting()
+        collector = self._collector
+        for _ in range(LOOKS):
+            with suppress(RuntimeError):  # the event loop changed what was being read
+                return [] if collector is None else collector.waiting()
+        return []
 
     def _beat(self, progressed: float) -> None:
         assert self._folder is not None
@@ -183,7 +189,8 @@ class Watchdog:
 def _arm(deadline_s: float | None) -> None:
     if deadline_s is None:
         faulthandler.cancel_dump_traceback_later()
-    else:
+        return
+    with suppress(RuntimeError):  # no thread is to be had now: the next heartbeat tries again
         faulthandler.dump_traceback_later(deadline_s + HELD_S, file=2, exit=True)
 
 

@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from agenttrain.config.exit_codes import DONE, PREEMPTED
+from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_S = 15.0
@@ -122,12 +122,19 @@ class Workers(LocalElasticAgent):
                 self.early += [ended for ended in new if not ended.as_asked]
             return
         early = [ended for ended in new if not ended.as_asked]
-        if early and not self.asked:
+        if any(not self._is_told(ended) for ended in early):
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else TELL_S)
-        elif early or any(ended.code == PREEMPTED for ended in new):
+        elif early:  # without that one the others get nowhere
+            self._stop_soon()
+        elif any(ended.code == PREEMPTED for ended in new):
             self._kill_by(SETTLE_S)
+
+    def _is_told(self, ended: Ended) -> bool:
+        """Whether a worker ended as one that heard the launcher's signal, if at once."""
+        signals = tuple(-number for number in PASSED_ON)
+        return bool(self.asked) and ended.code in (INTERRUPTED, TERMINATED, *signals)
 
     def _ask_others(self, store: Any) -> None:
         """Tell the other nodes what happened here, and stop for what happened there."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["agenttrain.launch", "agenttrain.launch_sft", "agenttrain.cli"])
-PATIENCE_S = 240
+PATIENCE_S = 600
 """Only a run that hangs takes so long."""
 
 

@@ -17,6 +17,7 @@ import torch
 from training_cases import random_groups
 from two_processes import Case, make
 
+from agenttrain.crash import Evidence
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
@@ -91,18 +92,26 @@ def sent(case: Case, mode: str, world: World) -> dict[str, float]:
     }
 
 
-def blamed(mode: str, world: World) -> dict:
+def blamed(mode: str, world: World, folder: Path) -> dict:
     """Who is named when a rollout of the last process has an engine's logprob that is NaN."""
     trained = make(Case(), mode, world)
     made = random_groups(0, groups=3)
+    mine = [g if i % world.size == world.rank else [] for i, g in enumerate(made)]
     (span,) = [span for span in made[1][2].spans if span.turn == 1 and span.logprobs]
     object.__setattr__(span, "logprobs", (math.nan,) * len(span.token_ids))
+    checkpoints = Checkpoints(folder / "checkpoints", tokenizer=tiny.tokenizer(), keep=1)
+    if world.is_main:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("seed: 0\n")
+    evidence = Evidence(folder=folder, policy=trained, checkpoints=checkpoints)
+    errors = []
     try:
-        trained.update([g if i % world.size == world.rank else [] for i, g in enumerate(made)])
+        with evidence.of(1) as seen:
+            seen.rollouts = [rollout for group in mine for rollout in group]
+            trained.update(mine)
     except BrokenUpdate as error:
-        everyone = world.gather([error.culprits])
-        return {"culprits": everyone, "rows": len(error.rows), "error": str(error)}
-    return {}
+        errors.append([str(error), *error.culprits])
+    return {"errors": world.gather(errors)}
 
 
 def main() -> None:
@@ -115,7 +124,7 @@ def main() -> None:
             "saved": saved(case, mode, world, folder / mode / name),
             "sent": sent(case, mode, world),
         }
-    found["blamed"] = blamed(mode, world)
+    found["blamed"] = blamed(mode, world, folder / f"{mode}-crash")
     if world.is_main:
         print("RESULT", json.dumps(found), flush=True)
 

@@ -22,6 +22,7 @@ from agenttrain.config.exit_codes import DONE
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import newest_first, verify
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.questions=0", "tracker=none"),
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),
@@ -101,22 +102,30 @@ def test_a_run_that_is_killed_in_each_phase_equals_one_that_was_not(whole, tmp_p
     assert "finished after 12 steps; for more of them" in ended.said
 
 
+def drawn_moment(rng: random.Random, number: int, done: int) -> Moment:
+    """Of the number-th kill of a run whose newest checkpoint has `done` steps, so that twenty of
+    them go through its steps 1 to 11."""
+    step = max(1 + number // 2, done + 1)
+    due = step + step % 2
+    delay_s = rng.choice([0.0, rng.uniform(0, 0.05)])
+    kind = ("decode", "update", "checkpoint")[number % 3]
+    if kind == "checkpoint" and due < 12:
+        return Moment(kind=kind, steps=due - done, nth=rng.randint(2, 40), delay_s=delay_s)
+    if kind == "update":
+        return Moment(kind=kind, steps=step - 1 - done, delay_s=delay_s)
+    return Moment(kind="decode", steps=step - 1 - done, nth=rng.randint(1, 60), delay_s=delay_s)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_twenty_times_equals_one_that_was_not(whole, tmp_path):
-    """At moments that a seeded delay after some event makes random."""
+    """A seeded delay after a moment of a phase makes it a random one."""
     folder, rng = tmp_path / "run", random.Random(20)
-    phases = []
+    kinds = []
     for number in range(20):
-        # From the checkpoint that there is up to the step at which the run is to be by then.
-        ahead = max(number * 12 // 20 - saved(folder), 0)
-        kind = ("decode", "update", "checkpoint")[number % 3]
-        ahead += kind == "checkpoint" and (saved(folder) + ahead) % 2  # a checkpoint is due then
-        ahead += kind == "checkpoint" and ahead == 0 and 2
-        nth = {"decode": rng.randint(1, 60), "update": 1, "checkpoint": rng.randint(2, 40)}[kind]
-        delay_s = rng.choice([0.0, rng.uniform(0, 0.05)])
-        killed(folder, Moment(kind=kind, steps=ahead, nth=nth, delay_s=delay_s))
-        phases.append(kind)
-    assert {phases.count(kind) for kind in ("decode", "update", "checkpoint")} == {6, 7}
+        moment = drawn_moment(rng, number, saved(folder))
+        killed(folder, moment)
+        kinds.append(moment.kind)
+    assert min(kinds.count(kind) for kind in ("decode", "update", "checkpoint")) >= 4, kinds
     ended = agenttrain(*words(folder), log=tmp_path / "log.txt")
     assert ended.code == DONE, ended.said
     assert_same(folder, whole)

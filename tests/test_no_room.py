@@ -20,6 +20,7 @@ from agenttrain.tracking.run_folder import read_summary
 from agenttrain.training.checkpoint import UNWRITABLE, Checkpoints
 from agenttrain.training.checkpoint_files import latest, verify
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=4", "checkpoint.every=2", "eval.questions=0", "tracker=none"),
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),  # so that each step updates
@@ -94,7 +95,7 @@ def fill(disk: Path, left: int) -> None:
     (disk / "filler").write_bytes(bytes(max(free - left, 0)))
 
 
-@pytest.mark.parametrize("left", [0, 100_000])
+@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.slow), 100_000])
 def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(small_disk, left):
     """Nothing fits: neither a row of metrics; or that does, and a checkpoint does not."""
     folder = small_disk / "runs" / "run"
@@ -111,6 +112,7 @@ def replace_by_a_file(folder: Path) -> None:
     folder.write_text("")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_folder_that_became_a_file_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     checkpoints = folder / "checkpoints"
@@ -139,6 +141,7 @@ def allow(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+@pytest.mark.slow
 def test_a_folder_that_may_no_longer_be_written_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     checkpoints = folder / "checkpoints"

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.tracking.run_folder import read_summary
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.every=3", "eval.questions=2"),
-    *("tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
+    *("eval.greedy=false", "tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
 )
 
 

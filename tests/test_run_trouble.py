@@ -158,7 +158,7 @@ def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"No space left on device (run folder {tmp_path / 'run'})")
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {".lock", "summary.json"}
+    assert names == {".lock", "heartbeat.json", "summary.json"}
     assert read_summary(tmp_path / "run")["status"] == "failed"
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from process_states import CASES, IDS
 from torchrun import torchrun
+from training_cases import random_groups
 from transformers import AutoModelForCausalLM
 
+from agenttrain.crash import read_batch
 from agenttrain.training.weight_sync import policy_logprobs
 from agenttrain.training.world import World
 
@@ -98,8 +100,20 @@ def test_engines_get_the_weights_that_are_trained(name: str, mode: str, of_two: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_all_processes_blame_the_rollout_of_one(mode: str, of_two: dict) -> None:
-    blamed = of_two[mode]["blamed"]
-    assert blamed["culprits"] == [["g1-2"], ["g1-2"]]
-    assert blamed["rows"] == 12
-    assert "rollout g1-2: the engine's logprob of token" in blamed["error"]
+def test_all_processes_blame_the_rollout_of_one_and_leave_one_bundle(
+    mode: str, folder: Path, of_two: dict
+) -> None:
+    first, second = of_two[mode]["blamed"]["errors"]
+    assert first == second
+    assert first[1:] == ["g1-2"]
+    assert "rollout g1-2: the engine's logprob of token" in first[0]
+    bundle = folder / f"{mode}-crash" / "crash" / "step-000001"
+    assert first[0].endswith(f"To see it again: agenttrain replay {bundle}")
+    assert json.loads((bundle / "crash.json").read_text())["culprits"] == ["g1-2"]
+    assert len((bundle / "rollouts" / "step-000001.jsonl").read_text().splitlines()) == 12
+    made = [rollout for group in random_groups(0, groups=3) for rollout in group]
+    rows = read_batch(bundle, made)
+    assert sorted(row.rollout.rollout_id for row in rows) == sorted(r.rollout_id for r in made)
+    own = process_states.make(CASES["adamw"], "single", WORLD)
+    beside = process_states.Checkpoints(bundle / "checkpoints", tokenizer=None, keep=1)
+    assert beside.load_latest(own)["step"] == 0

@@ -38,6 +38,12 @@ def test_values_cross_in_the_order_of_ranks(of_two: dict[int, dict]) -> None:
     assert [of_two[rank]["is_main"] for rank in (0, 1)] == [True, False]
 
 
+def test_a_failure_of_one_is_raised_by_all(of_two: dict[int, dict]) -> None:
+    assert [of_two[rank]["exchange"] for rank in (0, 1)] == [[0, 1], [0, 1]]
+    assert of_two[0]["failed"] == "PeerFailed: rank 1: ValueError: no"
+    assert of_two[1]["failed"] == "ValueError: no"
+
+
 def test_a_meeting_that_one_misses_names_it(of_two: dict[int, dict]) -> None:
     assert of_two[0]["missing"] == [1]
     assert of_two[0]["late"] == (

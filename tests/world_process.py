@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from agenttrain.training.world import World, WorldTimeout
+from agenttrain.training.world import PeerFailed, World, WorldTimeout
 
 
 def main() -> None:
@@ -24,6 +24,14 @@ def main() -> None:
     }
     second = World(timeout_s=60)
     found["second"] = second.gather([world.rank])
+    found["exchange"] = world.exchange([world.rank], "the end of the rollouts", patient=True)
+    failure = ValueError("no") if world.rank else None
+    try:
+        with world.together("the checkpoint", ValueError, patient=True):
+            if failure:
+                raise failure
+    except (ValueError, PeerFailed) as error:
+        found["failed"] = f"{type(error).__name__}: {error}"
     world.barrier("the end of the rollouts")
     if world.is_main:
         try:

@@ -49,6 +49,11 @@ def distributed_problems(config: Any) -> Iterator[str]:
             f"distributed.cpu_offload=true: has no effect with distributed={section.name}; add "
             "distributed=fsdp2"
         )
+    if section.name is DistributedName.fsdp2 and config.training.mixed_precision == "fp16":
+        yield (
+            "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
+            "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
+        )
     several = section.nodes > 1 or section.processes != 1
     if section.name is not DistributedName.single and several and config.engine.name == "vllm":
         yield (

@@ -25,7 +25,12 @@ class Peers(Protocol):
     size: int
 
     def exchange(
-        self, objects: Sequence[Item], what: str, failure: Exception | None = None
+        self,
+        objects: Sequence[Item],
+        what: str,
+        failure: Exception | None = None,
+        *,
+        patient: bool = False,
     ) -> list[Item]:
         """Every process's objects in the order of ranks; raises where one says that it failed."""
         ...
@@ -38,7 +43,12 @@ class Alone:
     size = 1
 
     def exchange(
-        self, objects: Sequence[Item], what: str, failure: Exception | None = None
+        self,
+        objects: Sequence[Item],
+        what: str,
+        failure: Exception | None = None,
+        *,
+        patient: bool = False,
     ) -> list[Item]:
         """The objects; raises the failure."""
         if failure is not None:
@@ -110,7 +120,7 @@ async def collect_share(
         tasks=len(mine),
         empty=str(empty) if empty else None,
     )
-    reports = peers.exchange([report], "the end of the rollouts", failure)
+    reports = peers.exchange([report], "the end of the rollouts", failure, patient=True)
     reasons = [report.empty for report in reports if report.tasks]
     if reasons and all(reasons):
         raise empty or NoRollouts(str(reasons[0]), collected)

@@ -113,15 +113,18 @@ class Checkpoints:
     ) -> None:
         world = policy.world
         weights = _weights(policy)
-        with world.together(f"{path.name}: its folder", *UNWRITABLE):
+        with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
             if world.is_main:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-        with world.together(f"{path.name}: each process's part", *UNWRITABLE), _telling(part):
+        with (
+            world.together(f"{path.name}: each process's part", *UNWRITABLE, patient=True),
+            _telling(part),
+        ):
             torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
             if is_sharded(policy.model):
                 write_part(policy.state_dict(), part, world.rank)
-        with world.together(f"{path.name}: the whole", *UNWRITABLE):
+        with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
             if world.is_main:
                 self._write(policy, weights, part, state)
                 seal(part)

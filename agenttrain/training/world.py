@@ -77,26 +77,36 @@ class World:
         """Whether this is the process that writes and speaks for all."""
         return self.rank == 0
 
-    def gather(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
+    def gather(
+        self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
+    ) -> list[Value]:
         """Every process's objects, in the order of ranks, on every process.
 
-        Raises WorldTimeout.
+        Raises WorldTimeout, as `barrier`.
         """
         if self.size == 1:
             return list(objects)
-        self.barrier(what)
+        self.barrier(what, timeout_s)
         parts: list[Any] = [None] * self.size
         dist.all_gather_object(parts, list(objects), group=self._group)
         return [item for part in parts for item in part]
 
     def exchange(
-        self, objects: Sequence[Value], what: str, failure: Exception | None = None
+        self,
+        objects: Sequence[Value],
+        what: str,
+        failure: Exception | None = None,
+        *,
+        patient: bool = False,
     ) -> list[Value]:
         """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
 
-        So that an error of one, which the others cannot know of, ends the work of all.
+        So that an error of one, which the others cannot know of, ends the work of all. `patient`:
+        for what may take one process as long as it likes; who is gone altogether is the launcher's
+        business, who stands still the watchdog's.
         """
-        shares = self.gather([(list(objects), _told(failure))], what)
+        limit_s = math.inf if patient else None
+        shares = self.gather([(list(objects), _told(failure))], what, limit_s)
         if failure is not None:
             raise failure
         failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(shares) if told]
@@ -105,17 +115,17 @@ class World:
         return [item for items, _ in shares for item in items]
 
     @contextmanager
-    def together(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+    def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
         """Within, an error of these kinds of one process is one of all, once all are done.
 
-        Nothing may cross between the processes within.
+        Nothing may cross between the processes within; `patient` as of `exchange`.
         """
         failure: Exception | None = None
         try:
             yield
         except kinds as error:
             failure = error
-        self.exchange((), what, failure)
+        self.exchange((), what, failure, patient=patient)
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import Sharding
@@ -23,9 +23,7 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
             "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
             "training.mixed_precision=bf16 or no."
         )
-    # Buffers are constants here; to broadcast them would tie every forward pass to the others.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(cpu=not gpu, mixed_precision=mixed_precision, kwargs_handlers=[ddp])
+    return Accelerator(cpu=not gpu, mixed_precision=mixed_precision)
 
 
 def share_weights(model: nn.Module, world: World) -> None:
@@ -42,10 +40,15 @@ def share_weights(model: nn.Module, world: World) -> None:
 
 def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     """The scorer as the processes call it together."""
-    if sharding is None:
-        return accelerator.prepare_model(scorer)
-    shard(scorer, accelerator, sharding)
-    return scorer
+    if sharding is not None:
+        shard(scorer, accelerator, sharding)
+        return scorer
+    wrapped = accelerator.prepare_model(scorer)
+    if isinstance(wrapped, DistributedDataParallel):
+        # Buffers are constants here; to broadcast them would tie every forward pass to the others.
+        # Set afterwards: as an argument it is deprecated, and accelerate 1.15 has no other.
+        wrapped.broadcast_buffers = False
+    return wrapped
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
