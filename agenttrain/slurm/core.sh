@@ -16,6 +16,7 @@ trap 'told=1; kill -s USR1 "$run" 2> /dev/null' USR1 TERM
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 "${srun[@]}" \
   python3 -m agenttrain.cli "${arguments[@]}" "${nodes[@]}" &
 run=$!
+[ -z "$told" ] || kill -s USR1 "$run" # which came before the run had a number
 # A signal ends `wait`, with a code of its own: the run's is that of a wait without one.
 while told=; wait "$run"; code=$?; [ -n "$told" ]; do :; done
 
