@@ -43,7 +43,7 @@ from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
-from agenttrain.config.model_path import BUNDLED
+from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
 from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore},
+            **{"replay": replay, "rescore": rescore, "plan": _plan},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
@@ -213,7 +213,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
-    validate(composed.config)
+    validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
     return composed
@@ -334,6 +334,19 @@ def _data(arguments: Sequence[str]) -> int:
     with hydra_session(command.source):
         (composed,) = compose_all(command)
     return show_data.show(composed.config, options)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """`plan [--gpu-memory-gb 80] [--devices 8] [overrides]`: memory per GPU, from config.json."""
+    from agenttrain.plan import command as planning
+
+    options, overrides = planning.parse(arguments)
+    command = parse(["plan", *overrides])
+    if command.sweep:
+        raise ConfigError("plan -m: plans one run; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return planning.show(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:

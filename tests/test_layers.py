@@ -14,7 +14,7 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate", "crash", "guards", "show_tools"),
+    ("check", "evaluate", "crash", "guards", "show_tools", "plan"),
     ("trainer", "show_data", "recorded"),
     ("build", "imitation", "job"),
     ("launch", "replay", "replay_crash", "rescore"),

@@ -111,32 +111,32 @@ class MasterWeights(_Wrapper):
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """`pairs`: (the model's weight, the copy that `optimizer` updates)."""
-        self._pairs = list(pairs)
+        self.pairs = list(pairs)
         super().__init__([optimizer])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of the copies, then of the model's weights."""
-        for weight, master in self._pairs:
+        for weight, master in self.pairs:
             master.grad = None if weight.grad is None else weight.grad.float()
         super().step(closure)
-        for weight, master in self._pairs:
+        for weight, master in self.pairs:
             weight.copy_(master)
             master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's weights, and of those that have no copy."""
         super().zero_grad(set_to_none)
-        for weight, _ in self._pairs:
+        for weight, _ in self.pairs:
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the copies."""
-        return {**super().state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+        return {**super().state_dict(), "masters": [master.detach() for _, master in self.pairs]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         super().load_state_dict(state_dict)
-        for (_, master), saved in zip(self._pairs, state_dict["masters"], strict=True):
+        for (_, master), saved in zip(self.pairs, state_dict["masters"], strict=True):
             master.copy_(saved)
