@@ -164,19 +164,8 @@ def _communication(sizes: Sizes, machine: Machine) -> Iterator[Part]:
 
 
 def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
-    training = config.training
+    training, tokens = config.training, f"{load.packed:,} tokens"
     saved = sizes.saved(load.packed, training.mixed_precision)
-    one = saved // sizes.layers
-    if training.gradient_checkpointing:
-        kept, how = sizes.layers * load.packed * sizes.hidden + one, "inputs of layers, and one layer"
-    else:
-        kept, how = saved, "kept for the backward pass"
-    yield Part(
-        name="activations",
-        bytes=kept + one,
-        why=f"{load.packed:,} tokens: {how}, and a layer's gradients",
-        when=When.update,
-    )
     head = head_bytes(
         sizes.model,
         load.packed,
@@ -184,8 +173,21 @@ def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -
         autocast=training.mixed_precision != "no",
         device=machine.kind,
     )
-    kept_mb = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
-    yield Part(name="head", bytes=head, why=kept_mb, when=When.update)
+    why = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
+    peak = Part(name="head", bytes=head, why=why, when=When.update)
+    if training.gradient_checkpointing:
+        inputs = sizes.layers * load.packed * sizes.hidden
+        yield Part(
+            name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=When.update
+        )
+        # The head's share is gone when the layers are computed again.
+        layer = saved // sizes.layers
+        again = Part(name="a layer", bytes=layer, why=f"{tokens}, again", when=When.update)
+        yield max(peak, again, key=lambda part: part.bytes)
+    else:
+        why = f"{tokens}, kept for the backward pass"
+        yield Part(name="activations", bytes=saved, why=why, when=When.update)
+        yield peak
 
 
 def _engine(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
@@ -199,7 +201,7 @@ def _engine(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> It
     grown = f", in rows that grew to {tokens:,}" if tokens > load.context else ""
     yield Part(
         name="keys and values",
-        bytes=load.rows * tokens * sizes.token_cache,
+        bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
         why=f"{load.rows:,} rollouts of {load.context:,} tokens{grown}, "
         f"{sizes.token_cache:,} bytes each",
     )

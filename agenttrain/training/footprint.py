@@ -35,7 +35,7 @@ FLOAT32 = 4
 STEP_COUNT = 4
 """Bytes of AdamW's count of steps, one per parameter."""
 TILES = 3
-"""Tiles of logits at once: the product, its exponentials, their gradient."""
+"""Tiles of logits at once: the product, unless it is kept, and two made of it."""
 TRACED = 2048
 """Tokens of the longer of two traced rollouts; longer microbatches follow the line through both."""
 
@@ -46,6 +46,10 @@ def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrain
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora.rank:
             add_lora(model, lora)
+            # Where weights are real, peft gives an adapter the format of the layer that it is for.
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -185,10 +189,11 @@ def head_bytes(
     size = 2 if autocast else head.weight.element_size()
     chunk, logits = CPU_TILE if device == "cpu" else GPU_TILE
     rows = max(1, min(chunk, tokens))
-    tile = rows * min(entries, max(1, logits // rows))
-    kept = min(tokens * entries * FLOAT32, budget_mb * 2**20)
-    trained = head.weight.requires_grad
-    # The weight's gradient is summed in float32 and then cast to the weight's format.
-    weight = head.weight.numel() * (FLOAT32 + (size if size != FLOAT32 else 0)) if trained else 0
+    tile = rows * min(entries, max(1, logits // rows)) * FLOAT32
+    wanted, budget = tokens * entries * FLOAT32, budget_mb * 2**20
+    tiles = (TILES if wanted > budget else TILES - 1) * tile
+    weight = head.weight.numel() if head.weight.requires_grad else 0
+    # The weight's gradient is summed in float32, and cast to the weight's format after the tiles.
+    cast = weight * size if size != FLOAT32 else 0
     states = tokens * hidden * (size + FLOAT32)
-    return kept + TILES * tile * FLOAT32 + weight + states
+    return min(wanted, budget) + weight * FLOAT32 + max(tiles, cast) + states
