@@ -41,18 +41,17 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
 from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
-from agenttrain.config.schema import Schedule
+from agenttrain.config.schema import DistributedName, Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.types import Task
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
@@ -60,7 +59,7 @@ DEFAULT_EXPERIMENT = "shop"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
+    """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = split_verb(arguments)
     if verb == "templates":
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -280,7 +279,7 @@ def _hand_over(command: Command, *, total: int) -> int:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
         codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
-        if codes[-1] in (INTERRUPTED, TERMINATED):
+        if codes[-1] in (PREEMPTED, INTERRUPTED, TERMINATED):
             raise KeyboardInterrupt  # a sweep ends here
 
     register()
@@ -382,6 +381,10 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
+    if composed.config.distributed.name is not DistributedName.single:
+        from agenttrain.launcher import run_workers
+
+        return run_workers(composed, folder, verb, sweep=sweep)
     from agenttrain.launch import launch  # torch comes with it
 
     if verb == "sft":

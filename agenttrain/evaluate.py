@@ -9,9 +9,12 @@ from statistics import mean
 from typing import Any
 
 from agenttrain.config.schema import EvalConfig
-from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.peers import collect_share, merge
 from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
 from agenttrain.tracking.metrics import solved
+from agenttrain.training.world import World
 from agenttrain.types import Rollout, Sampling, Task
 
 
@@ -41,6 +44,7 @@ class Evaluation(Scores):
     overlong: int
     """Questions that leave no room to sample; no figure counts them."""
     rollouts: list[Rollout]
+    """On the main process; the others have the figures."""
 
     def metrics(self) -> dict[str, float]:
         """Flat figures: reward, pass@k, group/<value>, stop/<reason>."""
@@ -55,13 +59,20 @@ class Evaluation(Scores):
 
 
 async def evaluate(
-    collector: Collector, tasks: Sequence[Task], config: EvalConfig, *, seed: int
+    collector: Collector,
+    tasks: Sequence[Task],
+    config: EvalConfig,
+    *,
+    seed: int,
+    world: World | None = None,
+    costs: Costs | None = None,
 ) -> list[Evaluation]:
     """Sampled evaluation and, if `config.greedy`, a greedy one, on the same tasks.
 
     Seeds depend on `seed`, the task and the sample only: two policies meet the same noise, and
-    training's own random state is not touched.
+    training's own random state is not touched. The processes of `world` share the tasks.
     """
+    world, costs = world or World(), costs or Costs(config.group_by)
     sampled = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -73,15 +84,27 @@ async def evaluate(
         runs.append(("greedy", Sampling(temperature=0.0), 1))
     evaluations = []
     for label, sampling, samples in runs:
-        collected = await collect(
+        collected, _ = await collect_share(
             collector,
             tasks,
+            peers=world,
+            costs=costs,
             samples=samples,
             sampling=sampling,
             seed_path=(seed, "eval", label),
         )
-        evaluations.append(summarise(label, collected, config.group_by))
+        evaluations.append(_of_all(label, collected, config.group_by, world))
     return evaluations
+
+
+def _of_all(label: str, share: Collected, group_by: str | None, world: World) -> Evaluation:
+    """The figures over all processes; World of one: of the share."""
+    shares = world.to_main([share], "the rollouts of an evaluation")
+    mine = summarise(label, merge(shares), group_by) if world.is_main else None
+    told = world.broadcast(mine and replace(mine, rollouts=[]), "the figures of an evaluation")
+    whole = mine or told
+    assert whole is not None  # the main process told it
+    return whole
 
 
 def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluation:

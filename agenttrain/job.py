@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
-from agenttrain.tracking.run_folder import read_summary
+from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.tracking.silent import Silent
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,13 @@ class Job:
     """The run folder; a run that is in it already goes on."""
     sweep: bool = False
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    world: World = field(default_factory=World)
+    """The processes that run it; the main one alone writes into the folder, besides checkpoints."""
+
+    def record(self, **changes: Any) -> None:
+        """`update_summary` by the main process; the others leave it to that one."""
+        if self.world.is_main:
+            update_summary(self.folder, **changes)
 
     @property
     def project(self) -> str:
@@ -91,6 +100,8 @@ def restored(job: Job, checkpoints: Checkpoints, policy: Policy) -> dict[str, An
 
 def tracker_of(job: Job, done: int) -> Tracker:
     """The tracker of a run that has done so many steps."""
+    if not job.world.is_main:
+        return Silent()
     config = job.config
     return Tracker(
         job.folder,

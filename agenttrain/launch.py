@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 from types import FrameType
@@ -18,6 +19,7 @@ from rich.console import Console
 from agenttrain.build import Prepared, load, prepare
 from agenttrain.config.command import resuming
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
@@ -37,19 +39,15 @@ from agenttrain.tracking.run_folder import (
     FolderInUse,
     held,
     read_summary,
-    update_summary,
     write_config,
 )
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
+from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Rollout
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 SHOWN = 3
 """Rollouts printed at the end of a run."""
 
@@ -61,22 +59,29 @@ def launch(
     verb: str,
     sweep: bool = False,
     work: Work[Any] | None = None,
+    world: World | None = None,
 ) -> int:
     """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
 
-    `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
+    `sweep`: the folder is one of a sweep's. Every process of `world` makes the same call (None:
+    there is one); what goes wrong is told by the main one and raised by the others. Raises
+    ConfigError for a folder of another verb.
     """
+    world = world or World()
+    job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep, world=world)
+    if not world.is_main:
+        return _run(job, verb, work or WORK[verb])
     try:
         with held(run_folder):
             earlier = read_summary(run_folder)
             _refuse_other_verb(run_folder, earlier, verb)
-            sweep = sweep or earlier.get("sweep", False)
-            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
-            update_summary(run_folder, verb=verb, sweep=sweep or None)
+            job = replace(job, sweep=sweep or earlier.get("sweep", False))
+            processes = world.size if world.size > 1 else None
+            job.record(verb=verb, sweep=job.sweep or None, processes=processes)
             return _run(job, verb, work or WORK[verb])
     except (FolderInUse, OSError) as error:
         print(_told(error, run_folder), file=sys.stderr)
-        return 1
+        return FAILED
 
 
 def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None:
@@ -90,12 +95,12 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
-    """`launch` in a folder that is held; errors are told and recorded."""
+    """`launch` in a folder that is held; errors are told and recorded by the main process."""
     with terminable() as terminated:
         try:
             asyncio.run(work.run(job, _prepare(job, work.prepare)))
         except KeyboardInterrupt:
-            _record(job.folder, status="interrupted")
+            _record(job, status="interrupted")
             again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
             print(
                 "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
@@ -104,15 +109,22 @@ def _run(job: Job, verb: str, work: Work[Any]) -> int:
             return TERMINATED if terminated.is_set() else INTERRUPTED
         except ConfigError:
             raise
-        except (AgenttrainError, ValueError, OSError) as error:
-            told = _told(error, job.folder)
-            _record(job.folder, status="failed", error=told)
-            print(told, file=sys.stderr)
-            return 1
         except Exception as error:
-            _record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
-            raise
-    return 0
+            if not job.world.is_main:
+                raise
+            return _failed(job, error)
+    return DONE
+
+
+def _failed(job: Job, error: Exception) -> int:
+    """Record why a run failed and tell it; what is nobody's mistake but ours is raised."""
+    if isinstance(error, AgenttrainError | ValueError | OSError):
+        told = _told(error, job.folder)
+        _record(job, status="failed", error=told)
+        print(told, file=sys.stderr)
+        return FAILED
+    _record(job, status="failed", error=f"{type(error).__name__}: {error}")
+    raise error
 
 
 def _told(error: Exception, folder: Path) -> str:
@@ -121,10 +133,10 @@ def _told(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
 
 
-def _record(folder: Path, **changes: Any) -> None:
-    """`update_summary` where an error is being told already: a full disk is no second one."""
+def _record(job: Job, **changes: Any) -> None:
+    """`Job.record` where an error is being told already: a full disk is no second one."""
     with suppress(OSError):
-        update_summary(folder, **changes)
+        job.record(**changes)
 
 
 @contextmanager
@@ -150,6 +162,8 @@ def terminable() -> Iterator[Event]:
 
 def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
+    if not job.world.is_main:
+        return prepare(job.config)
     path = job.folder / "config.yaml"
     new = not path.exists()
     if new:
@@ -181,48 +195,58 @@ def record_fix(folder: Path, prepared: Checked) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder) as clock:
+    with timed(job) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
-            before = read_summary(job.folder).get("eval", {}).get("before")
+            before = evaluated_before(job)
             if before is None:
                 before = to_json(await trainer.evaluate("before"))
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
+            job.record(status="running", error=None, eval={"before": before})
             with clock("training_"):
                 await trainer.train()
             after = await trainer.evaluate("after")
             trainer.save()
-    update_summary(
-        job.folder,
+    job.record(
         status="finished",
         steps=trainer.done,
         eval={"before": before, "after": to_json(after)},
     )
-    _report(job, prepared, trainer.tracker, before, after)
+    if job.world.is_main:
+        _report(job, prepared, trainer.tracker, before, after)
+
+
+def evaluated_before(job: Job) -> dict[str, Any] | None:
+    """What a run that goes on was worth before its first step; every process is told the same."""
+    found = None
+    if job.world.is_main:
+        found = read_summary(job.folder).get("eval", {}).get("before")
+    return job.world.broadcast(found, "the evaluation before training")
 
 
 @contextmanager
-def timed(folder: Path) -> Iterator[Clock]:
+def timed(job: Job) -> Iterator[Clock]:
     """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
     `<phase>seconds` for the phases of the clock."""
-    earlier = read_summary(folder)
+    earlier = read_summary(job.folder)
     clock = Clock()
     try:
         with clock(""):
             yield clock
     finally:
         names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
-        _record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
+        _record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder):
+    with timed(job):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             evaluations = await trainer.evaluate("eval")
     rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+    if not job.world.is_main:
+        return
     write_step(job.folder, 0, rollouts, limit(job.config.tracker.rollouts))
-    update_summary(job.folder, status="finished", steps=0, eval={"after": to_json(evaluations)})
+    job.record(status="finished", steps=0, eval={"after": to_json(evaluations)})
     _report(job, prepared, trainer.tracker, {}, evaluations)
 
 

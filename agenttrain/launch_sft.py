@@ -17,11 +17,10 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.source import TaskSource
 from agenttrain.imitation import CROSS_ENTROPY, Imitation, try_rows
 from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
-from agenttrain.launch import launch, timed
+from agenttrain.launch import evaluated_before, launch, timed
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.policy import Policy
 
 
@@ -73,23 +72,22 @@ def prepare(config: RunConfig) -> Prepared:
 
 async def _imitate(job: Job, prepared: Prepared) -> None:
     config = job.config
-    with timed(job.folder) as clock:
+    with timed(job) as clock:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(prepared.toolbox.aclose)
             stack.push_async_callback(prepared.environments.aclose)
             policy = make_policy(config, CROSS_ENTROPY, temperature=1.0)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)
-            before = read_summary(job.folder).get("eval", {}).get("before")
+            before = evaluated_before(job)
             if before is None:
                 before = imitation.evaluate("before")
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
+            job.record(status="running", error=None, eval={"before": before})
             with clock("training_"):
                 imitation.train()
             after = imitation.evaluate("after")
             imitation.save()
-    update_summary(
-        job.folder,
+    job.record(
         status="finished",
         steps=imitation.done,
         eval={"before": before, "after": after},

@@ -16,9 +16,10 @@ LAYERS = (
     ("rollout", "training"),
     ("check", "evaluate", "crash", "guards", "show_tools", "plan"),
     ("trainer", "show_data", "recorded"),
-    ("build", "imitation", "job"),
+    ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft"),
+    ("cli_recorded", "launch_sft", "worker"),
+    ("launcher",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

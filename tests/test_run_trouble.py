@@ -16,7 +16,8 @@ from agenttrain.build import seed_all
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
-from agenttrain.launch import INTERRUPTED, TERMINATED, launch
+from agenttrain.config.exit_codes import INTERRUPTED, TERMINATED
+from agenttrain.launch import launch
 from agenttrain.tracking.run_folder import held, read_summary, update_summary
 
 SHORT = ("debug=tiny", "steps=1", "tracker=none", "eval.questions=0")

@@ -17,9 +17,9 @@ from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
 
-RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards")
+RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed")
 """What a resumed run may change: the rest decides what it learns."""
-EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
+EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed")
 """What an evaluation of a run may change: the rest is the agent itself."""
 
 

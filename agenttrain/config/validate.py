@@ -21,6 +21,7 @@ from agenttrain.config.components import (
     tool_problems,
 )
 from agenttrain.config.data_settings import data_setting_problems
+from agenttrain.config.distributed import distributed_problems
 from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.guards import guard_problems
@@ -192,5 +193,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    guard_problems,
+    *(guard_problems, distributed_problems),
 )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from agenttrain.training.batch import Row
+from agenttrain.training.sharding import here
+from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
 Alone = Callable[[Row], tuple[Tensor, Tensor]]
@@ -42,35 +44,43 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
     """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
     broken = {}
     for name, parameter in model.named_parameters():
-        count = int((~parameter.isfinite()).sum())
+        count = int((~here(parameter).isfinite()).sum())
         if count:
             broken[name] = f"{count} of {parameter.numel()} values"
     return broken
 
 
-def check_weights(model: nn.Module, when: str) -> None:
-    """Raise NotFinite, naming the weights, unless all are finite."""
+def check_weights(model: nn.Module, when: str, world: World | None = None) -> None:
+    """Raise NotFinite on all processes, naming the weights, unless all are finite on each."""
+    world = world or World()
     # Stacked, so that a GPU is waited for once and not for every parameter.
-    if torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all():
+    finite = torch.stack([here(parameter).isfinite().all() for parameter in model.parameters()])
+    if world.min(float(finite.all()), f"the weights {when}"):
         return
-    broken = broken_weights(model)
+    # Where weights are sharded each process sees its part, and counts in that.
+    broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
     where = _listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
 
 
-def check_logprobs(rollouts: Sequence[Rollout]) -> None:
-    """Raise NotFinite, naming rollout and position, unless the engine's logprobs are finite."""
-    broken = {
-        rollout.rollout_id: position
+def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
+    """Raise NotFinite on all processes, naming rollout and position, unless all the engines'
+    logprobs are finite."""
+    world = world or World()
+    mine = [
+        (rollout.rollout_id, position)
         for rollout in rollouts
         if (position := _first_broken(rollout.rollout_logprobs)) is not None
-    }
+    ]
+    told = world.gather([(mine, len(rollouts))], "the check of the rollouts")
+    broken = dict(pair for pairs, _ in told for pair in pairs)
     if broken:
         where = _listed([f"{name} (token {position})" for name, position in broken.items()])
+        total = sum(count for _, count in told)
         raise NotFinite(
-            f"the engine's logprob is not finite in {len(broken)} of {len(rollouts)} rollouts: "
+            f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
             f"{where}. Look at the engine's dtype and at engine.name=transformers",
             stage="logprobs",
             culprits=tuple(broken),

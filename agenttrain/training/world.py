@@ -36,6 +36,10 @@ class WorldTimeout(AgenttrainError):
         self.missing = tuple(missing)
 
 
+class PeerFailed(AgenttrainError):
+    """Another process failed; the message says which one, and how."""
+
+
 class World:
     """The processes of this run, as this one sees them. A world of one touches nothing.
 
@@ -83,6 +87,21 @@ class World:
         parts: list[Any] = [None] * self.size
         dist.all_gather_object(parts, list(objects), group=self._group)
         return [item for part in parts for item in part]
+
+    def exchange(
+        self, objects: Sequence[Value], what: str, failure: Exception | None = None
+    ) -> list[Value]:
+        """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
+
+        So that an error of one, which the others cannot know of, ends the work of all.
+        """
+        shares = self.gather([(list(objects), _told(failure))], what)
+        if failure is not None:
+            raise failure
+        failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(shares) if told]
+        if failed:
+            raise PeerFailed("; ".join(failed))
+        return [item for items, _ in shares for item in items]
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""
@@ -169,6 +188,10 @@ class World:
             return 0, "the start"
         number, _, what = self._store.get(_progress(rank)).decode().partition(" ")
         return int(number), what
+
+
+def _told(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 _made = 0
