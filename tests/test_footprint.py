@@ -146,7 +146,8 @@ def test_what_a_forward_pass_keeps(dtype):
 
 def test_what_is_kept_grows_by_the_token():
     saved = Saved(empty(real_model()), None)
-    assert saved(4096) - saved(3072) == saved(3072) - saved(2048) > 0
+    assert saved(1024) - saved(768) == saved(512) - saved(256) > 0
+    assert saved(256) - saved(128) == 128 * (saved(1001) - saved(1000))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

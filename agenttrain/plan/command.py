@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from agenttrain.config.distributed import DistributedName
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.plan.estimate import GIB, Estimate, Machine, Part, Sharding, When
+from agenttrain.plan.estimate import GIB, Estimate, Machine, Part, When
 from agenttrain.plan.remedies import Planner, Remedy
 
 PROMPT = 1024
@@ -22,6 +23,8 @@ class Options:
     """What was asked for beside the overrides."""
 
     machine: Machine
+    devices: int | None
+    """GPUs, if it was said."""
     prompt_tokens: int
     as_json: bool
 
@@ -30,61 +33,71 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Take the options out of the arguments; raises ConfigError."""
     parser = argparse.ArgumentParser(prog="agenttrain plan", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory-gb", type=float)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--distributed", choices=[str(kind) for kind in Sharding])
+    parser.add_argument("--devices", type=int)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.error = _refuse  # type: ignore[method-assign]
     parsed, rest = parser.parse_known_args(list(arguments))
     _check(parsed)
-    default = Sharding.single if parsed.devices == 1 else Sharding.ddp
-    memory = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
+    here = [] if parsed.cpu else _gpus_here()
+    given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
     machine = Machine(
-        devices=parsed.devices,
-        sharding=Sharding(parsed.distributed or default),
-        memory=memory if memory is not None or parsed.cpu else _found(),
+        devices=parsed.devices or len(here) or 1,
+        memory=min(here, default=None) if given is None else given,
         kind="cpu" if parsed.cpu else "cuda",
     )
     return Options(
-        machine=machine, prompt_tokens=parsed.prompt_tokens, as_json=parsed.json
+        machine=machine,
+        devices=parsed.devices,
+        prompt_tokens=parsed.prompt_tokens,
+        as_json=parsed.json,
     ), rest
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    for name, value, least in (
-        ("--devices", parsed.devices, 1),
-        ("--prompt-tokens", parsed.prompt_tokens, 1),
+    for name, value in (
+        ("--devices", parsed.devices),
+        ("--prompt-tokens", parsed.prompt_tokens),
+        ("--gpu-memory-gb", parsed.gpu_memory_gb),
     ):
-        if value < least:
-            raise ConfigError(f"{name} {value}: must be at least {least}")
-    if parsed.gpu_memory_gb is not None and not 0 < parsed.gpu_memory_gb < float("inf"):
-        raise ConfigError(f"--gpu-memory-gb {parsed.gpu_memory_gb:g}: must be more than 0")
-    if parsed.devices > 1 and parsed.distributed == Sharding.single:
-        raise ConfigError(
-            f"--devices {parsed.devices} --distributed single: one process uses one GPU; take ddp "
-            "or fsdp2"
-        )
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} {value:g}: must be more than 0")
 
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(
-        f"plan: {message}; its options are --gpu-memory-gb 80, --devices 8, --distributed ddp or "
-        "fsdp2, --prompt-tokens 1024, --cpu, --json"
+        f"plan: {message}; its options are --gpu-memory-gb 80, --devices 8, --prompt-tokens 1024, "
+        "--cpu, --json"
     )
 
 
-def _found() -> int | None:
-    """Bytes of the first GPU here."""
+def _gpus_here() -> list[int]:
+    """Bytes of each."""
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+
+
+def _check_devices(config: RunConfig, asked: int | None) -> None:
+    section = config.distributed
+    if section.name is DistributedName.single and (asked or 1) > 1:
+        raise ConfigError(
+            f"--devices {asked}: distributed=single is one process; add distributed=ddp or "
+            "distributed=fsdp2"
+        )
+    there = None if section.processes is None else section.processes * section.nodes
+    if asked is not None and there not in (None, asked):
+        raise ConfigError(
+            f"--devices {asked}: distributed.processes={section.processes} and "
+            f"distributed.nodes={section.nodes} are {there} of them; leave one out"
+        )
 
 
 def show(config: RunConfig, options: Options) -> int:
     """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
+    _check_devices(config, options.devices)
     planner = Planner(config, options.machine, options.prompt_tokens)
     found = planner.estimate()
     limit = options.machine.memory
@@ -102,8 +115,7 @@ def _json(
 ) -> dict[str, Any]:
     machine = options.machine
     return {
-        "devices": machine.devices,
-        "distributed": str(machine.sharding),
+        "devices": found.load.devices,
         "gpu_bytes": machine.memory,
         "parts": [asdict(part) for part in found.parts],
         "rollouts_bytes": found.at(When.rollouts),
@@ -132,7 +144,7 @@ def _lines(
     sizes = planner.sizes(config.model)
     kind = type(sizes.model).__name__
     yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
-    yield f"machine     {_machine(machine)}"
+    yield f"machine     {_machine(config, machine, load.devices)}"
     yield (
         f"a rollout   {load.prompt:,} tokens of prompt (--prompt-tokens), at most {load.context:,} "
         "in all"
@@ -147,16 +159,15 @@ def _lines(
     yield from _verdict(found, machine.memory, remedies)
 
 
-def _machine(machine: Machine) -> str:
-    size = "" if machine.memory is None else f" of {machine.memory / GIB:.1f} GiB"
-    if machine.kind == "cpu":
-        return f"{machine.devices} process{'es' * (machine.devices > 1)} on CPU{size}"
-    many = f", {machine.sharding}" if machine.devices > 1 else ""
-    return f"{machine.devices} GPU{'s' * (machine.devices > 1)}{size}{many}"
+def _machine(config: RunConfig, machine: Machine, devices: int) -> str:
+    what = "GPU" if machine.kind == "cuda" else "process on a CPU"
+    size = "" if machine.memory is None else f", {machine.memory / GIB:.1f} GiB each"
+    return f"{devices} x {what}{size}, distributed={config.distributed.name}"
 
 
 def _row(part: Part) -> str:
     when = "" if part.when is When.always else f" ({part.when} only)"
+    when += " (in the host's memory, not counted)" * part.on_host
     return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{when}"
 
 

@@ -1,6 +1,6 @@
 """Bytes per GPU of a run, part by part, and at its largest moment.
 
-Sharding `ddp` keeps everything on every GPU; `fsdp2` divides weights, gradients, optimizer state
+With distributed=ddp everything is on every GPU; fsdp2 divides weights, gradients, optimizer state
 and reference by their number, and gathers one layer at a time.
 """
 
@@ -12,6 +12,7 @@ from enum import StrEnum
 from math import ceil
 
 from agenttrain.config.arithmetic import Arithmetic, arithmetic
+from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.schema import RunConfig
 from agenttrain.engine.cache import final_capacity
 from agenttrain.plan.sizes import Sizes
@@ -22,24 +23,12 @@ RESERVE = 3 * GIB // 2
 """Of a GPU: its context, libraries' workspaces, what the allocator cannot fill. Assumed."""
 
 
-class Sharding(StrEnum):
-    """How processes share a model."""
-
-    single = "single"
-    """One process."""
-    ddp = "ddp"
-    """Each has all of it."""
-    fsdp2 = "fsdp2"
-    """Each has its part."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the run is to run on."""
 
     devices: int = 1
-    """Processes, one GPU each."""
-    sharding: Sharding = Sharding.single
+    """GPUs, for a run that does not say how many processes it has."""
     memory: int | None = None
     """Bytes of a GPU; None: not known, so nothing is said of what fits."""
     kind: str = "cuda"
@@ -63,6 +52,8 @@ class Part:
     why: str
     """What it is made of."""
     when: When = When.always
+    on_host: bool = False
+    """It is in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +61,8 @@ class Load:
     """How many tokens there are at once, per GPU."""
 
     arithmetic: Arithmetic
+    devices: int
+    """Processes, each with a GPU of its own."""
     prompt: int
     context: int
     """Most tokens of one rollout: prompt and completion, within the engine's context."""
@@ -90,7 +83,11 @@ class Estimate:
 
     def at(self, when: When) -> int:
         """Bytes at a moment."""
-        return sum(part.bytes for part in self.parts if part.when in (When.always, when))
+        return sum(
+            part.bytes
+            for part in self.parts
+            if part.when in (When.always, when) and not part.on_host
+        )
 
     @property
     def largest(self) -> When:
@@ -106,10 +103,19 @@ class Estimate:
 def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Estimate:
     """What each GPU holds."""
     load = _load(config, sizes, machine, prompt_tokens)
-    parts = [*_training(config, sizes, machine, load), *_engine(config, sizes, machine, load)]
+    parts = [*_training(config, sizes, machine, load)]
+    engine = _vllm if config.engine.name == "vllm" else _transformers
+    parts += engine(config, sizes, machine, load)
     if machine.kind != "cpu":
         parts.append(Part(name="reserve", bytes=RESERVE, why="context and workspaces: assumed"))
     return Estimate(parts=tuple(parts), load=load)
+
+
+def processes(config: DistributedConfig, machine: Machine) -> int:
+    """Of all nodes."""
+    if config.name is DistributedName.single:
+        return 1
+    return machine.devices if config.processes is None else config.processes * config.nodes
 
 
 def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Load:
@@ -117,48 +123,52 @@ def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int)
     wanted = prompt_tokens + config.rollout.max_completion_tokens
     limit = config.engine.max_context or sizes.max_context or wanted
     context = min(wanted, limit)
+    devices = processes(config.distributed, machine)
     at_once = max(sums.most_tasks_per_step * sums.group_size, sums.rollouts_per_evaluation)
-    update = ceil(sums.rollouts_per_update / machine.devices)
+    update = ceil(sums.rollouts_per_update / devices)
     return Load(
         arithmetic=sums,
+        devices=devices,
         prompt=min(prompt_tokens, context),
         context=context,
         limit=limit,
-        rows=min(config.engine.max_rows, ceil(at_once / machine.devices)),
+        rows=min(config.engine.max_rows, ceil(at_once / devices)),
         packed=min(max(config.training.token_budget, context), update * context),
     )
 
 
 def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
-    sharded = machine.sharding is Sharding.fsdp2
-    by, whole = (machine.devices, " / GPUs") if sharded else (1, "")
+    distributed = config.distributed
+    sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
+    by, whole = (load.devices, f" / {load.devices}") if sharded else (1, "")
     updating = sizes.updating(config.optimizer)
     count = f"{sizes.parameters:,} x {config.model.dtype}{whole}"
-    yield Part(name="weights", bytes=sizes.weights // by, why=count)
-    state = updating.moments + updating.masters
+    yield Part(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
+    state = (updating.moments + updating.masters) // by
     copies = " and float32 copies" if updating.masters else ""
     moments = f"{config.optimizer.name}: moments{copies}{whole}"
-    yield Part(name="optimizer", bytes=state // by, why=moments)
+    yield Part(name="optimizer", bytes=state, why=moments, on_host=host)
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{whole}"
         yield Part(name="reference", bytes=sizes.weights // by, why=reference)
-    own = "float32, summed over microbatches" if updating.masters else str(config.model.dtype)
-    gradients = f"{own}{whole}"
     yield Part(
-        name="gradients", bytes=updating.gradients // by, why=gradients, when=When.update
+        name="gradients",
+        bytes=updating.gradients // by,
+        why=("float32" if updating.masters else str(config.model.dtype)) + whole,
+        when=When.update,
+        on_host=host,
     )
-    yield from _communication(sizes, machine)
+    yield from _communication(distributed.name, sizes)
     yield from _microbatch(config, sizes, machine, load)
 
 
-def _communication(sizes: Sizes, machine: Machine) -> Iterator[Part]:
-    if machine.sharding is Sharding.ddp:
+def _communication(name: DistributedName, sizes: Sizes) -> Iterator[Part]:
+    if name is DistributedName.ddp:
         why = "gradients once more, for the exchange"
         yield Part(name="buckets", bytes=sizes.trained_bytes, why=why, when=When.update)
-    if machine.sharding is Sharding.fsdp2:
+    if name is DistributedName.fsdp2:
         # The layer in use and the next one; what is in no layer stays gathered.
-        outside = sizes.weights - sizes.all_layers
-        gathered = outside + 2 * sizes.largest_layer
+        gathered = sizes.weights - sizes.all_layers + 2 * sizes.largest_layer
         why = "embeddings, head and two layers, whole"
         yield Part(name="gathered", bytes=gathered, why=why, when=When.update)
 
@@ -190,11 +200,8 @@ def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -
         yield peak
 
 
-def _engine(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
-    if config.engine.name == "vllm":
-        yield from _vllm(config, sizes, machine, load)
-        return
-    if machine.sharding is Sharding.fsdp2:
+def _transformers(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+    if config.distributed.name is DistributedName.fsdp2:
         why = "engine=transformers samples from weights that are whole"
         yield Part(name="engine's weights", bytes=sizes.weights, why=why)
     tokens = final_capacity(load.prompt, load.context, load.limit)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.config.distributed import DistributedName
 from agenttrain.config.schema import Dtype, ModelConfig, RunConfig
-from agenttrain.plan.estimate import Estimate, Machine, Sharding, estimate
+from agenttrain.plan.estimate import Estimate, Machine, estimate
 from agenttrain.plan.sizes import Sizes
 
 Turn = tuple[str, Any]
 """A setting and its new value."""
 Choices = list[tuple[Turn, ...]]
 """Values of a setting, the mildest first, each with what has to go with it."""
-DEVICES = "--devices"
-"""Of the plan itself: more GPUs."""
+FSDP2: Turn = ("distributed.name", DistributedName.fsdp2)
+LAST: list[Choices] = [[(("model.lora.rank", 16),)]]
+"""What changes what is learnt, where nothing else is enough."""
+GPUS_PER_NODE, MOST = 8, 1024
+"""GPUs that are proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,7 @@ class Remedy:
 
 
 def _typed(key: str, value: Any) -> str:
-    if key == DEVICES:
-        return f"{DEVICES} {value}"
+    key = key.removesuffix(".name")  # a group's choice
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
@@ -53,15 +56,10 @@ class Planner:
 
     def estimate(self, turns: tuple[Turn, ...] = ()) -> Estimate:
         """With these settings turned."""
-        config, machine = deepcopy(self.config), self.machine
+        config = deepcopy(self.config)
         for key, value in turns:
-            if key == DEVICES:
-                machine = replace(machine, devices=value)
-            elif key == "distributed":
-                machine = replace(machine, sharding=Sharding(value))
-            else:
-                _set(config, key, value)
-        return estimate(config, self.sizes(config.model), machine, self.prompt_tokens)
+            _set(config, key, value)
+        return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
 
     def remedies(self) -> list[Remedy]:
         """Settings of which each alone is enough; if none is, several together; more GPUs, too.
@@ -71,7 +69,7 @@ class Planner:
         limit = self.machine.memory
         assert limit is not None
         settings = list(self._settings())
-        alone = self._enough(settings, limit) or [self._together(settings, limit)]
+        alone = self._enough(settings, limit) or [self._together([*settings, *LAST], limit)]
         return [*alone, *self._enough([self._more_devices()], limit)]
 
     def _enough(self, settings: list[Choices], limit: int) -> list[Remedy]:
@@ -111,7 +109,7 @@ class Planner:
         return Remedy(turns=tuple(chosen.items()), peak=self._peak(chosen))
 
     def _settings(self) -> Iterator[Choices]:
-        """Per setting its values, from mild to strong; what changes what is learnt comes last."""
+        """Per setting its values, from mild to strong."""
         config, load = self.config, self.estimate().load
         training, engine = config.training, config.engine
         if not training.gradient_checkpointing:
@@ -131,14 +129,24 @@ class Planner:
         yield _each("training.logits_budget_mb", _halves(training.logits_budget_mb, 64))
         if config.model.dtype is Dtype.float32:
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
-        if self.machine.sharding is Sharding.ddp:
-            yield [(("distributed", "fsdp2"),)]
-        if not config.model.lora.rank:
-            yield [(("model.lora.rank", 16),)]
+        if config.distributed.name is DistributedName.ddp:
+            yield [(FSDP2,)]
+        if config.distributed.name is DistributedName.fsdp2:
+            yield [(("distributed.cpu_offload", True),)]
 
     def _more_devices(self) -> Choices:
-        counts = [self.machine.devices * 2**power for power in range(1, 10)]
-        return [(("distributed", "fsdp2"), (DEVICES, count)) for count in counts]
+        if self.config.engine.name == "vllm":  # its engine is in one process's own
+            return []
+        now = self.estimate().load.devices
+        counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
+        return [(FSDP2, *_gpus(count)) for count in counts]
+
+
+def _gpus(count: int) -> tuple[Turn, ...]:
+    if count <= GPUS_PER_NODE:
+        return (("distributed.processes", count),)
+    nodes = count // GPUS_PER_NODE
+    return ("distributed.processes", GPUS_PER_NODE), ("distributed.nodes", nodes)
 
 
 def _each(key: str, values: list[Any]) -> Choices:
@@ -159,5 +167,3 @@ def _set(config: Any, key: str, value: Any) -> None:
     for part in path:
         config = getattr(config, part)
     setattr(config, name, value)
-
-

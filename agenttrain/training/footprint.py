@@ -36,8 +36,9 @@ STEP_COUNT = 4
 """Bytes of AdamW's count of steps, one per parameter."""
 TILES = 3
 """Tiles of logits at once: the product, unless it is kept, and two made of it."""
-TRACED = 2048
-"""Tokens of the longer of two traced rollouts; longer microbatches follow the line through both."""
+TRACED, TRACED_SCORES = 256, 2048
+"""Tokens of the longer of two traced rollouts; longer microbatches follow the line through both.
+The second where scores stand in memory, which is no line before."""
 
 
 def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
@@ -104,20 +105,23 @@ def _moments(optimizer: Optimizer) -> int:
 class Saved:
     """Bytes kept for the backward pass by a forward pass over one rollout.
 
-    Without the head, and without what is a weight already. Beyond `TRACED` tokens they grow by the
-    same amount per token: attention keeps no square of scores, but for soft-capped ones.
+    Without the head, and without what is a weight already. They grow by the same amount per token:
+    attention keeps no square of scores, but for soft-capped ones, up to a few thousand tokens.
     """
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        self._longest = TRACED if capped is None else TRACED_SCORES
         self._traced: dict[int, int] = {}
 
     def __call__(self, tokens: int) -> int:
         """Of a rollout of so many tokens."""
-        if tokens <= TRACED:
+        longest = self._longest
+        if tokens <= longest:
             return self._trace(tokens)
-        half, whole = self._trace(TRACED // 2), self._trace(TRACED)
-        return whole + round((whole - half) / (TRACED - TRACED // 2) * (tokens - TRACED))
+        half, whole = self._trace(longest // 2), self._trace(longest)
+        return whole + round((whole - half) / (longest - longest // 2) * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
         if tokens not in self._traced:
@@ -171,7 +175,10 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
         return [
-            (layer.keys.shape[1] * layer.keys.shape[3], layer.values.shape[1] * layer.values.shape[3])
+            (
+                layer.keys.shape[1] * layer.keys.shape[3],
+                layer.values.shape[1] * layer.values.shape[3],
+            )
             for layer in cache.layers
         ]
 
