@@ -15,6 +15,7 @@ from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.check import certified, check_rows, prompt_lengths, rewards_of, splits_of
 from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.data.required import check_reward_columns
@@ -24,10 +25,13 @@ from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
 from agenttrain.training.lora import add_lora, is_adapted
 from agenttrain.training.policy import Policy
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +101,20 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load_policy(config: RunConfig, prepared: Prepared) -> Policy:
+def load_policy(config: RunConfig, prepared: Prepared, world: World | None = None) -> Policy:
     """The policy of a run's own algorithm."""
     return make_policy(
         config,
         config.algorithm,
         temperature=config.rollout.temperature,
         reward_weights=prepared.rubric.weights,
+        world=world,
     )
 
 
-def load(config: RunConfig, prepared: Prepared) -> Loaded:
+def load(config: RunConfig, prepared: Prepared, world: World | None = None) -> Loaded:
     """What the run works with: `load_policy`, and an engine."""
-    policy = load_policy(config, prepared)
+    policy = load_policy(config, prepared, world)
     engine = _engine(config, policy)
     collector = Collector(
         engine=engine,
@@ -128,9 +133,11 @@ def make_policy(
     *,
     temperature: float,
     reward_weights: Mapping[str, float] | None = None,
+    world: World | None = None,
 ) -> Policy:
-    """Model and optimizer, with every generator seeded."""
-    seed_all(config.seed)
+    """Model and optimizer, with every generator seeded: in each process of `world` differently."""
+    world = world or World()
+    seed_all(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     model = _model(config)
     if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
@@ -143,7 +150,16 @@ def make_policy(
         max_completion_tokens=config.rollout.max_completion_tokens,
         steps=config.steps,
         reward_weights=reward_weights,
+        world=world,
+        sharding=_sharding(config.distributed),
+        sampled=config.engine.name == "transformers",
     )
+
+
+def _sharding(config: DistributedConfig) -> Sharding | None:
+    if config.name is not DistributedName.fsdp2:
+        return None
+    return Sharding(cpu_offload=config.cpu_offload)
 
 
 def _model(config: RunConfig) -> Any:
@@ -160,7 +176,7 @@ def _model(config: RunConfig) -> Any:
 
 def _engine(config: RunConfig, policy: Policy) -> Engine:
     if config.engine.name == "transformers":
-        return TransformersEngine(policy.model, config.engine)
+        return TransformersEngine(policy.sampler, config.engine)
     from agenttrain.engine.vllm import VllmEngine
 
     # vLLM loads the base model's folder; adapters reach it merged, with the first sync.

@@ -46,10 +46,12 @@ from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
 from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
-from agenttrain.config.schema import DistributedName, Schedule
+from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.processes import check_processes, is_later_node, started_by_others
+from agenttrain.start import as_rank, start
 from agenttrain.types import Task
 
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
@@ -61,6 +63,15 @@ DEFAULT_EXPERIMENT = "shop"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
+    # that no file there hides an installed package.
+    sys.path.append(os.getcwd())
+    if started_by_others():
+        return as_rank(lambda: _do(arguments))
+    return _do(arguments)
+
+
+def _do(arguments: list[str]) -> int:
     verb, rest = split_verb(arguments)
     if verb == "templates":
         return _templates(rest)
@@ -70,9 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"agenttrain {version('agenttrain')}")
         return 0
-    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
-    # that no file there hides an installed package.
-    sys.path.append(os.getcwd())
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
@@ -93,10 +101,13 @@ def _run(command: Command) -> int:
     with hydra_session(command.source):
         runs = compose_all(command)
     _check_files(runs)
+    check_processes(command, runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
+    if is_later_node(runs[0].config.distributed):
+        return start(runs[0], Path(), command.verb)
     return _hand_over(command, total=len(runs))
 
 
@@ -322,16 +333,21 @@ def _view(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _only(command: Command, one: str) -> Composed:
+    """The settings of a command that is about one run."""
+    if command.sweep:
+        raise ConfigError(f"{one}; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return composed
+
+
 def _data(arguments: Sequence[str]) -> int:
     """`data [--rows N] [overrides]`: the rows as the model will see them."""
     from agenttrain import show_data
 
     options, overrides = show_data.parse(arguments)
-    command = parse(overrides)
-    if command.sweep:
-        raise ConfigError("data -m: shows the rows of one run; leave -m out")
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
+    composed = _only(parse(overrides), "data -m: shows the rows of one run")
     return show_data.show(composed.config, options)
 
 
@@ -340,11 +356,7 @@ def _plan(arguments: Sequence[str]) -> int:
     from agenttrain.plan import command as planning
 
     options, overrides = planning.parse(arguments)
-    command = parse(["plan", *overrides])
-    if command.sweep:
-        raise ConfigError("plan -m: plans one run; leave -m out")
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
+    composed = _only(parse(["plan", *overrides]), "plan -m: plans one run")
     return planning.show(composed.config, options)
 
 
@@ -353,11 +365,7 @@ def _tools(arguments: Sequence[str]) -> int:
     from agenttrain import show_tools
 
     options, overrides = show_tools.parse(arguments)
-    command = parse(overrides)
-    if command.sweep:
-        raise ConfigError("tools -m: shows the tools of one run; leave -m out")
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
+    composed = _only(parse(overrides), "tools -m: shows the tools of one run")
 
     def first_task() -> Task:
         from agenttrain.check import splits_of
@@ -381,17 +389,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    if composed.config.distributed.name is not DistributedName.single:
-        from agenttrain.launcher import run_workers
-
-        return run_workers(composed, folder, verb, sweep=sweep)
-    from agenttrain.launch import launch  # torch comes with it
-
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
-
-        return launch_sft(composed.config, composed.plain, folder, sweep=sweep)
-    return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
+    return start(composed, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":

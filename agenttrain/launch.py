@@ -26,6 +26,7 @@ from agenttrain.crash import Evidence
 from agenttrain.evaluate import Evaluation, from_json, to_json
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.rollout.deal import Costs
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -253,7 +254,7 @@ async def _evaluate(job: Job, prepared: Prepared) -> None:
 async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    loaded = load(config, prepared)
+    loaded = load(config, prepared, job.world)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
@@ -278,6 +279,8 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         guards=guards,
         done=done,
         cursor=cursor,
+        world=job.world,
+        costs=Costs(config.eval.group_by),
     )
 
 

@@ -6,32 +6,40 @@ worker was the first to go.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    SignalException,
+)
 
 from agenttrain.config.command import resuming
 from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedConfig
+from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
+from agenttrain.exchange import EXCHANGE, Order, read_crash, write_order
 from agenttrain.meeting import meet
-from agenttrain.processes import EXCHANGE, QUIET, Order, node_rank, resolve
+from agenttrain.processes import QUIET, node_rank, resolve
 from agenttrain.tracking.run_folder import read_summary, update_summary
-from agenttrain.worker import read_crash, write_order
 from agenttrain.workers import PASSED_ON, Ended, Workers
 
 ELASTIC = (signal.SIGHUP, signal.SIGQUIT)
 """What elastic's agent handles by itself: it stops."""
+UNFINISHED = ("running", "interrupted", "failed", None)
+"""What summary.json may say of a run that a process did not survive."""
 WHY = {
     FAILED: "failed",
     REFUSED: "refused to start",
@@ -45,7 +53,7 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
     Raises ConfigError where this machine cannot run as many.
     """
     section = composed.config.distributed
-    processes, node = resolve(section, torch.cuda.device_count()), node_rank(section)
+    processes, node = resolve(section), node_rank(section)
     order = Order.of(composed, folder, verb, sweep=sweep)
     with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
         exchange = Path(name)
@@ -92,6 +100,7 @@ def _workers(section: DistributedConfig, processes: int, node: int, exchange: Pa
 
 def _watch(workers: Workers) -> None:
     """Until all have ended; the signals of this process are theirs meanwhile."""
+    logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)  # we tell it
     kept = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
     try:
         for number in PASSED_ON:
@@ -118,6 +127,8 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         told = str(workers.far)
     else:
         crash = read_crash(exchange, first.rank)
+        if first.code == REFUSED and crash:
+            raise ConfigError(crash["error"])
         for line in crash.get("trace", "").splitlines():
             print(f"rank {first.rank}: {line}", file=sys.stderr)
         told = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
@@ -125,21 +136,16 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
         remedy = "" if order.verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {told}; the other processes were stopped{remedy}", file=sys.stderr)
-        if first_node and (first is None or first.code != REFUSED):
-            _record(
-                folder, dict.fromkeys(("running", "interrupted", "failed", None), "failed"), told
-            )
+        if first_node:
+            _record(folder, dict.fromkeys(UNFINISHED, "failed"), told)
     return first.code if first is not None and first.code > 0 else FAILED
 
 
 def _cause(workers: Workers, exchange: Path) -> Ended | None:
     """The worker that ended the run: of several that went together, the one that went first."""
-    zero = workers.ended.get(0)
-    if any(ended.code == REFUSED for ended in workers.early) and zero and zero.code == REFUSED:
-        return zero  # all refuse the same settings, and this one has told why
 
     def when(ended: Ended) -> tuple[bool, float]:
-        return ended.code >= 0, read_crash(exchange, ended.rank).get("time", 0.0)
+        return ended.code >= 0, read_crash(exchange, ended.rank).get("time", time.time())
 
     return min(workers.early, key=when, default=None)
 

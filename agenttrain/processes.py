@@ -1,24 +1,22 @@
-"""What every process of a run is told, and how it is found out where there are several.
+"""How many processes a run has, and who started them.
 
-Processes come from `launcher.py`, or from torchrun and its like, which say so in the environment
+They come from `launcher.py`, or from torchrun and its like, which say so in the environment
 (RANK, WORLD_SIZE, MASTER_ADDR, …).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-from agenttrain.config.compose import Composed, convert
-from agenttrain.config.distributed import DistributedConfig, DistributedName
+from agenttrain.config.command import Command
+from agenttrain.config.compose import Composed
+from agenttrain.config.distributed import DistributedConfig, DistributedName, process_problems
 from agenttrain.config.errors import ConfigError
+from agenttrain.exchange import EXCHANGE
 
-EXCHANGE = "AGENTTRAIN_EXCHANGE"
-"""Environment: the folder where a launcher and its workers leave each other files."""
+RUNS = ("train", "sft", "eval")
+"""Verbs that start processes."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment: every wait for another process that takes its time would be two warnings."""
 FOREIGN = {
@@ -26,43 +24,6 @@ FOREIGN = {
     "ACCELERATE_USE_DEEPSPEED": "distributed=fsdp2",
 }
 """What accelerate's launcher would decide over our head -> the setting that takes its place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A run as plain data: what the process that composed it tells the others."""
-
-    plain: dict[str, Any]
-    resume: str | None
-    folder: str
-    verb: str
-    sweep: bool = False
-
-    @classmethod
-    def of(cls, composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> Order:
-        """The order to run `verb` in `folder`."""
-        return cls(
-            plain=composed.plain,
-            resume=composed.config.resume,
-            folder=str(folder),
-            verb=verb,
-            sweep=sweep,
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> Order:
-        """What `text` wrote."""
-        return cls(**json.loads(text))
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    def composed(self) -> Composed:
-        """The settings."""
-        composed = convert(self.plain)
-        composed.config.resume = self.resume
-        return composed
 
 
 def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
@@ -76,12 +37,36 @@ def is_first(environment: Mapping[str, str] = os.environ) -> bool:
     return environment["RANK"] == "0"
 
 
+def check_processes(command: Command, runs: Sequence[Composed]) -> None:
+    """Raise ConfigError for a run that cannot have the processes that it asks for, or is in."""
+    if started_by_others() and command.sweep:
+        raise ConfigError(
+            "-m: the processes of torchrun are there once, and a sweep starts some for each run; "
+            "start agenttrain itself with distributed.processes=…"
+        )
+    for run in runs:
+        if started_by_others() and command.verb in RUNS:
+            adopt(run, command.overrides)
+        section = run.config.distributed
+        if problems := list(process_problems(command.verb, run.config)):
+            raise ConfigError("\n".join(problems))
+        if section.nodes > 1 and command.sweep:
+            raise ConfigError(
+                f"distributed.nodes={section.nodes}: the runs of a sweep (-m) have one node each; "
+                "leave one of the two out"
+            )
+        if section.name is not DistributedName.single and command.verb in RUNS:
+            node_rank(section)
+            resolve(section)
+
+
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
     """Fit the settings to the processes that there are; raises ConfigError for a contradiction.
 
     `typed` are the user's overrides: what only a saved run says may differ.
     """
-    section, world = composed.config.distributed, int(os.environ["WORLD_SIZE"])
+    section = composed.config.distributed
+    world = int(os.environ["WORLD_SIZE"])
     for variable, remedy in FOREIGN.items():
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             raise ConfigError(f"{variable}={os.environ[variable]}: say {remedy} instead")
@@ -105,10 +90,11 @@ OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.
 """What torchrun and its like have decided already."""
 
 
-def resolve(section: DistributedConfig, devices: int) -> int:
-    """How many processes this node runs; raises ConfigError. `devices` are its GPUs."""
-    if section.name is DistributedName.single:
-        return 1
+def resolve(section: DistributedConfig) -> int:
+    """How many processes this node runs; raises ConfigError."""
+    import torch  # only here: a run of one process does not need it yet
+
+    devices = torch.cuda.device_count()
     if section.processes is None and devices == 0:
         raise ConfigError(
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "
@@ -138,3 +124,8 @@ def node_rank(section: DistributedConfig) -> int:
             f"distributed.nodes={section.nodes}: this is node {found} (SLURM_NODEID); raise it"
         )
     return int(found)
+
+
+def is_later_node(section: DistributedConfig) -> bool:
+    """Whether another node has the run folder and the terminal."""
+    return section.name is not DistributedName.single and node_rank(section) > 0

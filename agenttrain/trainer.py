@@ -66,13 +66,9 @@ class Trainer:
 
     def _guard(self, metrics: dict[str, float], collected: Collected) -> None:
         """The main process has seen all rollouts: what it says goes for all."""
-        failure = None
-        if self.world.is_main:
-            try:
+        with self.world.together(f"the guards after step {self.done}", GuardTripped):
+            if self.world.is_main:
                 self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
-            except GuardTripped as error:
-                failure = error
-        self.world.exchange((), f"the guards after step {self.done}", failure)
 
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
         """One step: rollouts, advantages and updates, weight sync; its metrics.

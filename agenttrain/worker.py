@@ -8,51 +8,33 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
-from agenttrain.processes import EXCHANGE, Order
+from agenttrain.config.exit_codes import DONE, INTERRUPTED
+
+if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes its time
+    from agenttrain.exchange import Order
+    from agenttrain.training.world import World
 
 WATCH_S = 1.0
 """Between two looks at whether the launcher still lives."""
-ORDER, CRASH = "order.json", "crash-{rank}.json"
-"""Files of the exchange: what the launcher wants done; why a rank could not go on."""
-
-
-def write_order(exchange: Path, order: Order) -> None:
-    """For the workers that are to be started, with where they find modules."""
-    text = json.dumps({"order": order.text(), "sys_path": sys.path})
-    (exchange / ORDER).write_text(text, encoding="utf-8")
-
-
-def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
-    """What a rank left: `time`, `error` in a line, `trace`; empty where it left nothing."""
-    try:
-        crash: dict[str, Any] = json.loads((exchange / CRASH.format(rank=rank)).read_text())
-    except (OSError, ValueError):
-        return {}
-    return crash
 
 
 def main() -> int:
     """The life of a worker; its exit code."""
-    exchange = Path(os.environ[EXCHANGE])
-    written = json.loads((exchange / ORDER).read_text(encoding="utf-8"))
-    # As in the launcher: `-m` has put the current folder first, where it can hide a package.
-    sys.path[:] = written["sys_path"]
+    exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    order = Order.parse(written["order"])
     try:
+        from agenttrain.exchange import Order, read_order
         from agenttrain.training.world import World  # torch comes with it
 
+        order = read_order(exchange)
         world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
         # Of the first node; another one composed the same, but may name the folder by its clock.
         order = Order.parse(world.broadcast(order.text(), "the settings"))
@@ -60,13 +42,13 @@ def main() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:
-        rank = os.environ["RANK"]
-        record = {"time": time.time(), "error": in_a_line(error), "trace": trace(error)}
-        (exchange / CRASH.format(rank=rank)).write_text(json.dumps(record), encoding="utf-8")
+        from agenttrain.exchange import code_of, write_crash
+
+        write_crash(exchange, os.environ["RANK"], error)
         return code_of(error)
 
 
-def serve(order: Order, world: Any) -> int:
+def serve(order: Order, world: World) -> int:
     """Do the run's share of this process; raises what stops it, except on the first rank."""
     folder = Path(order.folder)
     if not world.is_main:
@@ -96,27 +78,6 @@ def _end_with(launcher: int) -> None:
         time.sleep(WATCH_S)
     print("the launcher of this process is gone: it stops", file=sys.stderr, flush=True)
     os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def in_a_line(error: BaseException) -> str:
-    """``ValueError: what it says``."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def trace(error: BaseException) -> str:
-    """The traceback of an error that is nobody's mistake but ours; empty for others."""
-    from agenttrain.types import AgenttrainError
-
-    if isinstance(error, AgenttrainError | ValueError | OSError):
-        return ""
-    return "".join(traceback.format_exception(error))
-
-
-def code_of(error: BaseException) -> int:
-    """The exit code of a process that this stopped."""
-    from agenttrain.config.errors import ConfigError
-
-    return REFUSED if isinstance(error, ConfigError) else FAILED
 
 
 def leave(code: int) -> None:

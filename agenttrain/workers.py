@@ -21,6 +21,9 @@ from agenttrain.config.exit_codes import DONE, PREEMPTED
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_S = 15.0
 """Until workers that were told to stop are killed."""
+AGAIN_S = 3.0
+"""Until one that still runs when another has stopped is told again: it may wait for that other one,
+and asyncio takes only the second Ctrl-C to heart."""
 SETTLE_S = 120.0
 """For the others, once a worker has ended as it was asked to: one may still be writing."""
 TELL_S = 3.0
@@ -65,6 +68,7 @@ class Workers(LocalElasticAgent):
         self._pids: dict[int, int] = {}
         self._stop_at: float | None = None
         self._kill_at: float | None = None
+        self._again_at: float | None = None
         self._look_at = 0.0
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
@@ -73,7 +77,7 @@ class Workers(LocalElasticAgent):
         again = asked is signal.SIGTERM and asked in self.asked
         self.asked.append(asked)
         if asked is signal.SIGINT or again:
-            self._kill_by(STOP_S)
+            self._stop_soon()
         self._signal(asked)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -90,13 +94,7 @@ class Workers(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
         self._ask_others(worker_group.store)
-        now = time.monotonic()
-        if self._stop_at is not None and now >= self._stop_at:
-            self._stop_at = None
-            self._kill_by(STOP_S)
-            self._signal(signal.SIGINT)
-        if self._kill_at is not None and now >= self._kill_at:
-            self._signal(signal.SIGKILL)
+        self._press(time.monotonic())
         if len(self.ended) < len(self._pids):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
@@ -135,6 +133,22 @@ class Workers(LocalElasticAgent):
             self.far = FAR
         if self.far and self._stop_at is None and self._kill_at is None:
             self._stop_at = now
+
+    def _press(self, now: float) -> None:
+        """Do what is due."""
+        if self._stop_at is not None and now >= self._stop_at:
+            self._stop_at = None
+            self._stop_soon()
+            self._signal(signal.SIGINT)
+        if self._again_at is not None and now >= self._again_at and self.ended:
+            self._again_at = now + AGAIN_S
+            self._signal(signal.SIGINT)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def _stop_soon(self) -> None:
+        self._again_at = time.monotonic() + AGAIN_S
+        self._kill_by(STOP_S)
 
     def _kill_by(self, seconds: float) -> None:
         at = time.monotonic() + seconds

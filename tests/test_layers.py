@@ -15,11 +15,12 @@ LAYERS = (
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
     ("check", "evaluate", "crash", "guards", "show_tools", "plan"),
-    ("trainer", "show_data", "recorded"),
+    ("trainer", "show_data", "recorded", "exchange"),
     ("build", "imitation", "job", "processes", "workers", "meeting"),
     ("launch", "replay", "replay_crash", "rescore"),
     ("cli_recorded", "launch_sft", "worker"),
-    ("launcher",),
+    ("launcher", "ranks"),
+    ("start",),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

@@ -80,6 +80,8 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     muon = "muon"
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+    sgd = "sgd"
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
 
 
 class Schedule(StrEnum):

@@ -154,7 +154,8 @@ def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> 
     yield Part(
         name="gradients",
         bytes=updating.gradients // by,
-        why=("float32" if updating.masters else str(config.model.dtype)) + whole,
+        why=("float32, and a microbatch's" if updating.masters else str(config.model.dtype))
+        + whole,
         when=When.update,
         on_host=host,
     )

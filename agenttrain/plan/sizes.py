@@ -12,12 +12,12 @@ from transformers import AutoConfig, PreTrainedModel
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import SIZES, model_folder
 from agenttrain.config.schema import ModelConfig, OptimizerConfig
+from agenttrain.training import sharding
 from agenttrain.training.footprint import (
     Saved,
     Updating,
     cached_shapes,
     empty_model,
-    layers_of,
     updating,
     weight_bytes,
 )
@@ -70,17 +70,17 @@ class Sizes:
     @cached_property
     def layers(self) -> int:
         """Number of layers."""
-        return len(layers_of(self.model))
+        return len(sharding.layers(self.model))
 
     @cached_property
     def largest_layer(self) -> int:
         """Bytes of the largest layer's weights."""
-        return max(map(weight_bytes, layers_of(self.model)))
+        return max(map(weight_bytes, sharding.layers(self.model)))
 
     @cached_property
     def all_layers(self) -> int:
         """Bytes of the weights of all layers."""
-        return sum(map(weight_bytes, layers_of(self.model)))
+        return sum(map(weight_bytes, sharding.layers(self.model)))
 
     @cached_property
     def token_cache(self) -> int:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from agenttrain.training.batch import Row
-from agenttrain.training.sharding import here
+from agenttrain.training.batch import Row, stand_in
+from agenttrain.training.sharding import here, whole
 from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
@@ -87,14 +88,31 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
         )
 
 
-def culprits(rows: Sequence[Row], alone: Alone, model: nn.Module) -> list[Culprit]:
-    """The rows that are not finite by themselves; the gradients are cleared after each."""
+def culprits(
+    rows: Sequence[Row], alone: Alone, model: nn.Module, world: World | None = None
+) -> list[Culprit]:
+    """This process's rows that are not finite by themselves; gradients are cleared after each.
+
+    Where weights are sharded all processes run every row of any together: one has the row, and the
+    others one that stands in.
+    """
+    world = world or World()
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return [culprit for row in rows if (culprit := _culprit(row, alone, model))]
     found = []
-    for row in rows:
-        what = _broken_input(row) or _broken_output(row, alone, model)
-        if what is not None:
-            found.append(Culprit(rollout_id=row.rollout.rollout_id, what=what))
+    for rank, count in enumerate(world.gather([len(rows)], "the rows of a broken update")):
+        for index in range(count):
+            mine = rank == world.rank
+            culprit = _culprit(rows[index] if mine else stand_in(), alone, model)
+            found += [culprit] if mine and culprit else []
     return found
+
+
+def _culprit(row: Row, alone: Alone, model: nn.Module) -> Culprit | None:
+    # Both, so that processes that run it together do the same.
+    output = _broken_output(row, alone, model)
+    what = _broken_input(row) or output
+    return Culprit(rollout_id=row.rollout.rollout_id, what=what) if what else None
 
 
 def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
@@ -118,8 +136,9 @@ def _broken_input(row: Row) -> str | None:
 def _broken_output(row: Row, alone: Alone, model: nn.Module) -> str | None:
     loss, logprobs_S = alone(row)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    bad = next((n for n, gradient in gradients.items() if not gradient.isfinite().all()), None)
-    norm = nn.utils.get_total_norm(gradients.values())
+    finite = {n: bool(here(gradient).isfinite().all()) for n, gradient in gradients.items()}
+    bad = next((name for name, is_finite in finite.items() if not is_finite), None)
+    norm = whole(nn.utils.get_total_norm(gradients.values()))
     model.zero_grad()
     if what := _at(row, "the policy's logprob", logprobs_S):
         return what

@@ -2,7 +2,7 @@
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
                            (with LoRA: adapter_model.safetensors and adapter_config.json)
-                           policy.pt      optimizer and step
+                           policy.pt      optimizer and step; sharded: policy-0.pt, policy-1.pt, …
                            rng-0.pt       python, numpy and torch random states of process 0
                            state.json     what the trainer wants back
                            manifest.json  sha256 of each file above; written last
@@ -18,16 +18,26 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from agenttrain.training.lora import is_adapted, load_adapter, save_adapter
+from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
+from agenttrain.training.sharded_state import (
+    WHOLE,
+    is_sharded,
+    read_state,
+    whole_weights,
+    write_part,
+)
+from agenttrain.training.sharding import assign
 from agenttrain.types import AgenttrainError
 
 MANIFEST = "manifest.json"
@@ -36,6 +46,9 @@ PREFIX = "step-"
 
 class CheckpointError(AgenttrainError):
     """A checkpoint is torn, corrupt or missing; the message names the file."""
+
+
+UNWRITABLE = (OSError, CheckpointError)
 
 
 class Checkpoints:
@@ -71,48 +84,55 @@ class Checkpoints:
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
-        accelerator = policy.accelerator
-        if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        torch.save(_random_states(), part / f"rng-{accelerator.process_index}.pt")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self._write(policy, part, {**(state or {}), "step": step})
-            _seal(part)
-            _replace(part, path)
-            self._link(path)
-            self._prune(path)
-        accelerator.wait_for_everyone()
+        world = policy.world
+        weights = _weights(policy)
+        with world.together(f"{path.name}: its folder", *UNWRITABLE):
+            if world.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+        with world.together(f"{path.name}: each process's part", *UNWRITABLE), _telling(part):
+            torch.save(_random_states(), part / f"rng-{world.rank}.pt")
+            if is_sharded(policy.model):
+                write_part(policy.state_dict(), part, world.rank)
+        with world.together(f"{path.name}: the whole", *UNWRITABLE):
+            if world.is_main:
+                self._write(policy, weights, part, {**(state or {}), "step": step})
+                _seal(part)
+                _replace(part, path)
+                self._link(path)
+                self._prune(path)
         return path
 
-    def _write(self, policy: Policy, part: Path, state: Mapping[str, Any]) -> None:
-        try:
+    def _write(
+        self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
+    ) -> None:
+        with _telling(part):
             if is_adapted(policy.model):
-                save_adapter(policy.model, part)
+                save_adapter(policy.model, part, weights)
             else:
-                policy.model.save_pretrained(part)
+                policy.model.save_pretrained(part, state_dict=weights)
             self._tokenizer.save_pretrained(part)
-            torch.save(policy.state_dict(), part / "policy.pt")
-        except (RuntimeError, SafetensorError) as error:  # a full disk, as these two tell it
-            raise CheckpointError(f"{part}: cannot be written: {error}") from error
+            if not is_sharded(policy.model):
+                torch.save(policy.state_dict(), part / WHOLE)
         (part / "state.json").write_text(json.dumps(state))
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; returns the saved state.
 
-        Raises CheckpointError, before anything is changed, when a file is not what was written.
+        As many processes may have written it as like: one that there was none of then draws from
+        random states of its own. Raises CheckpointError, before anything is changed, when a file is
+        not what was written.
         """
         verify(path)
         if is_adapted(policy.model):
             load_adapter(policy.model, path)
         else:
             saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
-            policy.model.load_state_dict(saved.state_dict())
-        policy.load_state_dict(torch.load(path / "policy.pt", weights_only=True))
-        index = policy.accelerator.process_index
-        _set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))
+            state = saved.state_dict()
+            for name, tensor in policy.model.state_dict().items():
+                assign(tensor, state[name])
+        policy.load_state_dict(read_state(path))
+        _restore_random(path, policy.world.rank)
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
@@ -123,7 +143,9 @@ class Checkpoints:
         """
         path = latest(self.folder)
         state = self.load(policy, path)
-        if policy.accelerator.is_main_process:
+        # Who is later must find the same folder: nothing moves before all have looked.
+        policy.world.barrier(f"{path.name}: read")
+        if policy.world.is_main:
             for corrupt in _newest_first(self.folder):
                 if corrupt == path:
                     break
@@ -131,7 +153,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 corrupt.rename(aside)
             self._link(path)
-        policy.accelerator.wait_for_everyone()
+        policy.world.barrier(f"{path.name}: the newest")
         return state
 
     def _link(self, path: Path) -> None:
@@ -239,6 +261,35 @@ def _random_states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def _restore_random(path: Path, rank: int) -> None:
+    """The states of this process; one more than wrote them gets some that follow from the first."""
+    own = path / f"rng-{rank}.pt"
+    if own.exists():
+        _set_random_states(torch.load(own, weights_only=True))
+        return
+    text = f"{_digest(path / 'rng-0.pt')}-{rank}"
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _weights(policy: Policy) -> dict[str, Tensor]:
+    """What is saved of the model; all processes gather it, and the main one has it."""
+    if is_adapted(policy.model):
+        return adapter_weights(policy.model)
+    return whole_weights(policy.model, keep=policy.world.is_main)
+
+
+@contextmanager
+def _telling(part: Path) -> Iterator[None]:
+    """Within, a full disk is a CheckpointError however torch and safetensors tell it."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{part}: cannot be written: {error}") from error
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.optim import Muon, Optimizer
+from torch.optim import SGD, Muon, Optimizer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agenttrain.config.schema import LoraSettings, OptimizerConfig
 from agenttrain.training.attention import packing
@@ -59,33 +58,25 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The model's decoder layers."""
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updating:
     """What an optimizer update holds beside the weights, in bytes."""
 
     gradients: int
-    """In the format of the weights, or in float32 where there are copies."""
+    """In the format of the weights; where there are copies a sum in float32 beside them."""
     masters: int
     """Float32 copies of weights in another format."""
     moments: int
-    """AdamW's two, Muon's one."""
+    """AdamW's two, Muon's one, none of SGD."""
 
 
 def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
     """The sizes of a model's gradients and of its optimizer's state."""
     optimizer = build_optimizer(model, config)
     copied = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
-    shared = sum(_bytes(weight) for weight, _ in copied)
     masters = sum(_bytes(master) for _, master in copied)
     trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
-    return Updating(
-        gradients=trained - shared + masters, masters=masters, moments=_moments(optimizer)
-    )
+    return Updating(gradients=trained + masters, masters=masters, moments=_moments(optimizer))
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -97,6 +88,8 @@ def _moments(optimizer: Optimizer) -> int:
     if parts is not None:
         return sum(map(_moments, parts))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, SGD):
+        return 0
     if isinstance(optimizer, Muon):
         return sum(map(_bytes, parameters))
     return sum(2 * _bytes(p) + STEP_COUNT for p in parameters)

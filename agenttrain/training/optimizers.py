@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, Muon beside AdamW, and float32 copies of weights in a shorter format."""
+"""Optimizers: AdamW, Muon beside AdamW, SGD, and float32 copies of weights in a shorter format."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from agenttrain.config.schema import OptimizerConfig, OptimizerName
+from agenttrain.training.sharding import assign
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
@@ -35,6 +36,8 @@ def _over(
 ) -> Optimizer:
     if config.name is OptimizerName.adamw:
         return _adamw(list(parameters.values()), config)
+    if config.name is OptimizerName.sgd:
+        return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
     inner = [p for name, p in parameters.items() if name in matrices]
     rest = [p for name, p in parameters.items() if name not in matrices]
     if not inner:
@@ -107,18 +110,37 @@ class Together(_Wrapper):
 
 
 class MasterWeights(_Wrapper):
-    """An optimizer of float32 copies: gradients are copied to them, new weights back, rounded."""
+    """An optimizer of float32 copies: gradients are added to theirs, new weights rounded back."""
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """`pairs`: (the model's weight, the copy that `optimizer` updates)."""
         self.pairs = list(pairs)
         super().__init__([optimizer])
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """What the optimizer updates: the copies, and float32 weights, which need none."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the weights' gradients to those of the copies; after every backward pass.
+
+        A sum of microbatches in bfloat16 would lose what is below 1/256 of it.
+        """
+        for weight, master in self.pairs:
+            if weight.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of the copies, then of the model's weights."""
-        for weight, master in self.pairs:
-            master.grad = None if weight.grad is None else weight.grad.float()
+        self.fold()
         super().step(closure)
         for weight, master in self.pairs:
             weight.copy_(master)
@@ -139,4 +161,4 @@ class MasterWeights(_Wrapper):
         """Continue from `state_dict()`."""
         super().load_state_dict(state_dict)
         for (_, master), saved in zip(self.pairs, state_dict["masters"], strict=True):
-            master.copy_(saved)
+            assign(master, saved)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -102,6 +103,19 @@ class World:
         if failed:
             raise PeerFailed("; ".join(failed))
         return [item for items, _ in shares for item in items]
+
+    @contextmanager
+    def together(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Within, an error of these kinds of one process is one of all, once all are done.
+
+        Nothing may cross between the processes within.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except kinds as error:
+            failure = error
+        self.exchange((), what, failure)
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""
