@@ -7,7 +7,7 @@ is refused is told before anything expensive starts; `load` adds the model and i
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import Init, RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.required import check_reward_columns
 from agenttrain.data.source import TaskSource, check_columns
 from agenttrain.engine.base import Engine
@@ -73,6 +75,7 @@ def prepare(config: RunConfig) -> Prepared:
     found.tokenizer.chat_template = found.chat.saved_template
     tasks = splits_of(config)
     check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    _check_eval_tools(config.eval.tools, (*found.toolbox.names, *found.environments.tool_names))
     row_tools = check_rows(found, tasks.by_key)
     rubric = rewards_of(config, found, row_tools)
     check_reward_columns(tasks.train, rubric.columns, "data.train")
@@ -89,6 +92,15 @@ def prepare(config: RunConfig) -> Prepared:
         test_tasks=tasks.test,
         data_notes=tasks.notes,
     )
+
+
+def _check_eval_tools(names: Sequence[str] | None, declared: Sequence[str]) -> None:
+    for name in names or ():
+        if name not in declared:
+            raise ValueError(
+                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
+                f"tools are: {', '.join(declared) or 'none'}"
+            )
 
 
 def seed_all(seed: int) -> None:
@@ -125,6 +137,12 @@ def load(config: RunConfig, prepared: Prepared, world: World | None = None) -> L
         environments=prepared.environments,
     )
     return Loaded(policy=policy, engine=engine, collector=collector)
+
+
+def curriculum_of(config: RunConfig, tasks: TaskSource) -> Curriculum | None:
+    """What chooses among the training tasks, at its beginning; None: their own order."""
+    settings = config.data.curriculum
+    return Curriculum(tasks, settings, seed=config.seed) if settings.enabled else None
 
 
 def make_policy(

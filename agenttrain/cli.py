@@ -19,7 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from agenttrain.cli_recorded import replay, rescore
+from agenttrain.cli_recorded import replay, rescore, view
 from agenttrain.config.command import (
     RUN_DIR,
     TIMESTAMP,
@@ -31,7 +31,6 @@ from agenttrain.config.command import (
 from agenttrain.config.compose import (
     HYDRA_VERSION,
     Composed,
-    Source,
     compose_raw,
     compose_run,
     convert,
@@ -45,7 +44,13 @@ from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, REFUSED, TERMIN
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
-from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.saved import (
+    evaluated,
+    finished_steps,
+    resumed,
+    resumed_as_begun,
+    run_of,
+)
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
@@ -83,7 +88,7 @@ def _do(arguments: list[str]) -> int:
         return 0
     try:
         own = {
-            **{"view": _view, "tools": _tools, "data": _data, "export": _export},
+            **{"view": view, "tools": _tools, "data": _data, "export": _export},
             **{"replay": replay, "rescore": rescore, "plan": _plan},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
@@ -199,9 +204,7 @@ def compose_all(command: Command) -> list[Composed]:
     """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        changes = [text for text in overrides if not _names_eval_folder(text, command)]
-        load = evaluated if command.verb == "eval" else resumed
-        composed = load(command.saved, open_keys(changes), source)
+        composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
         return [composed]
@@ -216,6 +219,14 @@ def compose_all(command: Command) -> list[Composed]:
     return runs
 
 
+def _load(command: Command, saved: Path) -> Composed:
+    if command.auto:
+        return resumed_as_begun(saved, open_keys(command.overrides), command.source)
+    changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
+    load = evaluated if command.verb == "eval" else resumed
+    return load(saved, open_keys(changes), command.source)
+
+
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     composed = compose_run(overrides, command.source)
     if composed.config.resume is not None:
@@ -223,6 +234,8 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
+    if composed.config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
@@ -283,13 +296,16 @@ def _hand_over(command: Command, *, total: int) -> int:
     def job(raw: DictConfig) -> None:
         context = HydraConfig.get()
         folder = Path(context.runtime.output_dir)
-        if _holds_run(folder):
+        composed = convert(raw)
+        if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
+            composed.config.resume = str(folder)
+        elif _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
         if command.sweep:
             chosen = " ".join(context.overrides.task)
             print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
+        codes.append(_launch(composed, folder, command.verb, sweep=command.sweep))
         if codes[-1] in (PREEMPTED, INTERRUPTED, TERMINATED):
             raise KeyboardInterrupt  # a sweep ends here
 
@@ -309,28 +325,6 @@ def _hand_over(command: Command, *, total: int) -> int:
     if taken:
         raise _taken(taken[0])
     return max(codes, default=0)
-
-
-def _view(arguments: Sequence[str]) -> int:
-    """`view <run folder> [step=N]`: write the page beside the rollouts and say where."""
-    folders = [Path(word) for word in arguments if not word.startswith("step=")]
-    steps = [word.removeprefix("step=") for word in arguments if word.startswith("step=")]
-    if len(folders) != 1 or len(steps) > 1 or not all(step.isdecimal() for step in steps):
-        raise ConfigError("view: give a run folder and perhaps a step: view <run folder> [step=N]")
-    with hydra_session(Source()):
-        composed = viewed(folders[0], Source())
-    written = sorted((folders[0] / "rollouts").glob("step-*.jsonl"))
-    if not written:
-        raise ConfigError(f"view {folders[0]}: the run has written no rollouts (tracker.rollouts)")
-    numbers = [int(path.stem.removeprefix("step-")) for path in written]
-    step = int(steps[0]) if steps else numbers[-1]
-    if step not in numbers:
-        known = f"there are {numbers[0]} to {numbers[-1]}"
-        raise ConfigError(f"view step={step}: no rollouts of that step; {known}")
-    from agenttrain.launch import write_page
-
-    print(write_page(composed.config, folders[0], step))
-    return 0
 
 
 def _only(command: Command, one: str) -> Composed:

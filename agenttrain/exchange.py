@@ -15,7 +15,9 @@ from typing import Any
 
 from agenttrain.config.compose import Composed, convert
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import FAILED, REFUSED
+from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
+from agenttrain.config.schema import RunPart
+from agenttrain.signals import StopRequest
 from agenttrain.types import AgenttrainError
 
 EXCHANGE = "AGENTTRAIN_EXCHANGE"
@@ -33,6 +35,8 @@ class Order:
     folder: str
     verb: str
     sweep: bool = False
+    resume_changed: tuple[str, ...] = ()
+    """Of this time only: `plain` does not have it."""
 
     @classmethod
     def of(cls, composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> Order:
@@ -43,6 +47,7 @@ class Order:
             folder=str(folder),
             verb=verb,
             sweep=sweep,
+            resume_changed=tuple(map(str, composed.config.resume_changed)),
         )
 
     @classmethod
@@ -58,6 +63,7 @@ class Order:
         """The settings."""
         composed = convert(self.plain)
         composed.config.resume = self.resume
+        composed.config.resume_changed = [RunPart(name) for name in self.resume_changed]
         return composed
 
 
@@ -107,3 +113,10 @@ def trace(error: BaseException) -> str:
 def code_of(error: BaseException) -> int:
     """The exit code of a process that this stopped."""
     return REFUSED if isinstance(error, ConfigError) else FAILED
+
+
+def stop_code(stop: StopRequest, verb: str) -> int:
+    """The exit code of a process that was interrupted before there was anything to save."""
+    if not stop.at_once:
+        return INTERRUPTED
+    return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED

@@ -10,12 +10,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
+from agenttrain.fingerprints import Parts as Made
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.tracking.silent import Silent
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
+from agenttrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,9 @@ class Job:
     """The run folder; a run that is in it already goes on."""
     sweep: bool = False
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether the run was told to stop."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
     world: World = field(default_factory=World)
     """The processes that run it; the main one alone writes into the folder, besides checkpoints."""
 
@@ -54,7 +60,7 @@ class Job:
         return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
-class Checked(Protocol):
+class Checked(Made, Protocol):
     """What every verb's preparation finds out."""
 
     @property

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, prepare
-from agenttrain.config.command import resuming
+from agenttrain.build import Prepared, curriculum_of, load, prepare
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED
+from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
+from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
-from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.ending import failed, interrupted, preempted, record, told
+from agenttrain.evaluate import Best, Evaluation, from_json, to_json
+from agenttrain.fingerprints import check_unchanged, fingerprints
+from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
 from agenttrain.rollout.deal import Costs
+from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -47,7 +47,8 @@ from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import World
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.types import Rollout
+from agenttrain.watchdog import Watchdog
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""
@@ -69,19 +70,30 @@ def launch(
     ConfigError for a folder of another verb.
     """
     world = world or World()
-    job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep, world=world)
-    if not world.is_main:
-        return _run(job, verb, work or WORK[verb])
+    with listening() as stop:
+        if world.size > 1:
+            stop.agree = lambda told: world.max(float(told), "whether a signal came") > 0
+        job = Job(
+            config=config, plain=plain, folder=run_folder, sweep=sweep, world=world, stop=stop
+        )
+        return _launch(job, verb, work or WORK[verb])
+
+
+def _launch(job: Job, verb: str, work: Work[Any]) -> int:
+    """`launch` where signals are heard."""
+    if not job.world.is_main:
+        return _run(job, verb, work)
     try:
-        with held(run_folder):
-            earlier = read_summary(run_folder)
-            _refuse_other_verb(run_folder, earlier, verb)
-            job = replace(job, sweep=sweep or earlier.get("sweep", False))
-            processes = world.size if world.size > 1 else None
-            job.record(verb=verb, sweep=job.sweep or None, processes=processes)
-            return _run(job, verb, work or WORK[verb])
+        with held(job.folder):
+            earlier = read_summary(job.folder)
+            _refuse_other_verb(job.folder, earlier, verb)
+            job = replace(job, sweep=job.sweep or earlier.get("sweep", False))
+            processes = job.world.size if job.world.size > 1 else None
+            sweep = job.sweep or None
+            job.record(verb=verb, sweep=sweep, processes=processes, stalled_phase=None)
+            return _run(job, verb, work)
     except (FolderInUse, OSError) as error:
-        print(_told(error, run_folder), file=sys.stderr)
+        print(told(error, job.folder), file=sys.stderr)
         return FAILED
 
 
@@ -97,68 +109,22 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded by the main process."""
-    with terminable() as terminated:
-        try:
-            asyncio.run(work.run(job, _prepare(job, work.prepare)))
-        except KeyboardInterrupt:
-            _record(job, status="interrupted")
-            again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
-            print(
-                "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
-                file=sys.stderr,
-            )
-            return TERMINATED if terminated.is_set() else INTERRUPTED
-        except ConfigError:
-            raise
-        except Exception as error:
-            if not job.world.is_main:
-                raise
-            return _failed(job, error)
-    return DONE
-
-
-def _failed(job: Job, error: Exception) -> int:
-    """Record why a run failed and tell it; what is nobody's mistake but ours is raised."""
-    if isinstance(error, AgenttrainError | ValueError | OSError):
-        told = _told(error, job.folder)
-        _record(job, status="failed", error=told)
-        print(told, file=sys.stderr)
-        return FAILED
-    _record(job, status="failed", error=f"{type(error).__name__}: {error}")
-    raise error
-
-
-def _told(error: Exception, folder: Path) -> str:
-    """An error in a line, with the path that it is about."""
-    nameless = isinstance(error, OSError) and error.filename is None
-    return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
-
-
-def _record(job: Job, **changes: Any) -> None:
-    """`Job.record` where an error is being told already: a full disk is no second one."""
-    with suppress(OSError):
-        job.record(**changes)
-
-
-@contextmanager
-def terminable() -> Iterator[Event]:
-    """Within, SIGTERM does what Ctrl-C does; the event that it sets tells the two apart."""
-    terminated = Event()
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        terminated.set()
-        # While asyncio runs this is its handler, which cancels the main task in good order.
-        interrupt = signal.getsignal(signal.SIGINT)
-        (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
-
-    if current_thread() is not main_thread():  # signals are the main thread's
-        yield terminated
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield terminated
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with Watchdog(job.folder, job.config.watchdog, rank=job.world.rank) as watchdog:
+            job = replace(job, watchdog=watchdog)
+            watchdog.begin("load")
+            asyncio.run(work.run(job, _prepare(job, work.prepare)))
+    except Preempted as stopped:
+        return preempted(job, verb, str(stopped))
+    except KeyboardInterrupt:
+        return interrupted(job, verb)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not job.world.is_main:
+            raise
+        return failed(job, verb, error)
+    return DONE
 
 
 def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
@@ -175,11 +141,20 @@ def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
         if new:  # a run that cannot be built has not begun: its folder is free for the next try
             path.unlink(missing_ok=True)
         raise
+    _same_as_before(job, prepared)
     write_config(job.folder, job.plain, prepared.certificate.hash)
     record_fix(job.folder, prepared)
     for note in prepared.data_notes:
         print(note, flush=True)
     return prepared
+
+
+def _same_as_before(job: Job, prepared: Checked) -> None:
+    """Raise ConfigError where a run that has learnt something would go on with another thing."""
+    now = fingerprints(job.config, prepared)
+    if job.config.resume is not None and done_steps(job.folder):
+        check_unchanged(job.folder, now, job.config.resume_changed)
+    write_fingerprints(job.folder, now)
 
 
 def record_fix(folder: Path, prepared: Checked) -> None:
@@ -199,21 +174,23 @@ async def _train(job: Job, prepared: Prepared) -> None:
     with timed(job) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
-            before = evaluated_before(job)
-            if before is None:
-                before = to_json(await trainer.evaluate("before"))
-            job.record(status="running", error=None, eval={"before": before})
-            with clock("training_"):
-                await trainer.train()
-            after = await trainer.evaluate("after")
-            trainer.save()
+            with job.stop.deferred(trainer.keep):
+                before = evaluated_before(job)
+                if before is None:
+                    before = to_json(await trainer.evaluate("before"))
+                found = {"before": before, "best": trainer.best.found}
+                job.record(status="running", error=None, eval=found)
+                with clock("training_"):
+                    await trainer.train()
+                after = await trainer.evaluate("after")
+                trainer.keep()
     job.record(
         status="finished",
         steps=trainer.done,
-        eval={"before": before, "after": to_json(after)},
+        eval={"before": before, "after": to_json(after), "best": trainer.best.found},
     )
     if job.world.is_main:
-        _report(job, prepared, trainer.tracker, before, after)
+        _report(job, prepared, trainer.tracker, before, after, trainer.best)
 
 
 def evaluated_before(job: Job) -> dict[str, Any] | None:
@@ -235,7 +212,7 @@ def timed(job: Job) -> Iterator[Clock]:
             yield clock
     finally:
         names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
-        _record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
+        record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
@@ -258,30 +235,33 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
+    job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    done = cursor = 0
-    guards = Guards(config=config.guards)
-    if (state := restored(job, checkpoints, loaded.policy)) is not None:
-        done, cursor = state["step"], state["cursor"]
-        guards.streak = state.get("streak", 0)
+    state = restored(job, checkpoints, loaded.policy)
+    done = 0 if state is None else state["step"]
+    if state is not None:
         await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
-    return Trainer(
+    trainer = Trainer(
         config=config,
-        collector=loaded.collector,
+        collector=replace(loaded.collector, stop=job.stop),
         policy=loaded.policy,
         train_tasks=prepared.train_tasks,
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
-        guards=guards,
-        done=done,
-        cursor=cursor,
+        guards=Guards(config=config.guards),
+        watchdog=job.watchdog,
+        curriculum=curriculum_of(config, prepared.train_tasks),
+        stop=job.stop,
         world=job.world,
         costs=Costs(config.eval.group_by),
     )
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
 
 
 def write_page(config: RunConfig, folder: Path, step: int) -> Path:
@@ -304,6 +284,7 @@ def _report(
     tracker: Tracker,
     before: dict[str, Any],
     after: Sequence[Evaluation],
+    best: Best | None = None,
 ) -> None:
     command = dashboard_command(job.folder, job.project, trackio_folder=job.trackio_folder)
     print_report(
@@ -314,6 +295,8 @@ def _report(
         decode=prepared.chat.decode,
         run_folder=job.folder,
         dashboard=command if tracker.has_dashboard else None,
+        # One that was made on the way; the table has what the run ended with.
+        best=best.found if best and best.step != job.config.steps else None,
     )
 
 

@@ -79,14 +79,15 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
             policy = make_policy(config, CROSS_ENTROPY, temperature=1.0)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)
-            before = evaluated_before(job)
-            if before is None:
-                before = imitation.evaluate("before")
-            job.record(status="running", error=None, eval={"before": before})
-            with clock("training_"):
-                imitation.train()
-            after = imitation.evaluate("after")
-            imitation.save()
+            with job.stop.deferred(imitation.keep):
+                before = evaluated_before(job)
+                if before is None:
+                    before = imitation.evaluate("before")
+                job.record(status="running", error=None, eval={"before": before})
+                with clock("training_"):
+                    imitation.train()
+                after = imitation.evaluate("after")
+                imitation.keep()
     job.record(
         status="finished",
         steps=imitation.done,
@@ -98,9 +99,10 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
 def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
     """At the run's newest checkpoint, or at its start."""
     config = job.config
+    job.watchdog.watch(None, policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    state = restored(job, checkpoints, policy)
-    done = 0 if state is None else state["step"]
+    state = restored(job, checkpoints, policy) or {"step": 0, "evaluated": 0}
+    done = state["step"]
     text = policy.model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
@@ -113,7 +115,11 @@ def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
         tracker=tracker_of(job, done),
         checkpoints=checkpoints,
         max_tokens=min(limits, default=2**31),
+        stop=job.stop,
+        watchdog=job.watchdog,
         done=done,
+        saved=done,
+        evaluated=state["evaluated"],
     )
 
 

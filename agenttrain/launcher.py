@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -31,7 +32,7 @@ from agenttrain.config.distributed import DistributedConfig
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
 from agenttrain.exchange import EXCHANGE, Order, read_crash, write_order
-from agenttrain.meeting import meet
+from agenttrain.meeting import NotMet, meet
 from agenttrain.processes import QUIET, node_rank, resolve
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.workers import PASSED_ON, Ended, Workers
@@ -58,9 +59,13 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
     with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
         exchange = Path(name)
         write_order(exchange, order)
-        with _environment(section, processes, exchange):
-            workers = _workers(section, processes, node, exchange)
-            _watch(workers)
+        try:
+            with _environment(section, processes, exchange):
+                workers = _workers(section, processes, node, exchange)
+                _watch(workers)
+        except (NotMet, DistNetworkError, DistStoreError) as error:
+            print(f"agenttrain: {error}", file=sys.stderr)
+            return FAILED
         return _verdict(workers, exchange, order, first_node=node == 0)
 
 
@@ -132,7 +137,9 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         for line in crash.get("trace", "").splitlines():
             print(f"rank {first.rank}: {line}", file=sys.stderr)
         told = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
-    if first is None or first.rank != 0 or first.code < 0:
+    for rank in workers.silent:
+        told += f"; rank {rank} (process {workers.ended[rank].pid}) did not answer and was killed"
+    if first is None or first.rank != 0 or first.code < 0 or workers.silent:
         again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
         remedy = "" if order.verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {told}; the other processes were stopped{remedy}", file=sys.stderr)
@@ -154,9 +161,9 @@ def _as_asked(workers: Workers) -> int:
     """The exit code of workers that ended because they were done, or were told to."""
     lowest = min(workers.ended, default=None)
     code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
-    if code >= 0 and lowest is not None:
-        return code
-    return TERMINATED if signal.SIGTERM in workers.asked else INTERRUPTED
+    if code in (INTERRUPTED, TERMINATED) or code < 0:
+        return INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
+    return code
 
 
 def _named(ended: Ended) -> str:

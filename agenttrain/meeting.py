@@ -15,8 +15,10 @@ from agenttrain.config.distributed import DistributedConfig
 from agenttrain.types import AgenttrainError
 
 HERE = "127.0.0.1"
-TRY = timedelta(seconds=5)
-"""One attempt to reach the first node; between two, signals are heard."""
+TRY_S = 5.0
+"""One attempt to reach the first node."""
+AGREE_S = 600
+"""For the agents to number their workers, once they are all there."""
 POLL_S = 0.2
 TELL_S = 30.0
 """Between two lines about who is missing."""
@@ -38,33 +40,43 @@ def meet(section: DistributedConfig, node: int) -> RendezvousHandler:
         host, _, text = section.rendezvous.rpartition(":")
         port = int(text)
         _wait_for_all(_reach(host, port, section, node), section, node)
-    handler = StaticTCPRendezvous(host, port, node, section.nodes, "agenttrain", int(TIMEOUT_S))
+    handler = StaticTCPRendezvous(host, port, node, section.nodes, "agenttrain", AGREE_S)
     # Now, while the port is ours: the first node's handler shares the store that holds it.
     handler.next_rendezvous()
     return handler
 
 
-TIMEOUT_S = 600.0
-"""Of what the agents exchange, which is there at once."""
-
-
 def _reach(host: str, port: int, section: DistributedConfig, node: int) -> TCPStore:
+    """The store of the first node."""
+    if node > 0:
+        _wait_for_door(host, port, section, node)
+    try:
+        return TCPStore(
+            *(host, port, section.nodes, node == 0, timedelta(seconds=section.timeout_s)),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (DistNetworkError, DistStoreError) as error:
+        problem = str(error).partition("\n")[0]
+        raise NotMet(
+            f"distributed.rendezvous={host}:{port}: does not work on {socket.gethostname()}: "
+            f"{problem}; is it the first node's name, and is the port free there?"
+        ) from error
+
+
+def _wait_for_door(host: str, port: int, section: DistributedConfig, node: int) -> None:
+    """Until somebody listens there: torch's own wait hears no signals, and is loud."""
     deadline = time.monotonic() + section.timeout_s
     while True:
         try:
-            return TCPStore(
-                *(host, port, section.nodes, node == 0, TRY),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except (DistNetworkError, DistStoreError) as error:
-            where = f"distributed.rendezvous={host}:{port}"
-            if node == 0:
-                raise NotMet(
-                    f"{where}: cannot be opened on {socket.gethostname()}: {error}"
-                ) from error
+            socket.create_connection((host, port), timeout=TRY_S).close()
+            return
+        except OSError as error:
             if time.monotonic() > deadline:
-                raise NotMet(f"{where}: node {node} cannot reach it: {error}") from error
+                raise NotMet(
+                    f"distributed.rendezvous={host}:{port}: node {node} cannot reach it: {error}"
+                ) from error
+            time.sleep(POLL_S)
 
 
 def _wait_for_all(store: TCPStore, section: DistributedConfig, node: int) -> None:

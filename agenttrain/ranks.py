@@ -13,8 +13,9 @@ from functools import cache
 
 import torch.distributed as dist
 
-from agenttrain.config.exit_codes import FAILED, INTERRUPTED
-from agenttrain.exchange import Order, code_of, in_a_line, trace
+from agenttrain.config.exit_codes import FAILED
+from agenttrain.exchange import Order, code_of, in_a_line, stop_code, trace
+from agenttrain.signals import listening
 from agenttrain.training.world import World
 from agenttrain.worker import serve
 
@@ -50,19 +51,22 @@ def follow() -> int:
     """Another rank: do what the first one says; the exit code."""
     rank = int(os.environ["RANK"])
     terminal = os.fdopen(os.dup(2), "w")  # where stderr leads now
-    try:
-        text = _heard(rank)
-        if text.isdecimal():
-            time.sleep(LAST_S)
-            return int(text)
-        order = Order.parse(text)
-        return serve(order, _start(order))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:
-        for line in (trace(error) or in_a_line(error)).splitlines():
-            print(f"rank {rank}: {line}", file=terminal, flush=True)
-        return code_of(error)
+    verb = "train"
+    with listening() as stop:
+        try:
+            text = _heard(rank)
+            if text.isdecimal():
+                time.sleep(LAST_S)
+                return int(text)
+            order = Order.parse(text)
+            verb = order.verb
+            return serve(order, _start(order))
+        except KeyboardInterrupt:
+            return stop_code(stop, verb)
+        except Exception as error:
+            for line in (trace(error) or in_a_line(error)).splitlines():
+                print(f"rank {rank}: {line}", file=terminal, flush=True)
+            return code_of(error)
 
 
 def _start(order: Order) -> World:

@@ -10,22 +10,32 @@ from pathlib import Path
 from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedName
 from agenttrain.config.exit_codes import FAILED
-from agenttrain.exchange import Order
+from agenttrain.exchange import Order, stop_code
 from agenttrain.processes import QUIET, adopt, is_first, started_by_others
+from agenttrain.signals import listening
 
 
 def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     """Run `verb` in its folder; the exit code. Raises ConfigError."""
+    single = composed.config.distributed.name is DistributedName.single
+    if not single and not started_by_others():
+        from agenttrain.launcher import run_workers
+
+        return run_workers(composed, folder, verb, sweep=sweep)
+    with listening() as stop:
+        try:
+            return _do(composed, folder, verb, sweep=sweep)
+        except KeyboardInterrupt:
+            return stop_code(stop, verb)
+
+
+def _do(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
     config, plain = composed.config, composed.plain
     if started_by_others():
         from agenttrain.ranks import lead
 
         adopt(composed, ())
         return lead(Order.of(composed, folder, verb, sweep=sweep))
-    if config.distributed.name is not DistributedName.single:
-        from agenttrain.launcher import run_workers
-
-        return run_workers(composed, folder, verb, sweep=sweep)
     if verb == "sft":
         from agenttrain.launch_sft import launch_sft
 

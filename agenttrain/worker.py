@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agenttrain.config.exit_codes import DONE, INTERRUPTED
+from agenttrain.config.exit_codes import DONE
+from agenttrain.signals import listening
 
 if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes its time
     from agenttrain.exchange import Order
@@ -30,22 +31,29 @@ def main() -> int:
     """The life of a worker; its exit code."""
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        from agenttrain.exchange import Order, read_order
-        from agenttrain.training.world import World  # torch comes with it
+    with listening() as stop:  # before anything is imported that takes its time
+        try:
+            return _work(exchange)
+        except KeyboardInterrupt:
+            from agenttrain.exchange import read_order, stop_code
 
-        order = read_order(exchange)
-        world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
-        # Of the first node; another one composed the same, but may name the folder by its clock.
-        order = Order.parse(world.broadcast(order.text(), "the settings"))
-        return serve(order, world)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BaseException as error:
-        from agenttrain.exchange import code_of, write_crash
+            return stop_code(stop, read_order(exchange).verb)
+        except BaseException as error:
+            from agenttrain.exchange import code_of, write_crash
 
-        write_crash(exchange, os.environ["RANK"], error)
-        return code_of(error)
+            write_crash(exchange, os.environ["RANK"], error)
+            return code_of(error)
+
+
+def _work(exchange: Path) -> int:
+    from agenttrain.exchange import Order, read_order
+    from agenttrain.training.world import World
+
+    order = read_order(exchange)
+    world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
+    # Of the first node; another one composed the same, but may name the folder by its clock.
+    order = Order.parse(world.broadcast(order.text(), "the settings"))
+    return serve(order, world)
 
 
 def serve(order: Order, world: World) -> int:

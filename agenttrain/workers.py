@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from agenttrain.config.exit_codes import DONE, PREEMPTED
+from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_S = 15.0
@@ -60,6 +60,8 @@ class Workers(LocalElasticAgent):
         """Signals that the launcher got."""
         self.early: list[Ended] = []
         """Those that ended before anybody told them to, and were not done."""
+        self.silent: list[int] = []
+        """Those that did not end when they were told to, and were killed."""
         self.far: str | None = None
         """What made another node stop."""
         self.ended: dict[int, Ended] = {}
@@ -72,13 +74,22 @@ class Workers(LocalElasticAgent):
         self._look_at = 0.0
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Give every worker the signal; after Ctrl-C or a second SIGTERM they have to be quick."""
+        """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
         asked = signal.Signals(number)
-        again = asked is signal.SIGTERM and asked in self.asked
         self.asked.append(asked)
-        if asked is signal.SIGINT or again:
+        if self._is_urgent:
             self._stop_soon()
-        self._signal(asked)
+        self._signal(self._told)
+
+    @property
+    def _is_urgent(self) -> bool:
+        return signal.SIGINT in self.asked or self.asked.count(signal.SIGTERM) > 1
+
+    @property
+    def _told(self) -> signal.Signals:
+        """What workers are sent: never SIGTERM, which who signals all processes of a job has given
+        them already, and whose second one would not let them save."""
+        return signal.SIGINT if self._is_urgent else signal.SIGUSR1
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found = super()._start_workers(worker_group)
@@ -87,8 +98,8 @@ class Workers(LocalElasticAgent):
         for number in PASSED_ON:  # the agent has just made them its own
             with suppress(ValueError):  # in a thread, where signals are somebody else's
                 signal.signal(number, self.pass_on)
-        for asked in self.asked:  # before there was anyone to tell
-            self._signal(asked)
+        if self.asked:  # before there was anyone to tell
+            self._signal(self._told)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -110,12 +121,20 @@ class Workers(LocalElasticAgent):
             if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
                 self.early += [ended for ended in new if not ended.as_asked]
             return
-        if self.asked and new:
-            self._kill_by(SETTLE_S)
-        elif early := [ended for ended in new if ended.code != DONE]:
+        early = [ended for ended in new if not ended.as_asked]
+        if any(not self._is_told(ended) for ended in early):
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else TELL_S)
+        elif early:  # without that one the others get nowhere
+            self._stop_soon()
+        elif any(ended.code == PREEMPTED for ended in new):
+            self._kill_by(SETTLE_S)
+
+    def _is_told(self, ended: Ended) -> bool:
+        """Whether a worker ended as one that heard the launcher's signal, if at once."""
+        signals = tuple(-number for number in PASSED_ON)
+        return bool(self.asked) and ended.code in (INTERRUPTED, TERMINATED, *signals)
 
     def _ask_others(self, store: Any) -> None:
         """Tell the other nodes what happened here, and stop for what happened there."""
@@ -144,6 +163,7 @@ class Workers(LocalElasticAgent):
             self._again_at = now + AGAIN_S
             self._signal(signal.SIGINT)
         if self._kill_at is not None and now >= self._kill_at:
+            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
             self._signal(signal.SIGKILL)
 
     def _stop_soon(self) -> None:

@@ -11,12 +11,15 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
     ("types", "threads"),
+    ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training"),
-    ("check", "evaluate", "crash", "guards", "show_tools", "plan"),
+    ("check", "evaluate", "crash", "fingerprints", "guards", "plan", "show_tools", "stall"),
+    ("watchdog",),
     ("trainer", "show_data", "recorded", "exchange"),
     ("build", "imitation", "job", "processes", "workers", "meeting"),
+    ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
     ("cli_recorded", "launch_sft", "worker"),
     ("launcher", "ranks"),

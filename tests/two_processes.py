@@ -1,7 +1,7 @@
 """Run by torchrun in each process: updates of a policy on this process's share of the rollouts.
 
-``two_processes.py ddp|fsdp2`` prints, from the first process, ``RESULT {case: {"metrics": …,
-"weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
+``two_processes.py <ddp|fsdp2> <case>…`` prints, from the first process, ``RESULT {case: {"metrics":
+…, "weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import tiny
 import torch
+from accelerate.state import AcceleratorState
 from training_cases import policy, random_groups
 
 from agenttrain.config.algorithm import (
@@ -68,7 +69,7 @@ HOW = {
     "recorded": Case(**RECORDED),
     "recorded, none left": Case(**RECORDED, shares=NONE_LEFT),
     "recorded, kl and minibatches": Case(
-        **RECORDED, algorithm={"beta": 0.1, "minibatches": 2, "num_epochs": 2}, shares=NONE_LEFT
+        **RECORDED, algorithm={"beta": 0.1, "minibatches": 2, "num_epochs": 2}, shares=IN_TURN
     ),
     "recorded, recomputed layers": Case(
         **RECORDED, training={"token_budget": 100, "gradient_checkpointing": True}
@@ -136,6 +137,9 @@ WHAT = {
 """What is computed: for DDP."""
 
 
+CASES = {**WHAT, **HOW}
+
+
 def groups(seed: int) -> list[list[Rollout]]:
     """Four groups of four, one of equal rewards, with a rollout without reward and a cut one."""
     made = random_groups(seed, groups=GROUPS)
@@ -149,8 +153,9 @@ def groups(seed: int) -> list[list[Rollout]]:
     return made
 
 
-def make(case: Case, mode: str, world: World) -> Policy:
+def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Policy:
     """The case's policy; each process begins with other weights, of which the first one's count."""
+    AcceleratorState._reset_state()  # another mixed precision than the case before
     model = tiny.model(seed=world.rank).to(case.dtype)
     if case.lora:
         add_lora(model, LoraSettings(rank=4))
@@ -163,7 +168,7 @@ def make(case: Case, mode: str, world: World) -> Policy:
         model,
         algorithm=case.algorithm,
         training=case.training,
-        processes={"world": world, "sharding": sharding},
+        processes={"world": world, "sharding": sharding, "sampled": sampled},
         **{"lr": 1e-3, **case.optimizer},
     )
 
@@ -185,10 +190,9 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
 
 
 def main() -> None:
-    """All cases of a mode."""
+    """The named cases of a mode."""
     world, mode = World.start(), sys.argv[1]
-    cases = HOW if mode == "fsdp2" else {**WHAT, **HOW}
-    results = {name: run(case, mode, world) for name, case in cases.items()}
+    results = {name: run(CASES[name], mode, world) for name in sys.argv[2:]}
     if world.is_main:
         print("RESULT", json.dumps(results), flush=True)
 

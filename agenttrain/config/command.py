@@ -16,6 +16,8 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.suggest import did_you_mean
 
 RUN_DIR = "hydra.run.dir="
+AUTO = "auto"
+"""`resume=auto`; a folder of that name is ./auto."""
 TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
 EVAL_FOLDERS = (
     f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
@@ -53,6 +55,8 @@ class Command:
     """Without `saved`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
+    auto: bool
+    """`resume=auto`: `saved` is hydra.run.dir where that holds a run, else None."""
     options: list[str]
     """The other arguments, for Hydra."""
     source: Source
@@ -81,12 +85,16 @@ def parse(arguments: Sequence[str]) -> Command:
     sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
     if sweep and saved:
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
+    auto = saved == Path(AUTO) and verb != "eval"
+    if auto:
+        saved = _run_in(overrides)
     if saved is None:
         overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
     return Command(
         verb=verb,
         overrides=overrides,
         saved=saved,
+        auto=auto,
         options=[text for text in rest if text not in parsed.overrides],
         source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
         sweep=sweep,
@@ -143,6 +151,18 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
         elif value not in ("", "null"):
             saved = Path(value)
     return left, saved
+
+
+def _run_in(overrides: Sequence[str]) -> Path | None:
+    """The folder of `resume=auto`, where it holds a run."""
+    named = [text.removeprefix(RUN_DIR) for text in overrides if text.startswith(RUN_DIR)]
+    if not named or "${" in named[-1]:
+        raise ConfigError(
+            f"resume=auto: goes on with the run in a folder, or starts it there; add "
+            f"{RUN_DIR}<folder>, the same each time"
+        )
+    folder = Path(named[-1])
+    return folder if (folder / "config.yaml").exists() else None
 
 
 def _shows(parsed: argparse.Namespace) -> str | None:

@@ -9,8 +9,10 @@ from agenttrain.config.schema import Init, RunConfig
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
+    "data.curriculum",
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
-    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p")),
+    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
 )
 """Sections and settings that nothing of supervised learning reads."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
@@ -19,7 +21,7 @@ READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_c
 
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
-    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft",)}.get(verb, ())
+    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft", "data.curriculum")}.get(verb, ())
     if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
         raise ConfigError("\n".join(found))
 

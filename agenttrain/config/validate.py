@@ -20,6 +20,7 @@ from agenttrain.config.components import (
     reward_problems,
     tool_problems,
 )
+from agenttrain.config.curriculum import curriculum_problems
 from agenttrain.config.data_settings import data_setting_problems
 from agenttrain.config.distributed import distributed_problems
 from agenttrain.config.engine_checks import engine_problems
@@ -49,6 +50,7 @@ AT_LEAST_ONE = (
     *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
     *("sft.batch_size", "sft.max_tokens"),
 )
 """Whole numbers; null where the schema allows it."""
@@ -59,6 +61,8 @@ NOT_NEGATIVE = (
 POSITIVE = (
     *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
     *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
+    *(f"watchdog.{name}_s" for name in ("load", "rollout", "train", "sync", "evaluation")),
+    *("watchdog.checkpoint_s", "watchdog.heartbeat_s"),
 )
 
 
@@ -186,6 +190,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             f"eval.samples={evaluation.samples}: at eval.temperature=0 all samples are the same; "
             "set eval.samples=1 or raise the temperature"
         )
+    if evaluation.tools == []:
+        yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
@@ -193,5 +199,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    *(guard_problems, distributed_problems),
+    *(guard_problems, distributed_problems, curriculum_problems),
 )

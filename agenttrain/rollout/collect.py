@@ -16,6 +16,7 @@ from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.garbage import short_collections
+from agenttrain.rollout.in_flight import InFlight, Waiting
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import run_rollout
@@ -23,6 +24,7 @@ from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
+from agenttrain.signals import StopRequest
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
@@ -46,7 +48,7 @@ class NoRollouts(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """What rollouts are made with; it holds no state between calls."""
+    """What rollouts are made with; between calls it holds nothing, and nothing is in flight."""
 
     engine: Engine
     chat: Chat
@@ -54,6 +56,14 @@ class Collector:
     rubric: Rubric
     limits: RolloutConfig
     environments: Environments = field(default_factory=Environments)
+    stop: StopRequest = field(default_factory=StopRequest)
+    """What cuts a collection short."""
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    def waiting(self) -> list[Waiting]:
+        """The rollouts on their way and what each waits for; any thread may ask."""
+        boxes = (self.toolbox, *self.environments.toolboxes.values())
+        return self.in_flight.waiting(call for box in boxes for call in box.running.calls)
 
     def blocking(self, limit_s: float) -> str | None:
         """The async tool that has held the event loop for longer than `limit_s`; any thread."""
@@ -64,6 +74,11 @@ class Collector:
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
         return (*self.toolbox.stuck, *self.environments.stuck)
+
+    def declared(self, task: Task) -> tuple[str, ...]:
+        """Every tool that rollouts of this task may have."""
+        methods = self.environments.toolbox_of(self.environments.kind_of(task))
+        return (*self.toolbox.names, *methods.names)
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -276,22 +291,23 @@ async def _attempt(
     """One rollout with its ledger verified, or why there is none."""
     readings = Readings()
     try:
-        rollout = await run_rollout(
-            attempt.task,
-            engine=collector.engine,
-            chat=collector.chat,
-            toolbox=collector.toolbox,
-            limits=collector.limits,
-            sampling=replace(sampling, seed=attempt.seed),
-            rollout_id=attempt.rollout_id,
-            group_id=attempt.group_id,
-            sample=attempt.sample,
-            prompt_ids=attempt.prompt_ids,
-            environments=collector.environments,
-            group_seed=attempt.group_seed,
-            readings=readings,
-            pace=pace,
-        )
+        with collector.in_flight.noted(attempt.rollout_id, collector.engine) as engine:
+            rollout = await run_rollout(
+                attempt.task,
+                engine=engine,
+                chat=collector.chat,
+                toolbox=collector.toolbox,
+                limits=collector.limits,
+                sampling=replace(sampling, seed=attempt.seed),
+                rollout_id=attempt.rollout_id,
+                group_id=attempt.group_id,
+                sample=attempt.sample,
+                prompt_ids=attempt.prompt_ids,
+                environments=collector.environments,
+                group_seed=attempt.group_seed,
+                readings=readings,
+                pace=pace,
+            )
         if rollout.spans:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
             verify(rollout, collector.chat, tools.schemas, readings)

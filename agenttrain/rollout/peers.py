@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from agenttrain.rollout.collect import Collected, Collector, NoRollouts, collect
 from agenttrain.rollout.deal import Costs, deal, spent
+from agenttrain.signals import Preempted
 from agenttrain.types import Rollout, Sampling, Task
 
 Item = TypeVar("Item")
@@ -82,21 +83,24 @@ async def collect_share(
     """`collect` this process's share of `tasks`; notes of the groups of all, in task order.
 
     An error of one process is raised by all: the others raise one that names it. Raises NoRollouts
-    when not one process has a rollout, unless the call `may_be_empty`.
+    when not one process has a rollout, unless the call `may_be_empty`; Preempted.
     """
     owners = deal([costs.expected(task) for task in tasks], peers.size, parts)
     mine = [place for place, owner in enumerate(owners) if owner == peers.rank]
     collected, empty, failure = Collected(), None, None
+    share = collect(
+        collector,
+        [tasks[place] for place in mine],
+        samples=samples,
+        sampling=sampling,
+        seed_path=seed_path,
+        may_be_empty=may_be_empty,
+        places=mine,
+    )
     try:
-        collected = await collect(
-            collector,
-            [tasks[place] for place in mine],
-            samples=samples,
-            sampling=sampling,
-            seed_path=seed_path,
-            may_be_empty=may_be_empty,
-            places=mine,
-        )
+        collected = await collector.stop.cut_short(share)
+    except Preempted:  # by all processes
+        raise
     except NoRollouts as error:
         collected, empty = error.collected, error
     except Exception as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -23,13 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
+from agenttrain.training.random_states import random_states, seed_random, set_random_states
 from agenttrain.training.sharded_state import (
     WHOLE,
     is_sharded,
@@ -46,6 +45,10 @@ PREFIX = "step-"
 
 class CheckpointError(AgenttrainError):
     """A checkpoint is torn, corrupt or missing; the message names the file."""
+
+
+class NotWritten(CheckpointError):
+    """A checkpoint cannot be written; the earlier ones are as they were."""
 
 
 UNWRITABLE = (OSError, CheckpointError)
@@ -76,9 +79,17 @@ class Checkpoints:
         """Whether no checkpoint was ever finished."""
         return not _newest_first(self.folder)
 
-    def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        policy: Policy,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        rng: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
 
+        `rng` are the `random_states` that `load` restores; None: those of this moment.
         A process that dies on the way leaves the earlier checkpoints as they were. Raises OSError
         or CheckpointError when it cannot be written.
         """
@@ -91,7 +102,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
         with world.together(f"{path.name}: each process's part", *UNWRITABLE), _telling(part):
-            torch.save(_random_states(), part / f"rng-{world.rank}.pt")
+            torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
             if is_sharded(policy.model):
                 write_part(policy.state_dict(), part, world.rank)
         with world.together(f"{path.name}: the whole", *UNWRITABLE):
@@ -251,29 +262,14 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _random_states() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = state
-    return {
-        "python": (version, list(numbers), gauss),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
 def _restore_random(path: Path, rank: int) -> None:
     """The states of this process; one more than wrote them gets some that follow from the first."""
     own = path / f"rng-{rank}.pt"
     if own.exists():
-        _set_random_states(torch.load(own, weights_only=True))
+        set_random_states(torch.load(own, weights_only=True))
         return
     text = f"{_digest(path / 'rng-0.pt')}-{rank}"
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed_random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
 
 
 def _weights(policy: Policy) -> dict[str, Tensor]:
@@ -289,14 +285,4 @@ def _telling(part: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{part}: cannot be written: {error}") from error
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        raise NotWritten(f"{part}: cannot be written: {error}") from error
