@@ -151,7 +151,7 @@ def test_nothing_is_known_that_helps(capsys, short):
             "1",
             "engine=vllm",
             "model=folder",
-            f"model.path={folder}",
+            f"model.path={short}",
             *lora,
         ]
     )

@@ -16,7 +16,7 @@ from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.schema import RunConfig
 from agenttrain.engine.cache import final_capacity
 from agenttrain.plan.sizes import Sizes
-from agenttrain.training.footprint import head_bytes
+from agenttrain.training.footprint import LAYER_GRADIENTS, head_bytes
 
 GIB = 2**30
 RESERVE = 3 * GIB // 2
@@ -192,8 +192,9 @@ def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -
             name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=When.update
         )
         # The head's share is gone when the layers are computed again.
-        layer = saved // sizes.layers
-        again = Part(name="a layer", bytes=layer, why=f"{tokens}, again", when=When.update)
+        layer = round(saved / sizes.layers * LAYER_GRADIENTS)
+        how = f"{tokens}, computed again, and gradients"
+        again = Part(name="a layer", bytes=layer, why=how, when=When.update)
         yield max(peak, again, key=lambda part: part.bytes)
     else:
         why = f"{tokens}, kept for the backward pass"

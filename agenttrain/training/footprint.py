@@ -33,6 +33,9 @@ FLOAT32 = 4
 """Bytes of a number in it."""
 STEP_COUNT = 4
 """Bytes of AdamW's count of steps, one per parameter."""
+LAYER_GRADIENTS = 4 / 3
+"""What a layer's backward pass holds at the most, over what its forward pass kept: 1.2 to 1.3 as
+measured on a small Qwen3."""
 TILES = 3
 """Tiles of logits at once: the product, unless it is kept, and two made of it."""
 TRACED, TRACED_SCORES = 256, 2048

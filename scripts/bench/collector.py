@@ -1,7 +1,7 @@
 """10,000 rollouts in flight in one process: what the event loop, the ledger and the toolbox cost.
 
-A rollout has a prompt of about 400 tokens and 4 turns of about 70: three calls of an asynchronous
-tool that returns about 40 tokens, then an answer. The engine is the scripted one and answers after
+A rollout has a prompt of about 550 tokens and 4 turns of 70 to 79: three calls of an asynchronous
+tool that returns 55 tokens, then an answer. The engine is the scripted one and answers after
 0.5 s, the tool after 0.1 s: all rollouts are in flight together and wait most of the time, as they
 do on an engine of many GPUs. What is measured is one `collect` in a process of its own, with
 prompts (one per group of 8), suffixes, parsing, ledgers and a reward. Seconds are of the process's
