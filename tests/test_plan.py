@@ -111,11 +111,12 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
 
 
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
-    code, found = plan(capsys, short, "--gpu-memory-gb", "7")
+    code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1
     first = found["remedies"][0]["overrides"]
-    assert first == "training.gradient_checkpointing=true engine.max_rows=8"
-    code, again = plan(capsys, short, "--gpu-memory-gb", "7", *first.split())
+    keys = [word.split("=")[0] for word in first.split()]
+    assert keys[0] == "training.gradient_checkpointing" and "engine.max_rows" in keys
+    code, again = plan(capsys, short, "--gpu-memory-gb", "7.5", *first.split())
     assert code == 0 and again["fits"] is True
 
 
