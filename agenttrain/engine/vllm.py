@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from agenttrain.config.schema import EngineConfig, WeightSyncMode
@@ -129,7 +130,8 @@ class VllmEngine:
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # vLLM would die of what it does not know, and take every other rollout along.
-        known = bool(token_ids) and 0 <= min(token_ids) <= max(token_ids) < self._vocabulary
+        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
         if not known:
             raise EngineError(
                 f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
@@ -229,6 +231,7 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
         )
     except VLLMValidationError as error:
         raise EngineError(f"vLLM refuses a request: {error}") from error
