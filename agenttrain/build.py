@@ -26,7 +26,7 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint import MANIFEST, verify
-from agenttrain.training.lora import add_lora, is_adapted
+from agenttrain.training.lora import add_lora, base_of, is_adapted
 from agenttrain.training.policy import Policy
 
 
@@ -163,10 +163,11 @@ def _engine(config: RunConfig, policy: Policy) -> Engine:
         return TransformersEngine(policy.model, config.engine)
     from agenttrain.engine.vllm import VllmEngine
 
-    # vLLM loads the base model's folder; adapters reach it merged, with the first sync.
+    lora = config.model.lora
     return VllmEngine(
-        model_folder(config.model.path),
+        base_of(model_folder(config.model.path)),
         config.engine,
         dtype=config.model.dtype,
+        adapters=None if config.engine.vllm.merge_adapters or not lora.rank else lora,
         mode=config.weight_sync.mode,
     )

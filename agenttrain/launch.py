@@ -239,7 +239,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     if (state := restored(job, checkpoints, loaded.policy)) is not None:
         done, cursor = state["step"], state["cursor"]
         guards.streak = state.get("streak", 0)
-        await sync(loaded.policy, loaded.engine, done, config.weight_sync)
+    await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     return Trainer(

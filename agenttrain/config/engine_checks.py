@@ -21,6 +21,8 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         if engine.rejoin_steps != EngineConfig.rejoin_steps:
             yield f"engine.rejoin_steps={engine.rejoin_steps}: has no effect with engine=vllm"
         yield from _vllm(engine.vllm)
+        if engine.vllm.merge_adapters and not config.model.lora.rank:
+            yield "engine.vllm.merge_adapters=true: has no effect without model.lora.rank"
     else:
         for name, default in vars(VllmSettings()).items():
             value = getattr(engine.vllm, name)

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from agenttrain.config.schema import EngineConfig, WeightSyncMode
+from agenttrain.config.schema import EngineConfig, LoraSettings, WeightSyncMode
 from agenttrain.engine.base import EngineDead, EngineError
 from agenttrain.engine.stepper import Stepper
+from agenttrain.engine.vllm_adapters import load_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
 from agenttrain.engine.vllm_setup import build_llm_engine
 from agenttrain.types import Completion, Finish, Sampling
@@ -50,13 +51,17 @@ class VllmEngine:
         config: EngineConfig,
         *,
         dtype: str = "float32",
+        adapters: LoraSettings | None = None,
         mode: WeightSyncMode = WeightSyncMode.drain,
         drain_s: float = DRAIN_S,
     ) -> None:
-        """`drain_s` bounds how long an update waits for requests in flight.
+        """With `adapters`, `update` brings these; the weights under them stay those of `folder`.
+        `drain_s` bounds how long an update waits for requests in flight.
 
         Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
-        llm = build_llm_engine(folder, config, dtype=dtype)
+        llm = build_llm_engine(folder, config, dtype=dtype, rank=adapters.rank if adapters else 0)
+        self._adapters = adapters
+        self.takes_adapters = adapters is not None
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
@@ -126,7 +131,10 @@ class VllmEngine:
     async def rest(self) -> None:
         """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
         if self._sleeps:
-            await self._between_steps(partial(self._driver.llm.sleep, 2))
+            # 2 forgets the weights, which come anew; adapters need those under them: 1 keeps them
+            # in the host's memory.
+            level = 1 if self.takes_adapters else 2
+            await self._between_steps(partial(self._driver.llm.sleep, level))
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # vLLM would die of what it does not know, and take every other rollout along.
@@ -184,8 +192,11 @@ class VllmEngine:
         try:
             if self._sleeps:
                 llm.wake_up()
-            worker = llm.model_executor.driver_worker.worker
-            worker.reload_weights(weights_iterator=iter(weights))
+            if self._adapters is not None:
+                driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
+            else:
+                worker = llm.model_executor.driver_worker.worker
+                worker.reload_weights(weights_iterator=iter(weights))
         except Exception as error:
             driver.refusal = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from agenttrain.config.schema import EngineConfig
 from agenttrain.engine.base import EngineError
+from agenttrain.engine.vllm_adapters import room_for
 
 BLOCK_ON_CPU = 32
 """Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
@@ -23,8 +24,10 @@ ENVIRONMENT = {
 }
 
 
-def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
-    """The engine with the weights of `folder`; raises EngineError with what vLLM says."""
+def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: int = 0) -> Any:
+    """The engine with the weights of `folder`, and room for adapters of `rank`, if it is not 0.
+
+    Raises EngineError with what vLLM says."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
@@ -63,6 +66,7 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
             if options.kv_cache_mb is None
             else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
         ),
+        **(room_for(rank) if rank else {}),
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:

@@ -90,15 +90,19 @@ class BaseScorer:
         return self._scorer(microbatch)
 
 
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters' weights by peft's names, on the CPU."""
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    return {f"base_model.model.{name}": t.contiguous().cpu() for name, t in state.items()}
+
+
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters, and what transformers needs to load them onto their base model."""
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
     if model.generation_config is not None:  # it names the tokens that end a turn
         model.generation_config.save_pretrained(folder)
-    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    tensors = {f"base_model.model.{name}": t.contiguous().cpu() for name, t in state.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(adapter_weights(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -108,8 +112,14 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     set_peft_model_state_dict(model, stripped, adapter_name=ADAPTER)
 
 
+def base_of(folder: Path) -> Path:
+    """The folder of the model that a folder of adapters is for; of a whole model, itself."""
+    if not (folder / CONFIG_FILE).is_file():
+        return folder
+    return Path(LoraConfig.from_pretrained(str(folder)).base_model_name_or_path)
+
+
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base model of a folder of adapters with them merged into its weights."""
-    config = LoraConfig.from_pretrained(str(folder))
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype=dtype)
     return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
