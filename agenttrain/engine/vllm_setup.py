@@ -60,6 +60,7 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: in
         # The model's own sampling defaults would change what is sampled.
         generation_config="vllm",
         skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
         disable_log_stats=True,
         **(
             {}
