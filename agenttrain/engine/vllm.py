@@ -22,6 +22,7 @@ from agenttrain.engine.stepper import Stepper
 from agenttrain.engine.vllm_adapters import load_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
 from agenttrain.engine.vllm_setup import build_llm_engine
+from agenttrain.engine.vllm_weights import load_weights
 from agenttrain.types import Completion, Finish, Sampling
 
 Value = TypeVar("Value")
@@ -195,8 +196,7 @@ class VllmEngine:
             if self._adapters is not None:
                 driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
             else:
-                worker = llm.model_executor.driver_worker.worker
-                worker.reload_weights(weights_iterator=iter(weights))
+                load_weights(llm, weights)
         except Exception as error:
             driver.refusal = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agenttrain.engine.vllm_weights import folder_for
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM makes room (0.32, `MaxLoRARanks`)."""
 NAME, NUMBER = "policy", 1
-MEMORY = Path("/dev/shm")
-"""A file system in memory, where there is one."""
 
 
 def room_for(rank: int) -> dict[str, Any]:
@@ -33,8 +32,7 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
-    where = MEMORY if MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="agenttrain-adapters-", dir=where) as name:
+    with folder_for(tensors) as name:
         folder = Path(name)
         save_file(tensors, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps(_config(tensors, alpha)))

@@ -35,6 +35,9 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: in
         # Compiling the sampler costs half a minute here and gains nothing. The variable is read
         # when vLLM's functions are decorated.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.vllm.tensor_parallel_size > 1:
+            # Its own way puts each worker on cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
