@@ -219,6 +219,8 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("+tools.sql.max_result_tokens=9999", "rollout.max_completion_tokens=1000"),
             "tools.sql.max_result_tokens=9999: has no effect",
         ),
+        (("engine=vllm", "engine.vllm.merge_adapters=true"), "no effect without model.lora.rank"),
+        (("engine=vllm", "engine.vllm.tensor_parallel_size=0"), "must be at least 1"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
     ],
 )
