@@ -19,6 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from agenttrain import cli_sweep
 from agenttrain.cli_recorded import replay, rescore
 from agenttrain.config.command import (
     RUN_DIR,
@@ -41,27 +42,49 @@ from agenttrain.config.compose import (
 )
 from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
 from agenttrain.config.model_path import BUNDLED
-from agenttrain.config.saved import evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.config.saved import (
+    evaluated,
+    finished_steps,
+    resumed,
+    resumed_as_begun,
+    run_of,
+    viewed,
+)
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
+from agenttrain.processes import check_processes, is_later_node, started_by_others
+from agenttrain.start import as_rank, start
+from agenttrain.submit import submit
+from agenttrain.sweep.compare import compare
+from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
 """Of train.yaml."""
+RUNNING_VERBS = ("train", "sft", "eval")
+"""Those whose runs a sweep may have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code: 0, 1 for a run that failed, 2 for a command that cannot run."""
+    """Run a command; its exit code (`config/exit_codes.py`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
+    # that no file there hides an installed package.
+    sys.path.append(os.getcwd())
+    if started_by_others():
+        return as_rank(lambda: _do(arguments))
+    return _do(arguments)
+
+
+def _do(arguments: list[str]) -> int:
     verb, rest = split_verb(arguments)
     if verb == "templates":
         return _templates(rest)
@@ -71,19 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--version" in arguments:
         print(f"agenttrain {version('agenttrain')}")
         return 0
-    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
-    # that no file there hides an installed package.
-    sys.path.append(os.getcwd())
     try:
         own = {
             **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore},
+            **{"replay": replay, "rescore": rescore, "compare": compare, "submit": _submit},
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -92,13 +112,20 @@ def _run(command: Command) -> int:
     if command.shows is not None:
         return _show(command)
     with hydra_session(command.source):
+        if command.sweep and command.saved is not None:
+            return cli_sweep.go_on(command, _compose_one)
         runs = compose_all(command)
-    _check_files(runs)
+        _check_files(runs)
+        check_processes(command, runs)
+        if command.sweep and command.verb != "check":
+            return cli_sweep.start(command, runs)
     if command.verb == "check":
         return _check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
-    return _hand_over(command, total=len(runs))
+    if is_later_node(runs[0].config.distributed):
+        return start(runs[0], Path(), command.verb)
+    return _hand_over(command)
 
 
 def _check(command: Command, runs: Sequence[Composed]) -> int:
@@ -106,6 +133,11 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
+    return 0 if _certify_all(runs) else 1
+
+
+def _certify_all(runs: Sequence[Composed]) -> bool:
+    """Print each template's certificate once; whether all passed. Raises ConfigError."""
     from agenttrain.types import AgenttrainError
 
     parts = (
@@ -120,7 +152,7 @@ def _check(command: Command, runs: Sequence[Composed]) -> int:
                 shown[key] = _certify(run)
             except (AgenttrainError, OSError, ValueError) as error:
                 raise ConfigError(str(error)) from error
-    return 0 if all(shown.values()) else 1
+    return all(shown.values())
 
 
 def _certify(run: Composed) -> bool:
@@ -182,16 +214,14 @@ def _show(command: Command) -> int:
     if command.shows != "other":
         with hydra_session(command.source):
             compose_raw(command.overrides, command.source)
-    return _hand_over(command, total=1)
+    return _hand_over(command)
 
 
 def compose_all(command: Command) -> list[Composed]:
     """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        changes = [text for text in overrides if not _names_eval_folder(text, command)]
-        load = evaluated if command.verb == "eval" else resumed
-        composed = load(command.saved, open_keys(changes), source)
+        composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
         return [composed]
@@ -203,16 +233,30 @@ def compose_all(command: Command) -> list[Composed]:
             runs.append(_compose_one(combination, command))
         except ConfigError as error:
             raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
+    if command.verb in RUNNING_VERBS:
+        cli_sweep.check_objective(command.verb, runs)
     return runs
 
 
+def _load(command: Command, saved: Path) -> Composed:
+    if command.auto:
+        return resumed_as_begun(saved, open_keys(command.overrides), command.source)
+    changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
+    load = evaluated if command.verb == "eval" else resumed
+    return load(saved, open_keys(changes), command.source)
+
+
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
+    if not command.sweep:
+        cli_sweep.refuse_without_m(overrides)
     composed = compose_run(overrides, command.source)
     if composed.config.resume is not None:
         raise ConfigError(
             f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
             f"and type agenttrain resume={quote(composed.config.resume)}"
         )
+    if composed.config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
     validate(composed.config)
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
@@ -265,23 +309,20 @@ def _taken(folder: Path) -> ConfigError:
     )
 
 
-def _hand_over(command: Command, *, total: int) -> int:
-    """Let Hydra make the folders and call back for each run, or print."""
+def _hand_over(command: Command) -> int:
+    """Let Hydra make the folder and call back for the run, or print."""
     codes: list[int] = []
     taken: list[Path] = []
 
     def job(raw: DictConfig) -> None:
-        context = HydraConfig.get()
-        folder = Path(context.runtime.output_dir)
-        if _holds_run(folder):
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        composed = convert(raw)
+        if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
+            composed.config.resume = str(folder)
+        elif _holds_run(folder):
             taken.append(folder)  # raised after Hydra, which would announce an error of its own
             return
-        if command.sweep:
-            chosen = " ".join(context.overrides.task)
-            print(f"\nrun {context.job.num + 1} of {total}: {chosen} -> {folder}", flush=True)
-        codes.append(_launch(convert(raw), folder, command.verb, sweep=command.sweep))
-        if codes[-1] in (INTERRUPTED, TERMINATED):
-            raise KeyboardInterrupt  # a sweep ends here
+        codes.append(_launch(composed, folder, command.verb, sweep=is_job(folder)))
 
     register()
     # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
@@ -336,6 +377,16 @@ def _data(arguments: Sequence[str]) -> int:
     return show_data.show(composed.config, options)
 
 
+def _submit(arguments: Sequence[str]) -> int:
+    """`submit [--dry-run] [--no-check] [overrides]`: the run as a job of SLURM's."""
+    return submit(arguments, compose_all, _certify_files)
+
+
+def _certify_files(runs: Sequence[Composed]) -> bool:
+    _check_files(runs)
+    return _certify_all(runs)
+
+
 def _tools(arguments: Sequence[str]) -> int:
     """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
     from agenttrain import show_tools
@@ -369,13 +420,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     print(f"{verb} in {folder}", flush=True)
-    from agenttrain.launch import launch  # torch comes with it
-
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
-
-        return launch_sft(composed.config, composed.plain, folder, sweep=sweep)
-    return launch(composed.config, composed.plain, folder, verb, sweep=sweep)
+    return start(composed, folder, verb, sweep=sweep)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from agenttrain.training.batch import Row
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.world import PeerFailed
 from agenttrain.types import NotFinite, Rollout
 
 TENSORS = (
@@ -46,7 +47,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Writes the crash bundles of one run."""
+    """Writes the crash bundles of one run.
+
+    What is NotFinite stops all processes at once, and the main one writes what all have seen; a
+    reward function that fails stops the process that it fails in, which writes what it has.
+    """
 
     folder: Path
     """The run's."""
@@ -68,27 +73,41 @@ class Evidence:
 
     def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
         """Write the bundle; where it is, or why there is none: the error itself comes first."""
-        bundle = self.folder / "crash" / f"step-{step:06d}"
+        world = self.policy.world
+        alone = isinstance(error, RewardError)
+        rank = f"-rank-{world.rank}" if alone and not world.is_main else ""
+        bundle = self.folder / "crash" / f"step-{step:06d}{rank}"
+        try:
+            if alone:
+                self._write_alone(bundle, step, error, rollouts)
+            else:
+                everyone = world.to_main(rollouts, "the rollouts of a step that failed")
+                with world.together("the evidence of a step that failed", OSError):
+                    if world.is_main:
+                        self._write_alone(bundle, step, error, everyone)
+                beside = self.checkpoints.beside(bundle / "checkpoints")
+                beside.save(self.policy, step=step - 1)
+        except (OSError, CheckpointError, PeerFailed) as problem:
+            return f"The evidence could not be written: {problem}"
+        return f"To see it again: agenttrain replay {quote(str(bundle))}"
+
+    def _write_alone(
+        self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
+    ) -> None:
+        """What one process can write."""
         record = {
             "step": step,
             "stage": "reward" if isinstance(error, RewardError) else error.stage,
             "error": str(error),
             "culprits": list(error.culprits),
         }
-        try:
-            shutil.rmtree(bundle, ignore_errors=True)
-            bundle.mkdir(parents=True)
-            shutil.copyfile(self.folder / "config.yaml", bundle / "config.yaml")
-            write_step(bundle, step, rollouts)
-            if isinstance(error, BrokenUpdate):
-                write_batch(bundle, error.rows)
-            if isinstance(error, NotFinite):
-                beside = self.checkpoints.beside(bundle / "checkpoints")
-                beside.save(self.policy, step=step - 1)
-            write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
-        except (OSError, CheckpointError) as problem:
-            return f"The evidence could not be written: {problem}"
-        return f"To see it again: agenttrain replay {quote(str(bundle))}"
+        shutil.rmtree(bundle, ignore_errors=True)
+        bundle.mkdir(parents=True)
+        shutil.copyfile(self.folder / "config.yaml", bundle / "config.yaml")
+        write_step(bundle, step, rollouts)
+        if isinstance(error, BrokenUpdate):
+            write_batch(bundle, error.rows)
+        write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
 
 
 def write_batch(bundle: Path, rows: Sequence[Row]) -> None:

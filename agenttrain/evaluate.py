@@ -8,23 +8,30 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean
 from typing import Any
 
-from agenttrain.config.schema import EvalConfig
-from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.config.schema import EvalConfig, RolloutConfig
+from agenttrain.rollout.collect import Collected, Collector, may_be_scored
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.peers import collect_share, merge
 from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
 from agenttrain.tracking.metrics import solved
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.training.world import World
+from agenttrain.types import Rollout, RowTool, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The figures of one evaluation that summary.json keeps."""
+    """The figures of one evaluation that summary.json keeps.
+
+    Intervals are of 95 % over questions, which are independent; samples of one question are not.
+    Where every question is worth 0 or 1, they are Wilson's, else normal.
+    """
 
     label: str
     """`sampled` or `greedy`."""
     questions: int
     reward: Estimate
-    """Mean reward with its 95 % confidence interval."""
-    pass_at: dict[int, float]
+    """Mean reward."""
+    pass_at: dict[int, Estimate]
     """k -> share of questions solved (reward 1) by at least one of k samples, unbiased."""
     by_group: dict[str, Estimate]
     """Mean reward by the values of the column `eval.group_by`."""
@@ -38,30 +45,69 @@ class Evaluation(Scores):
     """Share of rollouts by stop reason."""
     dropped: int
     """Rollouts that failed for reasons not the model's; no figure counts them."""
+    unscored: int
+    """Rollouts that ended well and have no reward: no function applied, or one gave no number."""
     overlong: int
     """Questions that leave no room to sample; no figure counts them."""
     rollouts: list[Rollout]
+    """On the main process; the others have the figures."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat figures: reward, pass@k, group/<value>, stop/<reason>."""
-        return {
-            "reward": self.reward.mean,
-            **{f"pass@{k}": value for k, value in self.pass_at.items()},
+        """Flat figures: reward, pass@k, group/<value>, stop/<reason>; `_low` and `_high` are the
+        ends of intervals. What could not be measured is left out: none is NaN."""
+        found = {
+            **_flat("reward", self.reward),
+            **{n: v for k, e in self.pass_at.items() for n, v in _flat(f"pass@{k}", e).items()},
             **{f"group/{name}": group.mean for name, group in self.by_group.items()},
             **{f"stop/{reason}": share for reason, share in self.stop_reasons.items()},
             "rollout/dropped": self.dropped,
+            "rollout/unscored": self.unscored,
             "data/overlong": self.overlong,
         }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _flat(name: str, found: Estimate) -> dict[str, float]:
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+@dataclass(slots=True)
+class Best:
+    """The best of the evaluations while training and after, by the mean of the sampled reward."""
+
+    found: dict[str, Any] | None = None
+    """``{"step": 40, "reward": 0.53, "low": 0.48, "high": 0.58, "n": 400}``"""
+
+    @property
+    def step(self) -> int | None:
+        """Steps that the policy had done."""
+        return None if self.found is None else self.found["step"]
+
+    def look(self, step: int, evaluations: Sequence[Scores]) -> bool:
+        """Whether these are better than all before; of equals the first stays."""
+        reward = evaluations[0].reward
+        if math.isnan(reward.mean) or (self.found and reward.mean <= self.found["reward"]):
+            return False
+        ends = {"low": reward.low, "high": reward.high, "n": reward.n}
+        self.found = {"step": step, "reward": reward.mean, **ends}
+        return True
 
 
 async def evaluate(
-    collector: Collector, tasks: Sequence[Task], config: EvalConfig, *, seed: int
+    collector: Collector,
+    tasks: Sequence[Task],
+    config: EvalConfig,
+    *,
+    seed: int,
+    world: World | None = None,
+    costs: Costs | None = None,
 ) -> list[Evaluation]:
     """Sampled evaluation and, if `config.greedy`, a greedy one, on the same tasks.
 
     Seeds depend on `seed`, the task and the sample only: two policies meet the same noise, and
-    training's own random state is not touched.
+    training's own random state is not touched. The processes of `world` share the tasks.
     """
+    world, costs = world or World(), costs or Costs(config.group_by)
     sampled = Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -71,17 +117,56 @@ async def evaluate(
     runs = [("sampled", sampled, config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
+    collector = for_evaluation(collector, config)
+    tasks = [restricted(task, config.tools, collector.declared(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:
-        collected = await collect(
+        collected, _ = await collect_share(
             collector,
             tasks,
+            peers=world,
+            costs=costs,
             samples=samples,
             sampling=sampling,
             seed_path=(seed, "eval", label),
         )
-        evaluations.append(summarise(label, collected, config.group_by))
+        evaluations.append(_of_all(label, collected, config.group_by, world))
     return evaluations
+
+
+def _of_all(label: str, share: Collected, group_by: str | None, world: World) -> Evaluation:
+    """The figures over all processes; World of one: of the share."""
+    shares = world.to_main([share], "the rollouts of an evaluation")
+    mine = summarise(label, merge(shares), group_by) if world.is_main else None
+    told = world.broadcast(mine and replace(mine, rollouts=[]), "the figures of an evaluation")
+    whole = mine or told
+    assert whole is not None  # the main process told it
+    return whole
+
+
+def for_evaluation(collector: Collector, config: EvalConfig) -> Collector:
+    """The same parts under the limits of `eval.*`, with rewards that NaN does not stop."""
+    limits = limits_of(collector.limits, config)
+    return replace(collector, limits=limits, rubric=collector.rubric.lenient())
+
+
+def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:
+    """The limits of evaluated rollouts."""
+    names = ("max_turns", "max_turn_tokens", "max_completion_tokens")
+    own = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return replace(limits, **own)
+
+
+def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str]) -> Task:
+    """The task with no tools but these; a row's own count as what runs them.
+
+    `declared` are all that such a row may have.
+    """
+    if tools is None:
+        return task
+    listed: Sequence[str | RowTool] = declared if task.tools is None else task.tools
+    kept = [t for t in listed if (t if isinstance(t, str) else t.executor) in tools]
+    return replace(task, tools=tuple(kept))
 
 
 def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluation:
@@ -105,6 +190,7 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
         },
         stop_reasons=_stop_reasons(rollouts),
         dropped=collected.dropped,
+        unscored=sum(may_be_scored(r) and r.reward is None for r in rollouts),
         overlong=collected.overlong,
         rollouts=rollouts,
     )
@@ -115,11 +201,10 @@ def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
     return mean_estimate([mean(rewards) for rewards in scored if rewards])
 
 
-def _pass_at(scored: Sequence[Sequence[float]], k: int) -> float:
+def _pass_at(scored: Sequence[Sequence[float]], k: int) -> Estimate:
     """Questions with fewer than k scored samples are left out; NaN when none is left."""
     counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
-    chances = [pass_at_k(n, correct, k) for n, correct in counts if n >= k]
-    return mean(chances) if chances else math.nan
+    return mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
 
 
 def _stop_reasons(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -138,7 +223,7 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         suffix = "" if evaluation.label == "sampled" else f"_{evaluation.label}"
         found["questions"] = evaluation.questions
         found[f"reward{suffix}"] = evaluation.reward.mean
-        found |= {f"pass@{k}{suffix}": value for k, value in evaluation.pass_at.items()}
+        found |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
     kept = [field.name for field in fields(Scores)]
     found["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in kept}
@@ -154,14 +239,16 @@ def from_json(found: dict[str, Any]) -> list[Scores]:
             label=scores["label"],
             questions=scores["questions"],
             reward=_estimate(scores["reward"]),
-            pass_at={int(k): value for k, value in scores["pass_at"].items()},
+            pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
             by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
         )
         for scores in found.get("scores", [])
     ]
 
 
-def _estimate(found: dict[str, Any]) -> Estimate:
-    """JSON has null where an estimate of nothing has NaN."""
+def _estimate(found: dict[str, Any] | float | None) -> Estimate:
+    """JSON has null where an estimate of nothing has NaN; earlier versions kept means alone."""
+    if not isinstance(found, dict):
+        found = {"mean": found, "low": None, "high": None, "n": 0}
     bounds = [math.nan if found[k] is None else found[k] for k in ("mean", "low", "high")]
     return Estimate(mean=bounds[0], low=bounds[1], high=bounds[2], n=found["n"])

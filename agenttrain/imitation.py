@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
 from agenttrain.config.schema import OnBadRow, RunConfig
 from agenttrain.data.source import TaskSource
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.trainer import Clock
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.types import Rollout, Task
+from agenttrain.watchdog import Watchdog
 
 CROSS_ENTROPY = AlgorithmConfig(
     name="sft",
@@ -56,24 +58,40 @@ class Imitation:
     checkpoints: Checkpoints
     max_tokens: int
     """Of a conversation; longer ones are left out."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    watchdog: Watchdog = field(default_factory=Watchdog)
     done: int = 0
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    evaluated: int = 0
+    """Last step after which the held-out loss was taken."""
     _held_out: list[Rollout] | None = None
 
     def train(self) -> None:
-        """The steps that are left, with held-out losses and checkpoints on the way."""
+        """The steps that are left, with held-out losses and checkpoints on the way.
+
+        Raises Preempted between two steps.
+        """
         self.tracker.begin()
+        self._between()
         while self.done < self.config.steps:
             metrics, rollouts = self.step(self.done + 1)
             self.done += 1
             self.tracker.step(self.done, metrics, rollouts)
-            if self._due(self.config.eval.every):
-                self.evaluate(f"step-{self.done}")
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            self._between()
+
+    def _between(self) -> None:
+        """What is due after a step, or was still due where the run was stopped."""
+        if self._due(self.config.eval.every) and self.evaluated < self.done:
+            self.evaluate(f"step-{self.done}")
+            self.evaluated = self.done
+        if self._due(self.config.checkpoint.every):
+            self.keep()
+        self.stop.check()
 
     def step(self, number: int) -> tuple[dict[str, float], list[Rollout]]:
         """One update on the next batch of rows: its metrics, and the demonstrations as rollouts."""
-        size, clock = self.config.sft.batch_size, Clock()
+        size, clock = self.config.sft.batch_size, Clock(partial(self.watchdog.phase, step=number))
         self.tracker.phase("data")
         with clock("data"):
             found = self._demonstrate(self.train_tasks, (number - 1) * size, size)
@@ -104,7 +122,8 @@ class Imitation:
         if not self._held_out:
             return {}
         self.tracker.phase(f"held-out loss {label}")
-        logprobs = self.policy.logprobs(self._held_out)
+        with self.watchdog.phase("evaluation", self.done):
+            logprobs = self.policy.logprobs(self._held_out)
         tokens = sum(logprobs_S.numel() for logprobs_S in logprobs.values())
         total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
         metrics = {
@@ -115,11 +134,16 @@ class Imitation:
         self.tracker.evaluation(f"{label}/held_out", self.done, metrics)
         return metrics
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        path = self.checkpoints.save(self.policy, step=self.done)
+    def keep(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        if self.saved == self.done:
+            return
+        self.tracker.check_folder()
+        state = {"evaluated": self.evaluated}
+        with self.watchdog.phase("checkpoint", self.done):
+            path = self.checkpoints.save(self.policy, step=self.done, state=state)
+        self.saved = self.done
         self.tracker.checkpoint(path)
-        return path
 
     def _demonstrate(self, source: TaskSource, start: int, count: int) -> Demonstrations:
         found = Demonstrations()

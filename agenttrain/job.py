@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from agenttrain.chat.certificate import Certificate
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
-from agenttrain.tracking.run_folder import read_summary
+from agenttrain.fingerprints import Parts as Made
+from agenttrain.signals import StopRequest
+from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.tracking.silent import Silent
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.world import World
+from agenttrain.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,16 @@ class Job:
     """The run folder; a run that is in it already goes on."""
     sweep: bool = False
     """Whether the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether the run was told to stop."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    world: World = field(default_factory=World)
+    """The processes that run it; the main one alone writes into the folder, besides checkpoints."""
+
+    def record(self, **changes: Any) -> None:
+        """`update_summary` by the main process; the others leave it to that one."""
+        if self.world.is_main:
+            update_summary(self.folder, **changes)
 
     @property
     def project(self) -> str:
@@ -45,7 +60,7 @@ class Job:
         return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
-class Checked(Protocol):
+class Checked(Made, Protocol):
     """What every verb's preparation finds out."""
 
     @property
@@ -91,6 +106,8 @@ def restored(job: Job, checkpoints: Checkpoints, policy: Policy) -> dict[str, An
 
 def tracker_of(job: Job, done: int) -> Tracker:
     """The tracker of a run that has done so many steps."""
+    if not job.world.is_main:
+        return Silent()
     config = job.config
     return Tracker(
         job.folder,

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, load, prepare
-from agenttrain.config.command import resuming
+from agenttrain.build import Prepared, curriculum_of, load, prepare
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
+from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
-from agenttrain.evaluate import Evaluation, from_json, to_json
+from agenttrain.ending import failed, interrupted, preempted, record, told
+from agenttrain.engine.base import Separate
+from agenttrain.evaluate import Best, Evaluation, from_json, to_json
+from agenttrain.fingerprints import check_unchanged, fingerprints
+from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.rollout.deal import Costs
+from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts_file import (
@@ -37,19 +41,16 @@ from agenttrain.tracking.run_folder import (
     FolderInUse,
     held,
     read_summary,
-    update_summary,
     write_config,
 )
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Clock, Trainer
 from agenttrain.training.weight_sync import sync
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.training.world import World
+from agenttrain.types import Rollout
+from agenttrain.watchdog import Watchdog
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 SHOWN = 3
 """Rollouts printed at the end of a run."""
 
@@ -61,22 +62,40 @@ def launch(
     verb: str,
     sweep: bool = False,
     work: Work[Any] | None = None,
+    world: World | None = None,
 ) -> int:
     """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
 
-    `sweep`: the folder is one of a sweep's. Raises ConfigError for a folder of another verb.
+    `sweep`: the folder is one of a sweep's. Every process of `world` makes the same call (None:
+    there is one); what goes wrong is told by the main one and raised by the others. Raises
+    ConfigError for a folder of another verb.
     """
+    world = world or World()
+    with listening() as stop:
+        if world.size > 1:
+            stop.agree = lambda told: world.max(float(told), "whether a signal came") > 0
+        job = Job(
+            config=config, plain=plain, folder=run_folder, sweep=sweep, world=world, stop=stop
+        )
+        return _launch(job, verb, work or WORK[verb])
+
+
+def _launch(job: Job, verb: str, work: Work[Any]) -> int:
+    """`launch` where signals are heard."""
+    if not job.world.is_main:
+        return _run(job, verb, work)
     try:
-        with held(run_folder):
-            earlier = read_summary(run_folder)
-            _refuse_other_verb(run_folder, earlier, verb)
-            sweep = sweep or earlier.get("sweep", False)
-            job = Job(config=config, plain=plain, folder=run_folder, sweep=sweep)
-            update_summary(run_folder, verb=verb, sweep=sweep or None)
-            return _run(job, verb, work or WORK[verb])
+        with held(job.folder):
+            earlier = read_summary(job.folder)
+            _refuse_other_verb(job.folder, earlier, verb)
+            job = replace(job, sweep=job.sweep or earlier.get("sweep", False))
+            processes = job.world.size if job.world.size > 1 else None
+            sweep = job.sweep or None
+            job.record(verb=verb, sweep=sweep, processes=processes, stalled_phase=None)
+            return _run(job, verb, work)
     except (FolderInUse, OSError) as error:
-        print(_told(error, run_folder), file=sys.stderr)
-        return 1
+        print(told(error, job.folder), file=sys.stderr)
+        return FAILED
 
 
 def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None:
@@ -90,66 +109,29 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 
 
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
-    """`launch` in a folder that is held; errors are told and recorded."""
-    with terminable() as terminated:
-        try:
-            asyncio.run(work.run(job, _prepare(job, work.prepare)))
-        except KeyboardInterrupt:
-            _record(job.folder, status="interrupted")
-            again = f"agenttrain {resuming(verb)}resume={shlex.quote(str(job.folder))}"
-            print(
-                "interrupted" if verb == "eval" else f"interrupted; to go on: {again}",
-                file=sys.stderr,
-            )
-            return TERMINATED if terminated.is_set() else INTERRUPTED
-        except ConfigError:
-            raise
-        except (AgenttrainError, ValueError, OSError) as error:
-            told = _told(error, job.folder)
-            _record(job.folder, status="failed", error=told)
-            print(told, file=sys.stderr)
-            return 1
-        except Exception as error:
-            _record(job.folder, status="failed", error=f"{type(error).__name__}: {error}")
-            raise
-    return 0
-
-
-def _told(error: Exception, folder: Path) -> str:
-    """An error in a line, with the path that it is about."""
-    nameless = isinstance(error, OSError) and error.filename is None
-    return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
-
-
-def _record(folder: Path, **changes: Any) -> None:
-    """`update_summary` where an error is being told already: a full disk is no second one."""
-    with suppress(OSError):
-        update_summary(folder, **changes)
-
-
-@contextmanager
-def terminable() -> Iterator[Event]:
-    """Within, SIGTERM does what Ctrl-C does; the event that it sets tells the two apart."""
-    terminated = Event()
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        terminated.set()
-        # While asyncio runs this is its handler, which cancels the main task in good order.
-        interrupt = signal.getsignal(signal.SIGINT)
-        (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
-
-    if current_thread() is not main_thread():  # signals are the main thread's
-        yield terminated
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
+    """`launch` in a folder that is held; errors are told and recorded by the main process."""
     try:
-        yield terminated
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with Watchdog(job.folder, job.config.watchdog, rank=job.world.rank) as watchdog:
+            job = replace(job, watchdog=watchdog)
+            watchdog.begin("load")
+            asyncio.run(work.run(job, _prepare(job, work.prepare)))
+    except Preempted as stopped:
+        return preempted(job, verb, str(stopped))
+    except KeyboardInterrupt:
+        return interrupted(job, verb)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not job.world.is_main:
+            raise
+        return failed(job, verb, error)
+    return DONE
 
 
 def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
+    if not job.world.is_main:
+        return prepare(job.config)
     path = job.folder / "config.yaml"
     new = not path.exists()
     if new:
@@ -160,11 +142,20 @@ def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
         if new:  # a run that cannot be built has not begun: its folder is free for the next try
             path.unlink(missing_ok=True)
         raise
+    _same_as_before(job, prepared)
     write_config(job.folder, job.plain, prepared.certificate.hash)
     record_fix(job.folder, prepared)
     for note in prepared.data_notes:
         print(note, flush=True)
     return prepared
+
+
+def _same_as_before(job: Job, prepared: Checked) -> None:
+    """Raise ConfigError where a run that has learnt something would go on with another thing."""
+    now = fingerprints(job.config, prepared)
+    if job.config.resume is not None and done_steps(job.folder):
+        check_unchanged(job.folder, now, job.config.resume_changed)
+    write_fingerprints(job.folder, now)
 
 
 def record_fix(folder: Path, prepared: Checked) -> None:
@@ -181,80 +172,97 @@ def record_fix(folder: Path, prepared: Checked) -> None:
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder) as clock:
+    with timed(job) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
-            before = read_summary(job.folder).get("eval", {}).get("before")
-            if before is None:
-                before = to_json(await trainer.evaluate("before"))
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
-            with clock("training_"):
-                await trainer.train()
-            after = await trainer.evaluate("after")
-            trainer.save()
-    update_summary(
-        job.folder,
+            with job.stop.deferred(trainer.keep):
+                before = evaluated_before(job)
+                if before is None:
+                    before = to_json(await trainer.evaluate("before"))
+                found = {"before": before, "best": trainer.best.found}
+                job.record(status="running", error=None, eval=found)
+                with clock("training_"):
+                    await trainer.train()
+                after = await trainer.evaluate("after")
+                trainer.keep()
+    job.record(
         status="finished",
         steps=trainer.done,
-        eval={"before": before, "after": to_json(after)},
+        eval={"before": before, "after": to_json(after), "best": trainer.best.found},
     )
-    _report(job, prepared, trainer.tracker, before, after)
+    if job.world.is_main:
+        _report(job, prepared, trainer.tracker, before, after, trainer.best)
+
+
+def evaluated_before(job: Job) -> dict[str, Any] | None:
+    """What a run that goes on was worth before its first step; every process is told the same."""
+    found = None
+    if job.world.is_main:
+        found = read_summary(job.folder).get("eval", {}).get("before")
+    return job.world.broadcast(found, "the evaluation before training")
 
 
 @contextmanager
-def timed(folder: Path) -> Iterator[Clock]:
+def timed(job: Job) -> Iterator[Clock]:
     """Add wall seconds to summary.json's, however the work ends: `seconds` for all of it, and
     `<phase>seconds` for the phases of the clock."""
-    earlier = read_summary(folder)
+    earlier = read_summary(job.folder)
     clock = Clock()
     try:
         with clock(""):
             yield clock
     finally:
         names = {f"{phase}seconds": seconds for phase, seconds in clock.seconds.items()}
-        _record(folder, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
+        record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
 async def _evaluate(job: Job, prepared: Prepared) -> None:
-    with timed(job.folder):
+    with timed(job):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
             evaluations = await trainer.evaluate("eval")
     rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+    if not job.world.is_main:
+        return
     write_step(job.folder, 0, rollouts, limit(job.config.tracker.rollouts))
-    update_summary(job.folder, status="finished", steps=0, eval={"after": to_json(evaluations)})
+    job.record(status="finished", steps=0, eval={"after": to_json(evaluations)})
     _report(job, prepared, trainer.tracker, {}, evaluations)
 
 
 async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    loaded = load(config, prepared)
+    loaded = load(config, prepared, job.world)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
+    job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    done = cursor = 0
-    guards = Guards(config=config.guards)
-    if (state := restored(job, checkpoints, loaded.policy)) is not None:
-        done, cursor = state["step"], state["cursor"]
-        guards.streak = state.get("streak", 0)
-    await sync(loaded.policy, loaded.engine, done, config.weight_sync)
+    state = restored(job, checkpoints, loaded.policy)
+    done = 0 if state is None else state["step"]
+    if state is not None or isinstance(loaded.engine, Separate):
+        await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
-    return Trainer(
+    trainer = Trainer(
         config=config,
-        collector=loaded.collector,
+        collector=replace(loaded.collector, stop=job.stop),
         policy=loaded.policy,
         train_tasks=prepared.train_tasks,
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
         evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
-        guards=guards,
-        done=done,
-        cursor=cursor,
+        guards=Guards(config=config.guards),
+        watchdog=job.watchdog,
+        curriculum=curriculum_of(config, prepared.train_tasks),
+        stop=job.stop,
+        world=job.world,
+        costs=Costs(config.eval.group_by),
     )
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
 
 
 def write_page(config: RunConfig, folder: Path, step: int) -> Path:
@@ -277,6 +285,7 @@ def _report(
     tracker: Tracker,
     before: dict[str, Any],
     after: Sequence[Evaluation],
+    best: Best | None = None,
 ) -> None:
     command = dashboard_command(job.folder, job.project, trackio_folder=job.trackio_folder)
     print_report(
@@ -287,6 +296,8 @@ def _report(
         decode=prepared.chat.decode,
         run_folder=job.folder,
         dashboard=command if tracker.has_dashboard else None,
+        # One that was made on the way; the table has what the run ended with.
+        best=best.found if best and best.step != job.config.steps else None,
     )
 
 

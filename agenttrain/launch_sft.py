@@ -17,11 +17,10 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.source import TaskSource
 from agenttrain.imitation import CROSS_ENTROPY, Imitation, try_rows
 from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
-from agenttrain.launch import launch, timed
+from agenttrain.launch import evaluated_before, launch, timed
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.training.policy import Policy
 
 
@@ -73,23 +72,23 @@ def prepare(config: RunConfig) -> Prepared:
 
 async def _imitate(job: Job, prepared: Prepared) -> None:
     config = job.config
-    with timed(job.folder) as clock:
+    with timed(job) as clock:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(prepared.toolbox.aclose)
             stack.push_async_callback(prepared.environments.aclose)
             policy = make_policy(config, CROSS_ENTROPY, temperature=1.0)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)
-            before = read_summary(job.folder).get("eval", {}).get("before")
-            if before is None:
-                before = imitation.evaluate("before")
-            update_summary(job.folder, status="running", error=None, eval={"before": before})
-            with clock("training_"):
-                imitation.train()
-            after = imitation.evaluate("after")
-            imitation.save()
-    update_summary(
-        job.folder,
+            with job.stop.deferred(imitation.keep):
+                before = evaluated_before(job)
+                if before is None:
+                    before = imitation.evaluate("before")
+                job.record(status="running", error=None, eval={"before": before})
+                with clock("training_"):
+                    imitation.train()
+                after = imitation.evaluate("after")
+                imitation.keep()
+    job.record(
         status="finished",
         steps=imitation.done,
         eval={"before": before, "after": after},
@@ -100,9 +99,10 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
 def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
     """At the run's newest checkpoint, or at its start."""
     config = job.config
+    job.watchdog.watch(None, policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    state = restored(job, checkpoints, policy)
-    done = 0 if state is None else state["step"]
+    state = restored(job, checkpoints, policy) or {"step": 0, "evaluated": 0}
+    done = state["step"]
     text = policy.model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
@@ -115,7 +115,11 @@ def _imitation(job: Job, prepared: Prepared, policy: Policy) -> Imitation:
         tracker=tracker_of(job, done),
         checkpoints=checkpoints,
         max_tokens=min(limits, default=2**31),
+        stop=job.stop,
+        watchdog=job.watchdog,
         done=done,
+        saved=done,
+        evaluated=state["evaluated"],
     )
 
 

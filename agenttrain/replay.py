@@ -19,13 +19,15 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import OnToolFailure, RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.engine.recorded import RecordedEngine
-from agenttrain.recorded import recorded_tasks, step_records
+from agenttrain.evaluate import limits_of, restricted
+from agenttrain.recorded import EVALUATED, recorded_tasks, step_records
 from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.recorded import recorded_tools
+from agenttrain.rollout.seeds import seeds_of
 from agenttrain.show_data import context_of
-from agenttrain.tools.recorded import RecordedToolbox
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_file import rollout_record
-from agenttrain.tracking.rollouts_read import completions, tool_results
+from agenttrain.tracking.rollouts_read import completions
 from agenttrain.types import Origin, Rollout, Sampling, StopReason, Task
 
 Record = Mapping[str, Any]
@@ -44,11 +46,6 @@ def replay_rollouts(
     one is identical. Raises ConfigError for a rollout that is not there.
     """
     said = f"replay {folder}"
-    if config.environment:
-        raise ConfigError(
-            f"{said}: the run has environments ({', '.join(config.environment)}), whose state is "
-            "not recorded; agenttrain view shows their rollouts, agenttrain rescore scores them"
-        )
     records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
     found = certified(config)
     tasks = recorded_tasks(config, splits_of(config), records, step)
@@ -58,6 +55,9 @@ def replay_rollouts(
             f"{said} step={step}: task {lost[0]} with its recorded prompt is not in the data now; "
             "a replay needs the rows that the run had"
         )
+    if step == EVALUATED:
+        tasks = {name: _evaluated(task, config, found) for name, task in tasks.items()}
+        config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, found, records, tasks, live=live))
     for record, difference in zip(records, differences, strict=True):
         print(difference or _identical(record))
@@ -65,6 +65,12 @@ def replay_rollouts(
     if len(records) > 1:
         print(f"{same} of {len(records)} rollouts of step {step} replay to identical ids")
     return int(same < len(records))
+
+
+def _evaluated(task: Task, config: RunConfig, found: Certified) -> Task:
+    """The task as an evaluation had it."""
+    methods = found.environments.toolbox_of(found.environments.kind_of(task))
+    return restricted(task, config.eval.tools, (*found.toolbox.names, *methods.names))
 
 
 def _chosen(
@@ -99,24 +105,37 @@ async def _replay_all(
         ]
     finally:
         await found.toolbox.aclose()
+        await found.environments.aclose()
 
 
 async def replay(
     record: Record, task: Task, config: RunConfig, found: Certified, *, live: bool
 ) -> Rollout:
-    """The rollout that the loop makes of a record's completions and tool results."""
-    chat, toolbox = found.chat, found.toolbox
+    """The rollout that the loop makes of a record's completions and tool results.
+
+    `live`: an environment is reset with the seeds that it had.
+    """
+    engine = RecordedEngine(
+        completions(record, found.chat.stop_token_ids),
+        max_context=context_of(config) or sys.maxsize,
+    )
+    tools, environments = found.toolbox, found.environments
+    if not live:
+        tools, environments = recorded_tools(
+            record, task, tools, environments, over=lambda: engine.exhausted
+        )
+    seed, group_seed = seeds_of(record["rollout_id"], config.seed)
     return await run_rollout(
         task,
-        engine=RecordedEngine(
-            completions(record, chat.stop_token_ids), max_context=context_of(config) or sys.maxsize
-        ),
-        chat=chat,
-        toolbox=toolbox if live else RecordedToolbox(toolbox, tool_results(record)),
+        engine=engine,
+        chat=found.chat,
+        toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
-        sampling=Sampling(),
+        sampling=Sampling(seed=seed),
         rollout_id=record["rollout_id"],
         group_id=record["group_id"],
+        environments=environments,
+        group_seed=group_seed,
     )
 
 

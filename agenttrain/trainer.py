@@ -1,35 +1,48 @@
 """The training loop: collect rollouts, update the policy, give the engine its weights, record.
 
-This is the file to read first, with `types.py` and `rollout/loop.py`.
+This is the file to read first, with `types.py` and `rollout/loop.py`. In a run of several processes
+each has a Trainer, and they do the same steps: each samples its share of a step's tasks alone and
+trains on it together with the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
+from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.source import TaskSource
-from agenttrain.evaluate import Evaluation, evaluate
-from agenttrain.guards import Guards
+from agenttrain.evaluate import Best, Evaluation, evaluate
+from agenttrain.guards import Guards, GuardTripped
 from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.peers import merge
 from agenttrain.rollout.resample import Drawn, draw
+from agenttrain.signals import StopRequest
 from agenttrain.tracking.metrics import rollout_metrics
+from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.weight_sync import rest, sync
+from agenttrain.training.world import World
 from agenttrain.types import Sampling
+from agenttrain.watchdog import Watchdog
+
+Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run in one process. `done` counts finished steps, `cursor` the tasks that they drew."""
+    """One process of a run. `done` counts finished steps, `cursor` the tasks that they drew."""
 
     config: RunConfig
     collector: Collector
@@ -40,58 +53,113 @@ class Trainer:
     checkpoints: Checkpoints
     evidence: Evidence
     guards: Guards
+    stop: StopRequest = field(default_factory=StopRequest)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    best: Best = field(default_factory=Best)
+    curriculum: Curriculum | None = None
+    """Which of the train_tasks are drawn; None: in their order."""
     done: int = 0
     cursor: int = 0
+    saved: int = 0
+    """Step of the newest checkpoint."""
+    evaluated: int = 0
+    """Last step after which there was an evaluation."""
+    world: World = field(default_factory=World)
+    costs: Costs = field(default_factory=Costs)
+    _states: dict[str, Any] = field(default_factory=random_states)
+    """Of the random generators after the last finished step."""
     _clock: Clock = field(default_factory=lambda: Clock())
 
     async def train(self) -> None:
-        """The steps that are left, with evaluations and checkpoints on the way."""
+        """The steps that are left, with evaluations and checkpoints on the way.
+
+        Raises Preempted between two steps, or where rollouts were cut short: what the last finished
+        step left is then untouched.
+        """
         self.tracker.begin()
+        await self._between()
         while self.done < self.config.steps:
             metrics, collected = await self.step(self.done + 1)
             self.done += 1
+            self._states = random_states()
             self.tracker.step(self.done, metrics, collected.rollouts)
-            self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
-            if self._due(self.config.eval.every):
-                await self.evaluate(f"step-{self.done}")
-            if self._due(self.config.checkpoint.every):
-                self.save()
+            self._guard(metrics, collected)
+            await self._between()
+
+    async def _between(self) -> None:
+        """What is due after a step, or was still due where the run was stopped."""
+        if self._due(self.config.eval.every) and self.evaluated < self.done:
+            await self.evaluate(f"step-{self.done}")
+            self.evaluated = self.done
+        if self._due(self.config.checkpoint.every) or self._is_best:
+            self.keep()
+        self.stop.check()
+
+    def _guard(self, metrics: dict[str, float], collected: Collected) -> None:
+        """The main process has seen all rollouts: what it says goes for all."""
+        with self.world.together(f"the guards after step {self.done}", GuardTripped):
+            if self.world.is_main:
+                self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
 
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
         """One step: rollouts, advantages and updates, weight sync; its metrics.
 
+        The main process gets the rollouts and metrics of all processes, another its own rollouts.
         Raises NotFinite and RewardError, with the evidence in the run's folder.
         """
-        self._clock = clock = Clock()
+        self._clock = clock = Clock(partial(self.watchdog.phase, step=number))
         with self.evidence.of(number) as seen:
-            check_weights(self.policy.model, f"before step {number}")
+            check_weights(self.policy.model, f"before step {number}", self.world)
             self.tracker.phase("rollout")
             with clock("rollout"):
                 drawn = await self._draw(number)
             seen.rollouts = drawn.collected.rollouts
-            check_logprobs(seen.rollouts)
+            check_logprobs(seen.rollouts, self.world)
             self.tracker.phase("train")
             with clock("train"):
                 await rest(self.collector.engine)
                 training = self.policy.update(drawn.trained)
-            check_weights(self.policy.model, f"after the update of step {number}")
+            check_weights(self.policy.model, f"after the update of step {number}", self.world)
         with clock("sync"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
-        return self._metrics(drawn, training, clock), drawn.collected
+        if self.curriculum is not None:
+            mine = self.curriculum.results(drawn.collected.groups)
+            self.curriculum.learn(self.cursor, self.world.gather(mine, "a step's results"))
+        return self._told(drawn, training, clock)
 
     async def _draw(self, number: int) -> Drawn:
+        source = self.curriculum or self.train_tasks
         return await draw(
             self.collector,
-            lambda start, count: self.train_tasks.tasks(self.cursor + start, count),
+            lambda start, count: source.tasks(self.cursor + start, count),
             count=self.config.tasks_per_step,
             config=self.config.algorithm,
             sampling=Sampling(temperature=self.config.rollout.temperature),
             seed_path=(self.config.seed, "train", number),
+            peers=self.world,
+            costs=self.costs,
         )
 
-    def _metrics(self, drawn: Drawn, training: dict[str, float], clock: Clock) -> dict[str, float]:
-        collected = drawn.collected
+    def _told(
+        self, drawn: Drawn, training: dict[str, float], clock: Clock
+    ) -> tuple[dict[str, float], Collected]:
+        """Metrics of all processes, and rollouts on the main one; its seconds are the slowest's."""
+        mine = (drawn.collected, clock.seconds, len(self.collector.stuck))
+        told = self.world.to_main([mine], "the rollouts of a step")
+        if not told:
+            return training, drawn.collected
+        shares, clocks, stuck = zip(*told, strict=True)
+        seconds = {phase: max(one[phase] for one in clocks) for phase in clock.seconds}
+        collected = merge(shares)
+        metrics = self._metrics(collected, training, seconds)
+        metrics["tools/stuck"] = sum(stuck)
+        more = drawn.metrics() if self.config.algorithm.resamples else {}
+        return {**metrics, **more}, collected
+
+    def _metrics(
+        self, collected: Collected, training: dict[str, float], seconds: dict[str, float]
+    ) -> dict[str, float]:
         tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
         return {
             **rollout_metrics(
@@ -100,39 +168,88 @@ class Trainer:
                 rewards=self.collector.rubric.names,
             ),
             **training,
-            **(drawn.metrics() if self.config.algorithm.resamples else {}),
+            **({} if self.curriculum is None else self.curriculum.metrics()),
             "rollout/dropped": collected.dropped,
             "rollout/ledger_breaks": collected.broken,
-            "tools/stuck": len(self.collector.stuck),
             "time/loop_lag_max_s": collected.loop_lag_s,
             "data/overlong": collected.overlong,
             "data/uneven_prompts": collected.uneven_prompts,
             "time/reward_s": collected.reward_s,
-            **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
-            "tokens_per_s": tokens / clock.seconds["rollout"],
+            **{f"time/{phase}_s": value for phase, value in seconds.items()},
+            "tokens_per_s": tokens / seconds["rollout"],
         }
 
     async def evaluate(self, label: str) -> list[Evaluation]:
-        """Evaluate on the first `eval.questions` test tasks; empty if there are to be none."""
+        """Evaluate on the first `eval.questions` test tasks; empty if there are to be none.
+
+        Whatever tools and rewards draw at random, training goes on as if they had not.
+        """
         questions = min(self.config.eval.questions, len(self.test_tasks))
         if questions == 0:
             return []
         self.tracker.phase(f"evaluation {label}")
         tasks = self.test_tasks.tasks(0, questions)
-        evaluations = await evaluate(self.collector, tasks, self.config.eval, seed=self.config.seed)
+        with self.watchdog.phase("evaluation", self.done):
+            evaluations = await evaluate(
+                self.collector,
+                tasks,
+                self.config.eval,
+                seed=self.config.seed,
+                world=self.world,
+                costs=self.costs,
+            )
+        set_random_states(self._states)
         for evaluation in evaluations:
             self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
+        # Before the first step there is no checkpoint that could be kept for it.
+        if self.done and self.best.look(self.done, evaluations):
+            self.tracker.best(self.best.found)
         return evaluations
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.done % every == 0 and self.done < self.config.steps
 
-    def save(self) -> Path:
-        """Write a checkpoint of the present step."""
-        state = {"cursor": self.cursor, "streak": self.guards.streak}
-        path = self.checkpoints.save(self.policy, step=self.done, state=state)
-        self.tracker.checkpoint(path)
-        return path
+    def keep(self) -> None:
+        """Write a checkpoint of the last finished step, unless there is one."""
+        if self.saved < self.done:
+            self._check_folder()
+            with self.watchdog.phase("checkpoint", self.done):
+                path = self.checkpoints.save(
+                    self.policy, step=self.done, state=self.state_dict(), rng=self._states
+                )
+            self.saved = self.done
+            self.tracker.checkpoint(path)
+        if self._is_best:
+            self.checkpoints.mark_best(self.policy, self.done)
+
+    def _check_folder(self) -> None:
+        with self.world.together("the run folder before a checkpoint", FolderGone):
+            self.tracker.check_folder()
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the policy as it is now is the one to keep."""
+        return self.config.checkpoint.keep_best and 0 < self.done == self.best.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on besides the policy and the random states; JSON."""
+        return {
+            "cursor": self.cursor,
+            "evaluated": self.evaluated,
+            "streak": self.guards.streak,
+            "best": self.best.found,
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, as a checkpoint of step `state["step"]` has it."""
+        self.done = self.saved = state["step"]
+        self.cursor = state["cursor"]
+        self.evaluated = state["evaluated"]
+        self.guards.streak = state["streak"]
+        self.best.found = state["best"]
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
 
 
 class Clock:
@@ -141,14 +258,17 @@ class Clock:
     Example: ``with clock("train"): …`` adds to ``clock.seconds["train"]``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, within: Within = nullcontext) -> None:
+        """`within(phase)` is entered for each phase: who else wants to know of it."""
         self.seconds: dict[str, float] = {}
+        self._within = within
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with self._within(phase):
+                yield
         finally:
             elapsed = time.perf_counter() - started
             self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed

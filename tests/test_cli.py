@@ -82,7 +82,7 @@ def test_help_names_verbs_groups_and_options(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert "train      train an agent" in text
     assert "algorithm        bnpo, cispo, dapo, dr_grpo" in text
-    assert "only steps, eval, checkpoint, tracker, engine, guards may change" in text
+    assert "what may change:" in text and "steps, eval, checkpoint, tracker, engine" in text
     assert max(len(line) for line in text.splitlines()) <= 100 + len(str(ROOT))
 
 
@@ -115,7 +115,7 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("run=x", "did you mean agenttrain eval run=x?"),
         ("resume=/no/such", "resume=/no/such: is no run folder"),
         ("eval run=/no/such", "run=/no/such: is no run folder"),
-        ("-m seed=1,2 resume=x", "a sweep starts new runs"),
+        ("-m seed=1,2 resume=x", "x: is no sweep's folder"),
     ],
 )
 def test_a_wrong_command(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,20 +70,6 @@ def test_a_run_is_evaluated_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_has_a_folder_per_run(tmp_path: Path) -> None:
-    arguments = (*SHORT, "eval.questions=0", "algorithm=grpo,rloo", "hydra.sweep.dir=grid")
-    done = agenttrain("-m", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "run 2 of 2: debug=tiny steps=1 tracker=none" in done.stdout
-    names = [
-        OmegaConf.load(tmp_path / "grid" / number / "config.yaml").algorithm.name
-        for number in ("0", "1")
-    ]
-    assert names == ["grpo", "rloo"]
-    assert all(summary(tmp_path / "grid" / number)["steps"] == 1 for number in ("0", "1"))
-
-
-@pytest.mark.slow
 def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

@@ -116,6 +116,9 @@ UNUSABLE = {
     "optimizer.schedule=warmup_stable_decay": "num_decay_steps=None: optimizer.schedule=warmup",
     "model.lora.rank=-1": "must be 0 (no adapters) or more",
     "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
+    "distributed.processes=2": "distributed=single is one process; add distributed=ddp or",
+    "distributed.nodes=2": "distributed=single is one process; add distributed=ddp or",
+    "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
     "engine.vllm.sleep=true": "has no effect without engine=vllm",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
@@ -183,6 +186,24 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (("distributed=ddp", "distributed.processes=0"), "must be at least 1"),
+        (("distributed=ddp", "distributed.nodes=2"), "add distributed.rendezvous=<first node's"),
+        (
+            ("distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1"),
+            "distributed.rendezvous=node1: must be a host and a port",
+        ),
+        (("distributed=fsdp2", "distributed.node_rank=0"), "is for distributed.nodes > 1"),
+        (
+            ("distributed=ddp", "distributed.cpu_offload=true"),
+            "has no effect with distributed=ddp; add distributed=fsdp2",
+        ),
+        (
+            ("distributed=fsdp2", "training.mixed_precision=fp16"),
+            "each process would scale a part of the gradient; set training.mixed_precision=bf16",
+        ),
+        (("optimizer=sgd", "optimizer.betas=[0.9,0.95]"), "are AdamW's; add optimizer=adamw"),
+        (("optimizer=sgd", "optimizer.momentum=0.5"), "is Muon's; add optimizer=muon"),
+        (("distributed=fsdp2", "engine=vllm"), "with distributed=fsdp2 set engine=transformers"),
         (("algorithm=rloo", "algorithm.scale=group"), "algorithm.scale=none or batch"),
         (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
         (

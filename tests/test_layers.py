@@ -11,14 +11,19 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
     ("types", "threads"),
+    ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
-    ("rollout", "training"),
-    ("check", "evaluate", "crash", "guards", "show_tools"),
-    ("trainer", "show_data", "recorded"),
-    ("build", "imitation", "job"),
+    ("rollout", "training", "sweep", "slurm"),
+    ("check", "evaluate", "crash", "fingerprints", "guards", "show_tools", "stall"),
+    ("watchdog",),
+    ("trainer", "show_data", "recorded", "exchange"),
+    ("build", "imitation", "job", "processes", "workers", "meeting"),
+    ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "launch_sft"),
+    ("cli_recorded", "cli_sweep", "launch_sft", "worker"),
+    ("launcher", "ranks"),
+    ("start", "submit"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

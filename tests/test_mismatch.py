@@ -24,7 +24,8 @@ def figures(engine: list[float], trainer: list[float], **where: list) -> dict[st
         third_S=torch.tensor(where.get("third", [0] * count)),
         stale_S=torch.tensor(where.get("stale", [False] * count), dtype=torch.bool),
     )
-    parts = mismatch(torch.tensor(engine), torch.tensor(trainer), found)
+    means = (sum(engine) / count, sum(trainer) / count) if count else (0.0, 0.0)
+    parts = mismatch(torch.tensor(engine), torch.tensor(trainer), found, means)
     assert tuple(parts) == MISMATCH_NAMES
     return {
         name: (part[0] if name.endswith("max") else part[0] / part[1]).item()

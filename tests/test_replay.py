@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import parts
 import pytest
+import sandbox_kit
 import tracking_rollouts
 
 from agenttrain.cli import main
 from agenttrain.config.schema import ToolLimits
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.recorded import RecordedEngine
+from agenttrain.rollout.seeds import derive_seed, seeds_of
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.rollouts_read import completions, read_rollout, tool_results
@@ -26,9 +29,9 @@ from agenttrain.types import Completion, Done, Finish, Rollout, Sampling
 EVALUATION = ("eval.questions=10", "eval.greedy=false", "tracker=none")
 
 
-def evaluation(folder: Path, experiment: str) -> Path:
+def evaluation(folder: Path, experiment: str, *overrides: str) -> Path:
     """Ten rollouts of a bundled task, as its own experiment makes them."""
-    arguments = [f"experiment={experiment}", *EVALUATION, f"hydra.run.dir={folder}"]
+    arguments = [f"experiment={experiment}", *EVALUATION, f"hydra.run.dir={folder}", *overrides]
     assert main(["eval", *arguments]) == 0
     return folder
 
@@ -280,11 +283,94 @@ def test_an_environments_reward_is_read_again():
     assert read_rollout(record, rollout.task).environment_reward == 0.25
 
 
-def test_rollouts_of_an_environment_are_not_replayed(shop, tmp_path, capsys):
-    folder = Path(shutil.copytree(shop, tmp_path / "run"))
+QUIZ = '''
+import random
+
+class Quiz:
+    """Answers with numbers that its seeds alone decide; over after two answers."""
+
+    def reset(self, row, seed, group_seed):
+        self.draw = random.Random(f"{seed} {group_seed}")
+        self.done, self.answers = False, 0
+        return f"Your lucky number is {random.Random(group_seed).randrange(100)}."
+
+    def final_answer(self, answer: str) -> str:
+        """Hand in an answer.
+
+        Args:
+            answer: The answer.
+        """
+        self.answers += 1
+        self.done = self.answers == 2
+        return f"{self.draw.randrange(10_000)}"
+
+    def user(self, message):
+        return None if self.answers else f"And {self.draw.randrange(10_000)}?"
+
+    def reward(self, rollout):
+        return self.answers / 2
+'''
+
+
+@pytest.fixture(scope="module")
+def quiz(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("quiz")
+    (folder / "quizzes_of_replay.py").write_text(QUIZ)
+    sys.path.insert(0, str(folder))
+    try:
+        environment = ["tools=[sql]", "stop_tools=[]", "reward=[]"]
+        environment += ["+environment.quiz._target_=quizzes_of_replay.Quiz"]
+        return evaluation(folder / "run", "shop", *environment, "rollout.max_turns=4")
+    finally:
+        sys.path.remove(str(folder))
+
+
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools):
+    monkeypatch.syspath_prepend(str(quiz.parent))
+    file = quiz / "rollouts" / "step-000000.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "environment_done" in {record["stop_reason"] for record in records}
+    assert all("lucky number" in record["messages"][1]["content"] for record in records)
+    assert main(["replay", str(quiz), f"tools={tools}"]) == 0
+    assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
+
+
+def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypatch, capsys):
+    """Live it is another world now; its recorded replies are what they were."""
+    folder = Path(shutil.copytree(quiz, tmp_path / "run"))
     config = (folder / "config.yaml").read_text()
-    assert "\nenvironment: {}\n" in config
-    maze = "\nenvironment:\n  maze:\n    _target_: mazes.Maze\n"
-    (folder / "config.yaml").write_text(config.replace("\nenvironment: {}\n", maze))
-    assert main(["replay", str(folder)]) == 2
-    assert "the run has environments (maze), whose state is not recorded" in capsys.readouterr().err
+    assert "quizzes_of_replay" in config
+    (folder / "config.yaml").write_text(config.replace("quizzes_of_replay", "other_quizzes"))
+    other = QUIZ.replace("randrange(10_000)", "randrange(10_000, 20_000)")
+    (tmp_path / "other_quizzes.py").write_text(other)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["replay", str(folder), "tools=live"]) == 1
+    assert ": DIFFERS at position " in capsys.readouterr().out
+    assert main(["replay", str(folder)]) == 0
+
+
+def test_an_evaluation_with_limits_of_its_own_is_replayed(tmp_path, capsys):
+    own = ("eval.tools=[sql]", "eval.max_turns=2")
+    folder = evaluation(tmp_path / "run", "shop", *own, "eval.questions=3")
+    assert main(["replay", str(folder)]) == 0
+    assert "3 of 3 rollouts" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tools", ["recorded", "live"])
+@pytest.mark.parametrize("task", ["retrieval", "code"])
+def test_ten_rollouts_of_other_tasks_replay_to_identical_ids(tmp_path, capsys, task, tools):
+    if task == "code":
+        sandbox_kit.usable("required")
+    folder = evaluation(tmp_path / "run", task)
+    assert main(["replay", str(folder), f"tools={tools}"]) == 0
+    assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
+
+
+def test_ids_tell_the_seeds():
+    assert seeds_of("train-3-r1-2-0", 7) == (
+        derive_seed(7, "train", 3, "r1", 2, 0, 0),
+        derive_seed(7, "train", 3, "r1", 2),
+    )
+    assert seeds_of("eval-greedy-11-0", 7)[1] == derive_seed(7, "eval", "greedy", 11)

@@ -16,7 +16,8 @@ from agenttrain.build import seed_all
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
-from agenttrain.launch import INTERRUPTED, TERMINATED, launch
+from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.launch import launch
 from agenttrain.tracking.run_folder import held, read_summary, update_summary
 
 SHORT = ("debug=tiny", "steps=1", "tracker=none", "eval.questions=0")
@@ -55,8 +56,17 @@ def run(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "a run", symlinks=True))
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", INTERRUPTED), ("SIGTERM", TERMINATED)])
-def test_a_signal_leaves_a_run_that_goes_on(tmp_path, monkeypatch, capsys, request, name, code):
+@pytest.mark.parametrize(
+    ("name", "code", "status", "told"),
+    [
+        ("SIGINT", INTERRUPTED, "interrupted", "interrupted; to go on"),
+        ("SIGTERM", PREEMPTED, "preempted", "stopped by SIGTERM before the first step; to go on"),
+        ("SIGUSR1", PREEMPTED, "preempted", "stopped by SIGUSR1 before the first step; to go on"),
+    ],
+)
+def test_a_signal_leaves_a_run_that_goes_on(
+    tmp_path, monkeypatch, capsys, request, name, code, status, told
+):
     module = f"stops_by_{name}"
     (tmp_path / f"{module}.py").write_text(STOPS.format(name=name))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -65,10 +75,20 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path, monkeypatch, capsys, reque
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     folder = tmp_path / "my run"
     assert start(folder, "reward=[]", f"+reward.stop._target_={module}.stop") == code
-    assert f"interrupted; to go on: agenttrain resume='{folder}'" in capsys.readouterr().err
+    assert f"{told}: agenttrain resume='{folder}'" in capsys.readouterr().err
     summary = read_summary(folder)
-    assert (summary["status"], summary["verb"]) == ("interrupted", "train")
+    assert (summary["status"], summary["verb"]) == (status, "train")
     assert 0 < summary["training_seconds"] < summary["seconds"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_evaluation_has_nothing_to_go_on_with(tmp_path, monkeypatch, capsys):
+    (tmp_path / "stops_an_evaluation.py").write_text(STOPS.format(name="SIGUSR1"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ("eval.questions=1", "reward=[]", "+reward.stop._target_=stops_an_evaluation.stop")
+    assert start(tmp_path / "eval", *overrides, verb="eval") == TERMINATED
+    assert capsys.readouterr().err == "interrupted\n"
+    assert read_summary(tmp_path / "eval")["status"] == "interrupted"
 
 
 def test_a_run_that_is_stopped_before_it_is_built_goes_on(tmp_path, monkeypatch):
@@ -76,7 +96,7 @@ def test_a_run_that_is_stopped_before_it_is_built_goes_on(tmp_path, monkeypatch)
     (tmp_path / "stops_at_once.py").write_text(STOPS.format(name="SIGTERM") + "stop(None)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = ("reward=[]", "+reward.stop._target_=stops_at_once.stop")
-    assert start(tmp_path / "run", *overrides) == TERMINATED
+    assert start(tmp_path / "run", *overrides) == PREEMPTED
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["provenance"]["template_certificate"] is None
     (tmp_path / "stops_at_once.py").write_text("def stop(rollout, **columns):\n    return 0.0\n")
@@ -138,7 +158,7 @@ def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"No space left on device (run folder {tmp_path / 'run'})")
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {".lock", "summary.json"}
+    assert names == {".lock", "heartbeat.json", "summary.json"}
     assert read_summary(tmp_path / "run")["status"] == "failed"
 
 

@@ -18,6 +18,7 @@ from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.estimate import Estimate, wilson
 from agenttrain.tracking.report import before_after, print_report, rollout_text
 from agenttrain.tracking.rollouts_file import rollout_record
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.text import one_line, printable
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.types import StopReason, ToolError
@@ -117,6 +118,16 @@ def test_an_evaluation_tells_its_reward_even_when_it_is_0(tmp_path):
     assert out.getvalue() == "before/sampled: reward 0  pass@1 0\n"
 
 
+def test_an_evaluation_tells_its_intervals(tmp_path):
+    tracker, out = tracked(tmp_path)
+    with tracker:
+        metrics = {"reward": 0.25, "reward_low": 0.125, "reward_high": 0.5, "stop/error": 0.5}
+        tracker.evaluation("step-8/sampled", 8, metrics)
+        tracker.best({"step": 8, "reward": 0.25})
+    assert out.getvalue() == "step-8/sampled: reward 0.25 [0.125, 0.5]  stop/error 0.5\n"
+    assert read_summary(tmp_path)["eval"] == {"best": {"step": 8, "reward": 0.25}}
+
+
 def test_what_a_step_lost_is_told_once(tmp_path):
     tracker, out = tracked(tmp_path)
     lost = {"data/overlong": 2, "rollout/dropped": 0, "reward": 0.5}
@@ -143,6 +154,7 @@ class Evaluated:
     label: str
     reward: Estimate
     by_group: dict[str, Estimate] = field(default_factory=dict)
+    pass_at: dict[int, Estimate] = field(default_factory=dict)
 
 
 def test_before_after_table_at_80_columns():
@@ -150,7 +162,7 @@ def test_before_after_table_at_80_columns():
     before = [Evaluated("sampled", wilson(100, 400), {"count": wilson(30, 100)})]
     after = [
         Evaluated("sampled", wilson(380, 400), {"count": wilson(99, 100)}),
-        Evaluated("greedy", wilson(390, 400)),
+        Evaluated("greedy", wilson(390, 400), {}, {1: wilson(390, 400), 4: wilson(399, 400)}),
     ]
     console.print(before_after(before, after))
     lines = [line for line in out.getvalue().splitlines() if "│" in line]
@@ -159,6 +171,8 @@ def test_before_after_table_at_80_columns():
         ["sampled", "all", "400", "0.25 [0.21, 0.29]", "0.95 [0.92, 0.97]"],
         ["", "count", "100", "0.30 [0.22, 0.40]", "0.99 [0.95, 1.00]"],
         ["greedy", "all", "400", "", "0.97 [0.95, 0.99]"],
+        # pass@1 says the same as the reward.
+        ["", "all, pass@4", "400", "", "1.00 [0.99, 1.00]"],
     ]
     assert max(map(len, out.getvalue().splitlines())) <= 80
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from training_cases import policy, random_groups, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.training import checkpoint as module
-from agenttrain.training.checkpoint import CheckpointError, Checkpoints, latest, verify
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import CheckpointError, latest, verify
 
 ALGORITHM = {"beta": 0.05, "num_epochs": 2}
 
@@ -85,16 +88,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert latest(tmp_path).name == "step-000015"
 
 
-def files_of_a_checkpoint() -> list[str]:
-    return [
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-        "policy.pt",
-        "rng-0.pt",
-        "state.json",
-        "tokenizer.json",
-    ]
+FILES = (
+    *("chat_template.jinja", "config.json", "generation_config.json", "manifest.json"),
+    *("model.safetensors", "policy.pt", "rng-0.pt", "state.json", "tokenizer.json"),
+    "tokenizer_config.json",
+)
+"""Of a checkpoint; the test below finds another."""
 
 
 @pytest.fixture(scope="module")
@@ -107,30 +106,133 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", files_of_a_checkpoint())
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
+def test_every_file_of_a_checkpoint_is_damaged_below(two: Path) -> None:
+    assert sorted(path.name for path in (two / "step-000002").iterdir()) == sorted(FILES)
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+DAMAGES = {
+    "emptied": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "short of a byte": lambda content: content[:-1],
+    "flipped at the start": lambda content: flipped(content, 0),
+    "flipped in the middle": lambda content: flipped(content, len(content) // 2),
+    "flipped at the end": lambda content: flipped(content, len(content) - 1),
+    "removed": None,
+}
+
+
+def skipped(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newer checkpoint is not loaded, and the warning names the file."""
+    assert latest(folder).name == "step-000001"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: checkpoint skipped: ")
+    assert f"step-000002/{name}: " in line
+    untouched = weights(policy())
+    trained = policy()
+    with pytest.raises(CheckpointError, match=r"step-000002"):
+        checkpoints(folder).load(trained, folder / "step-000002")
+    assert all(torch.equal(weights(trained)[n], tensor) for n, tensor in untouched.items())
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_torn_checkpoint_is_skipped_by_name(
     two: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = two / "step-000002" / name
     content = path.read_bytes()
-    middle = len(content) // 2
+    spoil = DAMAGES[damage]
     try:
-        if damage == "removed":
+        if spoil is None:
             path.unlink()
-        elif damage == "truncated":
-            path.write_bytes(content[:middle])
         else:
-            flipped = bytes([content[middle] ^ 1])
-            path.write_bytes(content[:middle] + flipped + content[middle + 1 :])
-        assert latest(two).name == "step-000001"
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("warning: checkpoint skipped: ") and "step-000002" in line
-        with pytest.raises(CheckpointError, match=r"step-000002"):
-            checkpoints(two).load(policy(), two / "step-000002")
+            path.write_bytes(spoil(content))
+        skipped(two, name, capsys)
     finally:
         path.write_bytes(content)
     verify(two / "step-000002")
+
+
+def without_a_line(manifest: dict[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in manifest.items() if name != "policy.pt"}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda manifest: {},
+        lambda manifest: [],
+        without_a_line,
+        lambda manifest: {**manifest, "more.json": "0" * 64},
+        lambda manifest: {n: d for n, d in manifest.items() if n != "manifest.json"},
+    ],
+)
+def test_a_manifest_that_is_json_and_not_what_was_written(two: Path, spoil, capsys) -> None:
+    path = two / "step-000002" / "manifest.json"
+    content = path.read_text()
+    try:
+        path.write_text(json.dumps(spoil(json.loads(content))))
+        skipped(two, "manifest.json", capsys)
+    finally:
+        path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter_config.json", "model.safetensors.index.json", "pytorch_model.bin", "rng-1.pt"],
+)
+def test_a_file_that_a_loader_would_read_and_nobody_wrote(two: Path, name: str, capsys) -> None:
+    extra = two / "step-000002" / name
+    extra.write_text("{}")
+    try:
+        skipped(two, name, capsys)
+    finally:
+        extra.unlink()
+    note = two / "step-000002" / "notes.md"
+    note.write_text("This one is good.")
+    verify(two / "step-000002")
+    note.unlink()
+
+
+@pytest.mark.parametrize("state", ["dangling", "older", "removed", "a file", "a copied folder"])
+def test_a_link_that_is_not_what_it_was_changes_nothing_and_is_mended(
+    two: Path, tmp_path: Path, state: str
+) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "copy", symlinks=True))
+    link = folder / "latest"
+    link.unlink()
+    if state in ("dangling", "older"):
+        link.symlink_to("step-000009" if state == "dangling" else "step-000001")
+    elif state == "a file":
+        link.write_text("step-000001")
+    elif state == "a copied folder":
+        shutil.copytree(folder / "step-000001", link)
+    assert checkpoints(folder).load_latest(policy())["step"] == 2
+    assert link.is_symlink() and link.readlink() == Path("step-000002")
+
+
+def test_the_best_one_stays(tmp_path: Path) -> None:
+    trained, saver = policy(), checkpoints(tmp_path, keep=2)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("step-*"))
+
+    for step in (1, 2):
+        saver.save(trained, step=step)
+    saver.mark_best(trained, 2)
+    for step in (3, 4, 5):
+        saver.save(trained, step=step)
+    assert left() == ["step-000002", "step-000004", "step-000005"]
+    saver = checkpoints(tmp_path, keep=1)  # of a run that was resumed
+    saver.save(trained, step=6)
+    assert left() == ["step-000002", "step-000006"]
+    saver.mark_best(trained, 6)
+    assert left() == ["step-000006"]
+    assert (tmp_path / "best").resolve() == (tmp_path / "latest").resolve()
 
 
 def test_a_save_that_dies_leaves_the_earlier_one(
@@ -143,7 +245,7 @@ def test_a_save_that_dies_leaves_the_earlier_one(
         raise OSError(28, "No space left on device", str(part))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_seal", die)
+        patch.setattr(module, "seal", die)
         with pytest.raises(OSError, match="No space left"):
             saver.save(trained, step=2)
     assert latest(tmp_path).name == "step-000001"

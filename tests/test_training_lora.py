@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from agenttrain.config.schema import LoraSettings
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.export import export
-from agenttrain.training.lora import add_lora, save_adapter
+from agenttrain.training.lora import adapter_weights, add_lora, save_adapter
 
 
 def base(folder: Path) -> Path:
@@ -125,7 +125,7 @@ def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 8}, {"rank": 4, "alpha": 8.0}])
 def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
     model = adapted(base(tmp_path / "base"))
-    save_adapter(model, tmp_path / "adapters")
+    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
     expected = r"set model.lora.rank=4 model.lora.alpha=32 to go on"
     with pytest.raises(ValueError, match=expected):
         adapted(tmp_path / "adapters", **settings)

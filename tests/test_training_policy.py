@@ -11,6 +11,7 @@ import tiny
 import torch
 from training_cases import policy, random_groups, rollout, weights, with_tool
 
+from agenttrain.config.algorithm import Reference
 from agenttrain.config.schema import (
     Advantage,
     Aggregation,
@@ -291,6 +292,25 @@ def test_what_is_not_finite_stops_before_the_update(where: str) -> None:
         trained.update(groups)
     for name, tensor in weights(trained).items():
         assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
+
+
+def test_a_broken_gradient_is_named() -> None:
+    """The loss is finite; what comes back from it is not."""
+    trained = policy()
+    trained.model.model.norm.weight.register_hook(lambda gradient: gradient / 0)
+    before = weights(trained)
+    with pytest.raises(BrokenUpdate, match=r"rollout g0-0: its gradient of model\.norm\.weight"):
+        trained.update([pair(20, 21)])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trained).items())
+
+
+def test_a_broken_reference_is_named() -> None:
+    trained = policy(algorithm={"beta": 0.1, "reference": Reference.synced})
+    state = trained.state_dict()
+    next(iter(state["reference"].values())).fill_(math.nan)
+    trained.load_state_dict(state)
+    with pytest.raises(BrokenUpdate, match="rollout g0-0: the reference's logprob of token 3"):
+        trained.update([pair(20, 21)])
 
 
 def test_gradients_are_clipped() -> None:

@@ -103,9 +103,10 @@ def policy(
     training: dict | None = None,
     temperature: float = 1.0,
     reward_weights: dict[str, float] | None = None,
+    processes: dict | None = None,
     **optimizer: object,
 ) -> Policy:
-    """A policy over the tiny model."""
+    """A policy over the tiny model; `processes` are its `world`, `sharding` and `sampled`."""
     return Policy(
         model if model is not None else tiny.model(),
         algorithm=AlgorithmConfig(name="test", **(algorithm or {})),
@@ -115,6 +116,7 @@ def policy(
         max_completion_tokens=64,
         steps=10,
         reward_weights=reward_weights,
+        **(processes or {}),
     )
 
 

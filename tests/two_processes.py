@@ -1,17 +1,19 @@
 """Run by torchrun in each process: updates of a policy on this process's share of the rollouts.
 
-Prints, from the first process, ``RESULT {case: {"metrics": …, "weights": …, "advantages": …}}``.
-Without torchrun the one process has all rollouts.
+``two_processes.py <ddp|fsdp2> <case>…`` prints, from the first process, ``RESULT {case: {"metrics":
+…, "weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from training_cases import policy, random_groups, weights
+import tiny
+import torch
+from accelerate.state import AcceleratorState
+from training_cases import policy, random_groups
 
 from agenttrain.config.algorithm import (
     Advantage,
@@ -22,30 +24,71 @@ from agenttrain.config.algorithm import (
     KlEstimator,
     KlIn,
     Ratio,
+    Reference,
     Rewards,
     Scale,
     Surrogate,
 )
+from agenttrain.config.schema import LoraSettings, OptimizerName
+from agenttrain.training.lora import add_lora
+from agenttrain.training.policy import Policy
+from agenttrain.training.sharded_state import whole_weights
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.world import World
 from agenttrain.types import Rollout, StopReason
 
 GROUPS = 4
+STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One policy with two updates in a row."""
+    """One policy with some steps in a row."""
 
     algorithm: dict = field(default_factory=dict)
     shares: tuple[tuple[int, ...], ...] = ((0, 1, 2), (3,))
-    """Groups of each process, in an order that makes the same minibatches as one process does."""
+    """Groups of each process."""
     training: dict = field(default_factory=lambda: {"token_budget": 100})
+    optimizer: dict = field(default_factory=dict)
+    steps: int = 2
+    lora: bool = False
+    dtype: torch.dtype = torch.float32
+    offload: bool = False
+    tolerance: float = 1e-4
+    """Relative, of metrics: AdamW makes more of a gradient's rounding."""
 
 
 NONE_LEFT = ((0, 1, 2, 3), ())
 IN_TURN = ((0, 2), (1, 3))
 KL_IN_REWARD = {"beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward}
+SGD = {"name": OptimizerName.sgd, "lr": 0.05}
+RECORDED = {"optimizer": SGD, "steps": STEPS, "tolerance": 1e-5}
+BF16 = {"dtype": torch.bfloat16, "tolerance": 0.02}
 
-CASES = {
+HOW = {
+    "recorded": Case(**RECORDED),
+    "recorded, none left": Case(**RECORDED, shares=NONE_LEFT),
+    "recorded, kl and minibatches": Case(
+        **RECORDED, algorithm={"beta": 0.1, "minibatches": 2, "num_epochs": 2}, shares=IN_TURN
+    ),
+    "recorded, recomputed layers": Case(
+        **RECORDED, training={"token_budget": 100, "gradient_checkpointing": True}
+    ),
+    "synced reference": Case(
+        algorithm={"beta": 0.1, "reference": Reference.synced, "ref_sync_steps": 1}, steps=3
+    ),
+    "adapters": Case(lora=True, algorithm={"beta": 0.1}),
+    "offload": Case(offload=True),
+    "muon": Case(optimizer={"name": OptimizerName.muon}),
+    "bf16": Case(**BF16),
+    "adapters in bf16": Case(**BF16, lora=True),
+    "mixed precision": Case(
+        training={"token_budget": 100, "mixed_precision": "bf16"}, tolerance=0.02
+    ),
+}
+"""How a policy is held and updated: for DDP and FSDP2."""
+
+WHAT = {
     **{str(kind): Case(algorithm={"aggregation": kind}) for kind in Aggregation},
     "none left": Case(shares=NONE_LEFT),
     "none left, kl in reward": Case(algorithm=KL_IN_REWARD, shares=NONE_LEFT),
@@ -89,8 +132,12 @@ CASES = {
             "num_epochs": 2,
         }
     ),
-    "minibatches": Case(algorithm={"minibatches": 2, "surrogate": Surrogate.cispo}, shares=IN_TURN),
+    "minibatches": Case(algorithm={"minibatches": 3, "surrogate": Surrogate.cispo}, shares=IN_TURN),
 }
+"""What is computed: for DDP."""
+
+
+CASES = {**WHAT, **HOW}
 
 
 def groups(seed: int) -> list[list[Rollout]]:
@@ -106,28 +153,47 @@ def groups(seed: int) -> list[list[Rollout]]:
     return made
 
 
-def run(case: Case, rank: int, processes: int) -> dict[str, object]:
-    """Two updates of the process's share."""
-    share = case.shares[rank] if processes > 1 else range(GROUPS)
-    trained = policy(algorithm=case.algorithm, training=case.training, lr=1e-3)
+def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Policy:
+    """The case's policy; each process begins with other weights, of which the first one's count."""
+    AcceleratorState._reset_state()  # another mixed precision than the case before
+    model = tiny.model(seed=world.rank).to(case.dtype)
+    if case.lora:
+        add_lora(model, LoraSettings(rank=4))
+        torch.manual_seed(9)  # adapters that do something: B begins with zeros
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+    sharding = Sharding(cpu_offload=case.offload) if mode == "fsdp2" else None
+    return policy(
+        model,
+        algorithm=case.algorithm,
+        training=case.training,
+        processes={"world": world, "sharding": sharding, "sampled": sampled},
+        **{"lr": 1e-3, **case.optimizer},
+    )
+
+
+def run(case: Case, mode: str, world: World) -> dict[str, object]:
+    """Steps on the process's share."""
+    share = case.shares[world.rank] if world.size > 1 else range(GROUPS)
+    trained = make(case, mode, world)
     found, advantages = [], []
-    for seed in range(2):
+    for seed in range(case.steps):
         made = groups(seed)
-        found.append(trained.update([made[index] for index in share]))
+        found.append(trained.update([made[i] if i in share else [] for i in range(GROUPS)]))
         mine = {one.rollout_id: one.advantage for i in share for one in made[i]}
-        advantages.append(dict(sorted(pair for d in gather_object([mine]) for pair in d.items())))
-    sums = {name: tensor.double().abs().sum().item() for name, tensor in weights(trained).items()}
-    return {"metrics": found, "weights": gather_object([sums]), "advantages": advantages}
+        everyone = world.gather([mine])
+        advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))
+    tensors = whole_weights(trained.model, keep=True)
+    sums = {name: tensor.double().abs().sum().item() for name, tensor in tensors.items()}
+    return {"metrics": found, "weights": world.gather([sums]), "advantages": advantages}
 
 
 def main() -> None:
-    """All cases."""
-    accelerator = Accelerator(cpu=True)
-    results = {
-        name: run(case, accelerator.process_index, accelerator.num_processes)
-        for name, case in CASES.items()
-    }
-    if accelerator.is_main_process:
+    """The named cases of a mode."""
+    world, mode = World.start(), sys.argv[1]
+    results = {name: run(CASES[name], mode, world) for name in sys.argv[2:]}
+    if world.is_main:
         print("RESULT", json.dumps(results), flush=True)
 
 

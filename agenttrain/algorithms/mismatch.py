@@ -52,10 +52,14 @@ class Origins:
     """Whether it was sampled under other weights than the trainer's at the step's begin."""
 
 
-def mismatch(engine_S: Tensor, trainer_S: Tensor, origins: Origins) -> Metrics:
+def mismatch(
+    engine_S: Tensor, trainer_S: Tensor, origins: Origins, means: tuple[float, float]
+) -> Metrics:
     """Parts of `MISMATCH_NAMES`.
 
-    The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer).
+    The gap is |trainer - engine|; ``kl`` is the k3 estimate of KL(engine || trainer). `means` are
+    the engine's and the trainer's over all tokens, those of other processes too: the slopes that
+    processes find around them are parts of one.
 
     Example: engine [-1, -2], trainer [-1, -1.5], the second token of turn 1: mean 0.25, max 0.5,
     first_turn 0, later_turns 0.5, kl (0 + exp(0.5) - 1 - 0.5) / 2 = 0.0744.
@@ -75,19 +79,19 @@ def mismatch(engine_S: Tensor, trainer_S: Tensor, origins: Origins) -> Metrics:
         f"{GAP}_max": torch.stack((top, top)).float(),
         **{f"{GAP}_{name}": mean_parts(gap_S[here_S]) for name, here_S in where.items()},
         "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
-        "sampling/logprob_slope": _slope_parts(engine_S, trainer_S),
+        "sampling/logprob_slope": _slope_parts(engine_S, trainer_S, means),
         "sampling/stale_tokens": mean_parts(origins.stale_S),
     }
 
 
-def _slope_parts(engine_S: Tensor, trainer_S: Tensor) -> Tensor:
-    """(slope x tokens, tokens) of the line through (trainer, engine) by least squares, [2].
+def _slope_parts(engine_S: Tensor, trainer_S: Tensor, means: tuple[float, float]) -> Tensor:
+    """(covariance, variance) x tokens of the line through (trainer, engine) by least squares, [2].
 
-    Over processes it averages by their tokens. No part where all tokens are equally likely.
+    No part where all tokens are equally likely.
     """
-    count = float(trainer_S.numel())
-    if count < 2 or trainer_S.std() < LEAST_SPREAD:
+    engine, trainer = means
+    centred_S = (trainer_S - trainer).float()
+    variance = centred_S.square().sum()
+    if variance <= max(trainer_S.numel(), 1) * LEAST_SPREAD**2:
         return trainer_S.new_zeros(2).float()
-    centred_S = (trainer_S - trainer_S.mean()).float()
-    slope = (centred_S * (engine_S - engine_S.mean())).sum() / centred_S.square().sum()
-    return torch.stack((slope * count, torch.full_like(slope, count)))
+    return torch.stack(((centred_S * (engine_S - engine)).sum(), variance))

@@ -10,12 +10,16 @@ from shlex import quote
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 
 from agenttrain.config.compose import Source, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.suggest import did_you_mean
 
 RUN_DIR = "hydra.run.dir="
+AUTO = "auto"
+"""`resume=auto`; a folder of that name is ./auto."""
 TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
 EVAL_FOLDERS = (
     f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
@@ -27,12 +31,14 @@ VERBS = {
     "train": "train an agent (when no verb is given)",
     "sft": "imitate conversations with tool calls: the warm start of an agent",
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
+    "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
     "check": "compose, check and count; nothing is run and no folder is made",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
     "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
+    "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
     "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
     "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
 }
@@ -52,6 +58,8 @@ class Command:
     """Without `saved`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
+    auto: bool
+    """`resume=auto`: `saved` is hydra.run.dir where that holds a run, else None."""
     options: list[str]
     """The other arguments, for Hydra."""
     source: Source
@@ -78,14 +86,20 @@ def parse(arguments: Sequence[str]) -> Command:
     if misplaced := [word for word in overrides if word in VERBS]:
         raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
     sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
-    if sweep and saved:
+    if parsed.multirun and parsed.cfg:
+        raise ConfigError("--cfg: shows one run; leave -m out")
+    if sweep and saved and verb in ("eval", "check"):
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
+    auto = saved == Path(AUTO) and verb != "eval"
+    if auto:
+        saved = _run_in(overrides)
     if saved is None:
         overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
     return Command(
         verb=verb,
         overrides=overrides,
         saved=saved,
+        auto=auto,
         options=[text for text in rest if text not in parsed.overrides],
         source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
         sweep=sweep,
@@ -142,6 +156,29 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
         elif value not in ("", "null"):
             saved = Path(value)
     return left, saved
+
+
+def _run_in(overrides: Sequence[str]) -> Path | None:
+    """The folder of `resume=auto`, where it holds a run."""
+    named = [_value(text) for text in overrides if text.startswith(RUN_DIR)]
+    if not named or "${" in named[-1]:
+        raise ConfigError(
+            f"resume=auto: goes on with the run in a folder, or starts it there; add "
+            f"{RUN_DIR}<folder>, the same each time"
+        )
+    folder = Path(named[-1])
+    return folder if (folder / "config.yaml").exists() else None
+
+
+def _value(override: str) -> str:
+    """What Hydra makes of a text: without the quotes that a folder's name may need.
+
+    Example: ``hydra.run.dir='my run=1'`` -> ``my run=1``.
+    """
+    try:
+        return str(OverridesParser.create().parse_overrides([override])[0].value())
+    except OverrideParseException:  # composition tells what is wrong with it
+        return override.partition("=")[2]
 
 
 def _shows(parsed: argparse.Namespace) -> str | None:

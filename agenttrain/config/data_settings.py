@@ -13,6 +13,8 @@ from agenttrain.config.text_template import TextTemplate
 def data_setting_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with the settings that both splits share."""
     yield from _unused(config.data)
+    if config.data.shuffle and config.data.train.get("_target_") in ENDLESS:
+        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
     yield from _held_out(config)
     yield from _changes(config.data)
 

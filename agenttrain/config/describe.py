@@ -10,7 +10,7 @@ from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.algorithm_checks import shown
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.environments import reward_sections, rewarding
-from agenttrain.config.schema import RewardSettings, RunConfig
+from agenttrain.config.schema import DistributedName, RewardSettings, RunConfig
 from agenttrain.config.tool_names import tool_names
 
 
@@ -31,9 +31,18 @@ def describe(config: RunConfig) -> str:
         f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
         "engine": config.engine.name,
         "tracker": config.tracker.name,
+        **_processes(config),
     }
     lines = [f"{name:<12}{text}" for name, text in parts.items()]
     return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _processes(config: RunConfig) -> dict[str, str]:
+    section = config.distributed
+    if section.name is DistributedName.single:
+        return {}
+    nodes = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
+    return {"processes": f"{section.processes or 'one per GPU'}{nodes}, {section.name}"}
 
 
 AXES = ("advantage", "scale", "surrogate", "ratio", "aggregation")

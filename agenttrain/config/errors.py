@@ -27,6 +27,14 @@ from agenttrain.types import AgenttrainError
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
+EXTRAS = {
+    "joblib": "sweep",
+    "submitit_local": "slurm",
+    "submitit_slurm": "slurm",
+    "optuna": "optuna",
+}
+"""Hydra's plugins, and what brings them."""
+
 
 class ConfigError(AgenttrainError, ValueError):
     """A configuration that cannot run; its text says key, value and remedy."""
@@ -166,6 +174,9 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
+    if group in ("hydra/launcher", "hydra/sweeper") and option in EXTRAS:
+        extra = EXTRAS[option]
+        return f"{group}={option}: is not installed; pip install 'agenttrain[{extra}]'"
     if group not in groups:
         return _first_line(error)
     hint = did_you_mean(option, groups[group])

@@ -19,7 +19,8 @@ verbs
 settings
   group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
   group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on; only {resumable} may change
+  resume=<run folder>          go on; what may change:
+{resumable}
   hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
 
 groups and their options
@@ -27,6 +28,7 @@ groups and their options
 
 options
   -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
+  -m resume=<sweep folder>     run what is unfinished of a sweep
   --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
   --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
   --version
@@ -51,6 +53,9 @@ agenttrain/config/schema.py; the groups are in {conf}
 """
 
 
+INDENT = " " * 31
+
+
 def help_text() -> str:
     """What --help prints."""
     conf = conf_folder()
@@ -66,6 +71,8 @@ def help_text() -> str:
             )
             for name, options in list_groups(conf).items()
         ),
-        resumable=", ".join(RESUMABLE),
+        resumable=fill(
+            ", ".join(RESUMABLE), width=100, initial_indent=INDENT, subsequent_indent=INDENT
+        ),
         conf=conf,
     ).rstrip()

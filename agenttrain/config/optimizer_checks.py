@@ -41,11 +41,10 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
     if not 0 <= optimizer.momentum < 1:
         yield f"optimizer.momentum={optimizer.momentum}: must be from 0 to below 1"
     unused = optimizer.momentum != OptimizerConfig.momentum
-    if optimizer.name is OptimizerName.adamw and unused:
-        yield (
-            f"optimizer.momentum={optimizer.momentum}: is Muon's; add optimizer=muon, or set "
-            "optimizer.betas"
-        )
+    if optimizer.name is not OptimizerName.muon and unused:
+        yield f"optimizer.momentum={optimizer.momentum}: is Muon's; add optimizer=muon"
+    if optimizer.name is OptimizerName.sgd and tuple(betas) != OptimizerConfig.betas:
+        yield f"optimizer.betas={list(betas)}: are AdamW's; add optimizer=adamw"
     yield from _schedule(optimizer, config.steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,21 +12,51 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-from agenttrain.config.compose import Composed, Source, compose_raw, convert
+from agenttrain.config.compose import Composed, Source, compose_raw, compose_run, convert
 from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
 
-RESUMABLE = ("steps", "eval", "checkpoint", "tracker", "engine", "guards")
+RESUMABLE = (
+    *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
+    "resume_changed",
+)
 """What a resumed run may change: the rest decides what it learns."""
-EVALUABLE = ("eval", "data", "engine", "tracker", "rollout", "reward", "seed")
+EVALUABLE = (
+    *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
+    "watchdog",
+)
 """What an evaluation of a run may change: the rest is the agent itself."""
 
 
 def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
     """The settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`."""
     said = f"resume={folder}"
-    composed = _changed(said, folder, overrides, RESUMABLE, source)
+    return _going_on(said, folder, _changed(said, folder, overrides, RESUMABLE, source))
+
+
+def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """The settings of `resume=auto` where `folder` holds a run: those that `overrides` make.
+
+    Raises ConfigError where they are not the ones that the run was started with. Needs a
+    `hydra_session`.
+    """
+    said = f"resume=auto hydra.run.dir={folder}"
+    composed = compose_run(overrides, source)
+    begun = convert(_typed(said, folder))
+    found = [
+        f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
+        "another folder"
+        for key, before, now in _differences(begun.plain, composed.plain)
+        if key.partition(".")[0] not in (*RESUMABLE, "resume")
+    ]
+    if found:
+        raise ConfigError("\n".join(found))
+    return _going_on(said, folder, composed)
+
+
+def _going_on(said: str, folder: Path, composed: Composed) -> Composed:
+    """`composed` for the run in `folder`; raises ConfigError where that cannot go on."""
     if _is_evaluation(folder):
         raise ConfigError(f"{said}: holds an evaluation, which cannot go on; name a run's folder")
     steps, done = composed.config.steps, done_steps(folder)
@@ -36,7 +66,20 @@ def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
             f"or raise it above {done}"
         )
     composed.config.resume = str(folder)
+    composed.plain["resume_changed"] = []  # of this time only
     return composed
+
+
+def _differences(
+    before: Any, now: Any, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value before, value now) of each setting that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            values = before.get(name), now.get(name)
+            yield from _differences(*values, prefix=(*prefix, str(name)))
+    elif before != now:
+        yield ".".join(prefix), before, now
 
 
 def viewed(folder: Path, source: Source) -> Composed:

@@ -24,7 +24,14 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
+from agenttrain.config.distributed import DistributedConfig as DistributedConfig
+from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.slurm import SlurmConfig as SlurmConfig
+from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
+from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
+from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
 
 
 class Dtype(StrEnum):
@@ -78,6 +85,8 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     muon = "muon"
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+    sgd = "sgd"
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
 
 
 class Schedule(StrEnum):
@@ -125,6 +134,23 @@ class Init(StrEnum):
     """The files in `model.path`."""
     random = "random"
     """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
+
+
+class RunPart(StrEnum):
+    """What a run is made of besides its settings."""
+
+    data = "data"
+    """The rows of data.train and data.test."""
+    template = "template"
+    """The chat template, as it was fixed."""
+    tools = "tools"
+    """Their schemas, the code of the user's own, the files that bundled ones read."""
+    environment = "environment"
+    """The code of the user's classes."""
+    reward = "reward"
+    """The code of the user's functions."""
+    model = "model"
+    """The tokenizer; the weights in model.path, where a reference or adapters need them."""
 
 
 @dataclass
@@ -213,6 +239,7 @@ class DataConfig:
     system: str | None = None
     """A system message, put before every prompt that has none."""
     on_bad_row: OnBadRow = OnBadRow.error
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass
@@ -349,6 +376,12 @@ class EvalConfig:
     """Also evaluate at temperature 0."""
     group_by: str | None = None
     """Column by whose values the reward is broken down, e.g. `family`."""
+    tools: list[str] | None = None
+    """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
+    max_turns: int | None = None
+    """None: as rollout.max_turns; the two below likewise."""
+    max_turn_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -374,6 +407,9 @@ class CheckpointConfig:
     """Steps between checkpoints; None: only at the end."""
     keep: int = 2
     """Newest checkpoints kept."""
+    keep_best: bool = False
+    """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and
+    after it, under checkpoints/best; of equals the earlier one."""
 
 
 @dataclass
@@ -416,10 +452,16 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: int = 0
     steps: int = 100
     """Steps of the run."""
     tasks_per_step: int = 8
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None
-    """Folder of a run to continue."""
+    """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
+    resume_changed: list[RunPart] = field(default_factory=list)
+    """What may have changed since a resumed run was stopped; the rest is compared."""

@@ -9,17 +9,27 @@ from agenttrain.config.schema import Init, RunConfig
 
 RL_ONLY = (
     *("algorithm", "reward", "engine", "weight_sync", "tasks_per_step", "rollout", "guards"),
+    *("data.curriculum", "checkpoint.keep_best"),
     *(f"eval.{name}" for name in ("samples", "greedy", "group_by", "temperature")),
-    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p")),
+    *(f"eval.{name}" for name in ("top_p", "top_k", "min_p", "tools")),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
 )
 """Sections and settings that nothing of supervised learning reads."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
 """Of those sections, what is read all the same."""
 
 
+UNREAD = {
+    "sft": (*RL_ONLY, "slurm"),
+    "train": ("sft", "slurm"),
+    "eval": ("sft", "slurm", "data.curriculum"),
+}
+"""Verb -> what has no effect in it."""
+
+
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
-    unread = {"sft": RL_ONLY, "train": ("sft",), "eval": ("sft",)}.get(verb, ())
+    unread = UNREAD.get(verb, ())
     if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
         raise ConfigError("\n".join(found))
 

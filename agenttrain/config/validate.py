@@ -20,13 +20,16 @@ from agenttrain.config.components import (
     reward_problems,
     tool_problems,
 )
+from agenttrain.config.curriculum import curriculum_problems
 from agenttrain.config.data_settings import data_setting_problems
+from agenttrain.config.distributed import distributed_problems
 from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.guards import guard_problems
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import RunConfig
+from agenttrain.config.slurm import slurm_problems
 from agenttrain.config.suggest import did_you_mean
 
 ENGINES = ("transformers", "vllm")
@@ -48,16 +51,20 @@ AT_LEAST_ONE = (
     *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
-    *("sft.batch_size", "sft.max_tokens"),
+    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
+    *("sft.batch_size", "sft.max_tokens", "sweep.trials"),
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (
     *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
+    "sweep.trials_seed",
     *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
 )
 POSITIVE = (
     *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
     *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
+    *(f"watchdog.{name}_s" for name in ("load", "rollout", "train", "sync", "evaluation")),
+    *("watchdog.checkpoint_s", "watchdog.heartbeat_s"),
 )
 
 
@@ -172,6 +179,11 @@ def _names(config: RunConfig) -> Iterator[str]:
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
     evaluation = config.eval
+    if config.checkpoint.keep_best and (evaluation.every is None or evaluation.questions == 0):
+        yield (
+            "checkpoint.keep_best=true: nothing says which one is the best; add eval.every=… and "
+            "eval.questions=…"
+        )
     if not 0 < evaluation.top_p <= 1:
         yield f"eval.top_p={evaluation.top_p}: must be above 0 and at most 1"
     if evaluation.min_p > 1:
@@ -181,6 +193,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
             f"eval.samples={evaluation.samples}: at eval.temperature=0 all samples are the same; "
             "set eval.samples=1 or raise the temperature"
         )
+    if evaluation.tools == []:
+        yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
@@ -188,5 +202,5 @@ CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     *(_model, _files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    guard_problems,
+    *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
 )

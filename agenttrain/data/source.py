@@ -52,10 +52,14 @@ class TaskSource:
     ) -> None:
         """`needs_prompt=False`: an environment may ask what a row does not.
 
-        Raises ValueError for an empty dataset.
+        Raises ValueError for an empty dataset, and for one without end that is to be shuffled.
         """
         if len(rows) == 0:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
+        if shuffle and len(rows) == sys.maxsize:
+            raise ValueError(
+                "data.shuffle=true: rows without end have no shuffled order; leave it out"
+            )
         self._rows, self._shuffle, self._seed = rows, shuffle, seed
         self._needs_prompt = needs_prompt
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
@@ -63,13 +67,22 @@ class TaskSource:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def endless(self) -> bool:
+        """Whether there are rows for as long as anyone asks."""
+        return len(self._rows) == sys.maxsize
+
     def tasks(self, start: int, count: int) -> list[Task]:
         """`count` tasks from occurrence `start` on; after the last row the next epoch begins."""
         return [self._task(occurrence) for occurrence in range(start, start + count)]
 
     def _task(self, occurrence: int) -> Task:
+        return self.row(self.index(occurrence))
+
+    def index(self, occurrence: int) -> int:
+        """The row of an occurrence."""
         epoch, position = divmod(occurrence, len(self._rows))
-        return self.row(self._order(epoch)[position])
+        return self._order(epoch)[position]
 
     def row(self, index: int) -> Task:
         """The task of a row, whatever the order."""

@@ -23,6 +23,11 @@ class RecordedEngine:
         self.max_context = max_context
         self._left = list(completions)
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last completion has been given."""
+        return not self._left
+
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, session: str
     ) -> Completion:

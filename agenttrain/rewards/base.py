@@ -42,6 +42,10 @@ class RewardUnavailable(AgenttrainError):
     """
 
 
+class NoNumber(RewardUnavailable):
+    """What a function returned is NaN, infinite or no number, where that does not end the run."""
+
+
 class Columns:
     """Picks what a function wants to know about a row."""
 

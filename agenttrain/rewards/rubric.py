@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 from agenttrain.config.schema import OnUnavailable
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.rewards.base import RewardError, RewardFunction, RewardUnavailable, about
+from agenttrain.rewards.base import (
+    NoNumber,
+    RewardError,
+    RewardFunction,
+    RewardUnavailable,
+    about,
+)
 from agenttrain.rewards.scorer import Score, Scorer
 from agenttrain.types import Rollout
 
@@ -46,6 +53,12 @@ class Rubric:
         ]
         self.columns = {scorer.name: scorer.columns for scorer in self._scorers}
         """By function: the columns that every row must have."""
+
+    def lenient(self) -> Rubric:
+        """The same, for evaluation: NaN leaves its rollout unscored and does not end the run."""
+        other = copy.copy(self)
+        other._scorers = [scorer.lenient() for scorer in self._scorers]
+        return other
 
     def check_tools(self, names: Collection[str]) -> None:
         """Raise ValueError for a function that needs a tool which is none of the run's `names`."""
@@ -90,7 +103,7 @@ class Rubric:
         if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
             return scores
         for rollout, score in zip(rollouts, scores, strict=True):
-            if isinstance(score, RewardUnavailable):
+            if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
                 raise RewardError(
                     f"{about(scorer.name, rollout)}: {score} "
                     f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from agenttrain.rewards.base import Columns, RewardFunction, RewardUnavailable, checked, failed
+from agenttrain.rewards.base import (
+    Columns,
+    NoNumber,
+    RewardFunction,
+    RewardUnavailable,
+    checked,
+    failed,
+)
 from agenttrain.rewards.trl import batch_arguments, batch_names, is_trl
 from agenttrain.threads import DaemonThreads, Outcome, attempt, blocks
 from agenttrain.types import Rollout
@@ -45,6 +53,7 @@ class Scorer:
         self._timeout_s = timeout_s
         self._at_once = concurrency or (1 if self._blocks else None)
         self._threads = DaemonThreads()
+        self._lenient = False
         first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
         self._columns = Columns(function, taken={*bound, *first})
         self.columns = self._required()
@@ -58,6 +67,12 @@ class Scorer:
         return tuple(
             dict.fromkeys(n for n in (*declared, *self._columns.required) if n not in given)
         )
+
+    def lenient(self) -> Scorer:
+        """The same function; what is no finite number is then NoNumber instead of an error."""
+        other = copy.copy(self)
+        other._lenient = True
+        return other
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One value per rollout; raises RewardError naming function and rollout."""
@@ -150,6 +165,8 @@ class Scorer:
         try:
             return checked(outcome.value)
         except (TypeError, ValueError) as error:
+            if self._lenient:
+                return NoNumber(str(error))
             raise failed(self.name, rollout, error.with_traceback(None)) from error
 
 

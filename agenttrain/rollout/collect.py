@@ -16,12 +16,14 @@ from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.garbage import short_collections
+from agenttrain.rollout.in_flight import InFlight, Waiting
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
+from agenttrain.signals import StopRequest
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
@@ -37,10 +39,15 @@ from agenttrain.types import (
 class NoRollouts(AgenttrainError):
     """A step produced nothing to learn from; the message quotes the first failure."""
 
+    def __init__(self, message: str, collected: Collected) -> None:
+        """`collected` holds what there is all the same: counts, and rollouts that failed."""
+        super().__init__(message)
+        self.collected = collected
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """What rollouts are made with; it holds no state between calls."""
+    """What rollouts are made with; between calls it holds nothing, and nothing is in flight."""
 
     engine: Engine
     chat: Chat
@@ -48,6 +55,14 @@ class Collector:
     rubric: Rubric
     limits: RolloutConfig
     environments: Environments = field(default_factory=Environments)
+    stop: StopRequest = field(default_factory=StopRequest)
+    """What cuts a collection short."""
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    def waiting(self) -> list[Waiting]:
+        """The rollouts on their way and what each waits for; any thread may ask."""
+        boxes = (self.toolbox, *self.environments.toolboxes.values())
+        return self.in_flight.waiting(call for box in boxes for call in box.running.calls)
 
     def blocking(self, limit_s: float) -> str | None:
         """The async tool that has held the event loop for longer than `limit_s`; any thread."""
@@ -58,6 +73,11 @@ class Collector:
     def stuck(self) -> tuple[str, ...]:
         """Names of the tools whose abandoned calls still run, one per call."""
         return (*self.toolbox.stuck, *self.environments.stuck)
+
+    def declared(self, task: Task) -> tuple[str, ...]:
+        """Every tool that rollouts of this task may have."""
+        methods = self.environments.toolbox_of(self.environments.kind_of(task))
+        return (*self.toolbox.names, *methods.names)
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -71,6 +91,8 @@ class Collected:
 
     groups: list[list[Rollout]] = field(default_factory=list)
     """In task order; the rollouts of a group in sample order."""
+    places: list[int] = field(default_factory=list)
+    """Of each group, the position of its task among those of the step."""
     overlong: int = 0
     """Tasks whose prompt leaves no room to sample."""
     dropped: int = 0
@@ -94,6 +116,7 @@ class Collected:
     def extend(self, later: Collected) -> None:
         """Add what a later call collected."""
         self.groups += later.groups
+        self.places += later.places
         self.overlong += later.overlong
         self.dropped += later.dropped
         self.broken += later.broken
@@ -105,6 +128,7 @@ class Collected:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     task: Task
+    place: int
     rollout_id: str
     group_id: str
     sample: int
@@ -132,17 +156,20 @@ async def collect(
     sampling: Sampling,
     seed_path: tuple[int | str, ...],
     may_be_empty: bool = False,
+    places: Sequence[int] | None = None,
 ) -> Collected:
     """Run `samples` rollouts of every task and score them.
 
     `seed_path` names the call, e.g. (run seed, "train", step): a rollout's seed derives from it,
     the task's position, the sample and the attempt, so that sampling noise depends on nothing else.
+    `places` are the tasks' positions where they are some of the call's only; None: 0, 1, ….
     Raises NoRollouts when not one rollout could be had, unless the call `may_be_empty`; LedgerError
     and ToolUnavailable as `rollout.on_break` and `rollout.on_tool_failure` say; StuckTools when
     calls pile up.
     """
     collected = Collected()
-    attempts = _plan(collector, tasks, samples, seed_path, collected)
+    placed = list(zip(range(len(tasks)) if places is None else places, tasks, strict=True))
+    attempts = _plan(collector, placed, samples, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
     with short_collections():
         async with LoopMonitor(limit_s, collector.blocking) as monitor:
@@ -153,26 +180,29 @@ async def collect(
         raise NoRollouts(
             f"the prompts of all {len(tasks)} tasks fill the engine's context of "
             f"{collector.engine.max_context} tokens. Raise engine.max_context, or give shorter "
-            "prompts in data.train and data.test."
+            "prompts in data.train and data.test.",
+            collected,
         )
     collected.broken = results.count(_Left.broken)
-    collected.groups = _whole_groups(attempts, results)
+    groups = _whole_groups(attempts, results)
+    collected.groups, collected.places = list(groups.values()), list(groups)
     collected.uneven_prompts = sum(map(_uneven, collected.groups))
     collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
-    if attempts and not usable and not may_be_empty:
-        raise NoRollouts(_why(collected.rollouts, len(attempts)))
     collected.dropped = len(attempts) - len(usable)
+    if attempts and not usable and not may_be_empty:
+        raise NoRollouts(_why(collected.rollouts, len(attempts)), collected)
     started = time.perf_counter()
     try:
         unscored = await collector.rubric.score(usable)
     except RewardError as error:
         error.rollouts = usable
         raise
-    if usable and len(unscored) == len(usable):
-        raise NoRollouts(f"not one of {len(usable)} rollouts could be scored; {unscored[0]}")
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
+    if usable and len(unscored) == len(usable):
+        told = f"not one of {len(usable)} rollouts could be scored; {unscored[0]}"
+        raise NoRollouts(told, collected)
     return collected
 
 
@@ -190,14 +220,14 @@ def _why(failed: Sequence[Rollout], attempts: int) -> str:
 
 def _plan(
     collector: Collector,
-    tasks: Sequence[Task],
+    placed: Sequence[tuple[int, Task]],
     samples: int,
     seed_path: tuple[int | str, ...],
     collected: Collected,
 ) -> list[_Attempt]:
     attempts = []
     name = "-".join(str(part) for part in seed_path[1:])
-    for occurrence, task in enumerate(tasks):
+    for occurrence, task in placed:
         try:
             prompt_ids = _shared_prompt(collector, task)
         except PromptTooLong:
@@ -207,6 +237,7 @@ def _plan(
         attempts += [
             _Attempt(
                 task=task,
+                place=occurrence,
                 rollout_id=f"{group_id}-{sample}",
                 group_id=group_id,
                 sample=sample,
@@ -256,21 +287,22 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
     """One rollout with its ledger verified, or why there is none."""
     readings = Readings()
     try:
-        rollout = await run_rollout(
-            attempt.task,
-            engine=collector.engine,
-            chat=collector.chat,
-            toolbox=collector.toolbox,
-            limits=collector.limits,
-            sampling=replace(sampling, seed=attempt.seed),
-            rollout_id=attempt.rollout_id,
-            group_id=attempt.group_id,
-            sample=attempt.sample,
-            prompt_ids=attempt.prompt_ids,
-            environments=collector.environments,
-            group_seed=attempt.group_seed,
-            readings=readings,
-        )
+        with collector.in_flight.noted(attempt.rollout_id, collector.engine) as engine:
+            rollout = await run_rollout(
+                attempt.task,
+                engine=engine,
+                chat=collector.chat,
+                toolbox=collector.toolbox,
+                limits=collector.limits,
+                sampling=replace(sampling, seed=attempt.seed),
+                rollout_id=attempt.rollout_id,
+                group_id=attempt.group_id,
+                sample=attempt.sample,
+                prompt_ids=attempt.prompt_ids,
+                environments=collector.environments,
+                group_seed=attempt.group_seed,
+                readings=readings,
+            )
         if rollout.spans:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
             verify(rollout, collector.chat, tools.schemas, readings)
@@ -308,13 +340,13 @@ def may_be_scored(rollout: Rollout) -> bool:
 
 def _whole_groups(
     attempts: Sequence[_Attempt], results: Sequence[Rollout | _Left]
-) -> list[list[Rollout]]:
-    """The rollouts by group, without the groups that hold a broken ledger."""
-    groups: dict[str, list[Rollout | _Left]] = {}
+) -> dict[int, list[Rollout]]:
+    """The rollouts by the place of their task, without groups that hold a broken ledger."""
+    groups: dict[int, list[Rollout | _Left]] = {}
     for attempt, result in zip(attempts, results, strict=True):
-        groups.setdefault(attempt.group_id, []).append(result)
-    return [
-        [result for result in group if isinstance(result, Rollout)]
-        for group in groups.values()
+        groups.setdefault(attempt.place, []).append(result)
+    return {
+        place: [result for result in group if isinstance(result, Rollout)]
+        for place, group in groups.items()
         if _Left.broken not in group
-    ]
+    }

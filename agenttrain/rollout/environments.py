@@ -96,7 +96,7 @@ class Environments:
 
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
         """The methods of an environment; an empty toolbox for None."""
-        return self._empty if kind is None else self.toolboxes[kind.name]
+        return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
     def tell_uneven(self, groups: int, total: int) -> None:
         """Say once, on stderr, that groups began with different prompts."""

@@ -7,44 +7,51 @@ whole groups would bias what is left: of rewards [1, 0, 0, 0] only the 1 differs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agenttrain.config.algorithm import AlgorithmConfig, Rewards
 from agenttrain.config.arithmetic import tasks_of_round
 from agenttrain.rewards.base import RewardError
-from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.peers import Alone, Group, Note, Peers, collect_share
 from agenttrain.types import Rollout, Sampling, Task
-
-Group = list[Rollout]
 
 
 @dataclass(slots=True, kw_only=True)
 class Drawn:
-    """The groups of one step."""
+    """The groups of one step, as this process sees them."""
 
     collected: Collected = field(default_factory=Collected)
-    """Everything that was sampled, in the order of the tasks."""
+    """Everything that this process sampled, in the order of the tasks."""
     trained: list[Group] = field(default_factory=list)
-    """The groups to train on, in the same order."""
+    """The groups to train on, of all processes and in the same order: another's is empty here."""
     tasks: int = 0
     """Tasks that were drawn: how far the data cursor moves."""
     rounds: int = 0
     """Extra rounds."""
-    rewards: Rewards = Rewards.sum
-    """What makes a group informative."""
+    uninformative: int = 0
+    """Groups of all processes that are not trained on, and whose rewards are all equal."""
+    surplus: int = 0
+    """Other groups that are not trained on."""
 
     def metrics(self) -> dict[str, float]:
-        """What became of the groups; `uninformative` are those whose rewards are all equal."""
-        groups = self.collected.groups
-        kept = {id(group) for group in self.trained}
-        left_out = [group for group in groups if id(group) not in kept]
-        equal = sum(not informative(group, self.rewards) for group in left_out)
+        """What became of the groups of all processes."""
         return {
             "data/tasks": float(self.tasks),
             "resample/rounds": float(self.rounds),
-            "resample/uninformative": float(equal),
-            "resample/surplus": float(len(left_out) - equal),
+            "resample/uninformative": float(self.uninformative),
+            "resample/surplus": float(self.surplus),
         }
+
+    def keep(self, notes: Sequence[Note], count: int, rank: int) -> None:
+        """Choose `count` of the groups that the notes are of; `rank` is this process."""
+        chosen = select([note.seen for note in notes], count)
+        left = [note.seen for index, note in enumerate(notes) if index not in set(chosen)]
+        self.uninformative, self.surplus = left.count(False), left.count(True)
+        mine = dict(zip(self.collected.places, self.collected.groups, strict=True))
+        kept = [notes[index] for index in chosen]
+        self.trained = [mine[note.place] if note.owner == rank else [] for note in kept]
 
 
 async def draw(
@@ -55,37 +62,47 @@ async def draw(
     config: AlgorithmConfig,
     sampling: Sampling,
     seed_path: tuple[int | str, ...],
+    peers: Peers | None = None,
+    costs: Costs | None = None,
 ) -> Drawn:
-    """The groups of a step that trains on `count` of them.
+    """The groups of a step that trains on `count` of them, this process's share sampled here.
 
     `tasks(start, n)` gives the n tasks from the start-th after the data cursor. The first round
     takes `oversample` tasks for each group that is wanted; while informative groups are missing,
     each of at most `dynamic_sampling` further rounds takes as many for each missing one. Raises as
     `collect`, for the first round only.
     """
-    drawn = Drawn(rewards=config.rewards)
+    peers, costs = peers or Alone(), costs or Costs()
+    drawn, notes = Drawn(), list[Note]()
     missing = count
     for number in range(config.dynamic_sampling + 1):
         wanted = tasks_of_round(missing, config.oversample)
         try:
-            collected = await collect(
+            collected, found = await collect_share(
                 collector,
                 tasks(drawn.tasks, wanted),
+                peers=peers,
+                costs=costs,
                 samples=config.group_size,
                 sampling=sampling,
                 seed_path=(*seed_path, f"r{number}") if number else seed_path,
+                look=lambda group: informative(group, config.rewards),
+                parts=config.minibatches,
                 may_be_empty=number > 0,
             )
         except RewardError as error:
             error.rollouts = (*drawn.collected.rollouts, *error.rollouts)
             raise
+        # A round counts its places from 0, as its seeds do; a step from its first task.
+        collected.places = [drawn.tasks + place for place in collected.places]
+        notes += [replace(note, place=drawn.tasks + note.place) for note in found]
         drawn.collected.extend(collected)
         drawn.tasks += wanted
         drawn.rounds = number
-        missing = count - sum(informative(g, config.rewards) for g in drawn.collected.groups)
+        missing = count - sum(note.seen for note in notes)
         if missing <= 0:
             break
-    drawn.trained = select(drawn.collected.groups, count, config.rewards)
+    drawn.keep(notes, count, peers.rank)
     return drawn
 
 
@@ -103,11 +120,11 @@ def informative(group: Sequence[Rollout], rewards: Rewards) -> bool:
     )
 
 
-def select(groups: Sequence[Group], count: int, rewards: Rewards) -> list[Group]:
-    """At most `count` groups, in their order: informative ones first, the earliest of each kind.
+def select(informative: Sequence[bool], count: int) -> list[int]:
+    """Indices of at most `count` groups, in order: informative ones first, the earliest of each.
 
     What is missing is filled with groups of equal rewards: they count in the loss's normaliser,
     whose value then does not depend on how many there were.
     """
-    ranked = sorted(range(len(groups)), key=lambda i: (not informative(groups[i], rewards), i))
-    return [groups[i] for i in sorted(ranked[:count])]
+    ranked = sorted(range(len(informative)), key=lambda i: (not informative[i], i))
+    return sorted(ranked[:count])

@@ -5,6 +5,18 @@ from __future__ import annotations
 import hashlib
 
 
+def seeds_of(rollout_id: str, seed: int) -> tuple[int, int]:
+    """A rollout's own seed and its group's, from its id and the run's seed.
+
+    Ids say the path of both: ``train-3-r1-2-0`` is sample 0 of the 3rd task (number 2) of the first
+    extra round of step 3. Raises ValueError for an id that is none of a run's.
+    """
+    *path, occurrence, sample = rollout_id.split("-")
+    parts = [int(part) if part.isdecimal() else part for part in path]
+    group = (seed, *parts, int(occurrence))
+    return derive_seed(*group, int(sample), 0), derive_seed(*group)
+
+
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from a path such as (run seed, step, occurrence, sample, turn).
 

@@ -10,14 +10,15 @@ from agenttrain.types import ToolCall, ToolContext, ToolResult, ToolUnavailable
 
 
 class RecordedToolbox(Toolbox):
-    """The schemas, limits and stop tools of a toolbox, with the recorded results of one rollout."""
+    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
 
-    def __init__(self, toolbox: Toolbox, results: Iterable[ToolResult]) -> None:
+    def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
         """`results` are found by the ids of their calls, which turns may repeat."""
+        named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
-            {name: toolbox.tool(name) for name in toolbox.names},
-            limits={name: toolbox.limits(name) for name in toolbox.names},
-            stop_tools=sorted(toolbox.stop_tools),
+            {name: toolbox.tool(name) for name, toolbox in named},
+            limits={name: toolbox.limits(name) for name, toolbox in named},
+            stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
         )
         self._results: dict[str, list[ToolResult]] = {}
         for result in results:

@@ -20,6 +20,7 @@ from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.ending import Endings
 from agenttrain.tools.process import ProcessTool
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, reply_of
+from agenttrain.tools.running import Running
 from agenttrain.tools.steps import Steps
 from agenttrain.tools.worker import fault_types
 from agenttrain.types import (
@@ -94,6 +95,7 @@ class Toolbox:
         self._endings = Endings()
         self._told: set[str] = set()
         self._steps = Steps()
+        self.running = Running()
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
@@ -203,7 +205,9 @@ class Toolbox:
                 arguments = entry.arguments.read(call.arguments)
             except InvalidArguments as error:
                 return _refuse(call, ToolError.invalid_arguments, str(error))
-            reply, seconds = await self._attempt(entry, arguments, context_of(call))
+            context = context_of(call)
+            with self.running.noted(context):
+                reply, seconds = await self._attempt(entry, arguments, context)
             if reply.error is not ToolError.unavailable:
                 break
         return ToolResult(

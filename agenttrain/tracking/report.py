@@ -39,6 +39,11 @@ class Measured(Protocol):
         ...
 
     @property
+    def pass_at(self) -> Mapping[int, Estimate]:
+        """k -> share of questions that one of k rollouts solves."""
+        ...
+
+    @property
     def by_group(self) -> Mapping[str, Estimate]:
         """Mean reward by the values of a column, e.g. a question's family; may be empty."""
         ...
@@ -59,6 +64,11 @@ def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table
     for label in dict.fromkeys([*sides[0], *sides[1]]):
         pair = [side.get(label) for side in sides]
         _add_row(table, label, "all", [e.reward if e else None for e in pair])
+        for k in sorted({k for e in pair if e for k in e.pass_at}):
+            cells = [e.pass_at.get(k) if e else None for e in pair]
+            # Of rewards that are 0 or 1, pass@1 is the mean reward.
+            if any(c != e.reward for c, e in zip(cells, pair, strict=True) if e):
+                _add_row(table, "", f"all, pass@{k}", cells)
         for group in sorted({name for e in pair if e for name in e.by_group}):
             _add_row(table, "", group, [e.by_group.get(group) if e else None for e in pair])
         table.add_section()
@@ -111,8 +121,12 @@ def print_report(
     decode: Decode,
     run_folder: Path,
     dashboard: str | None,
+    best: Mapping[str, Any] | None = None,
 ) -> None:
-    """Everything a user wants to see at the end; `dashboard` is the command that opens it."""
+    """Everything a user wants to see at the end; `dashboard` is the command that opens it.
+
+    `best` says which evaluation on the way was better: ``{"step": 40, "reward": 0.53, …}``.
+    """
     if before or after:
         console.print(before_after(before, after))
     for number, record in enumerate(rollouts, start=1):
@@ -121,6 +135,9 @@ def print_report(
     console.rule(style="dim")
     # soft_wrap: a path or a command that is broken over lines cannot be copied.
     console.print(Text.assemble("run        ", (str(run_folder), "bold")), soft_wrap=True)
+    if best is not None:
+        text = f"reward {best['reward']:.2f} after step {best['step']}"
+        console.print(Text.assemble("best       ", (text, "bold")), soft_wrap=True)
     view = f"agenttrain view {shlex.quote(str(run_folder))}"
     console.print(Text.assemble("tokens     ", (view, "bold")), soft_wrap=True)
     if dashboard is not None:

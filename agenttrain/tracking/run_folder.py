@@ -31,6 +31,35 @@ class FolderInUse(AgenttrainError):
     """Another process works in the run folder."""
 
 
+class FolderGone(AgenttrainError):
+    """The run folder was moved or deleted while the run went on."""
+
+
+class Presence:
+    """Finds out that the folder of a run is not the one that it began in."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = _number(folder)
+
+    def check(self) -> None:
+        """Raise FolderGone, before a file is written where nobody looks for it."""
+        try:
+            same = _number(self._folder) == self._number
+        except OSError:
+            same = False
+        if not same:
+            raise FolderGone(
+                f"{self._folder}: the run's folder was moved or deleted while the run was in it. "
+                f"Put it back, and the run goes on from its newest checkpoint with resume="
+            )
+
+
+def _number(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold the run folder, which is made if need be; the end of the process gives it back too.

@@ -14,12 +14,14 @@ from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking import rollouts_file
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.metrics_file import MetricsFile, cut
-from agenttrain.tracking.run_folder import update_summary
+from agenttrain.tracking.run_folder import Presence, read_summary, update_summary
 from agenttrain.tracking.trackio_sink import TrackioSink
 from agenttrain.types import Rollout
 
 TRACE_EVERY = 10
 """Steps between the rollouts that the dashboard shows; the first step's are among them."""
+ENDS = ("_low", "_high")
+"""Of metrics that are the ends of another's confidence interval."""
 TRACES = 4
 """Rollouts the dashboard shows of such a step."""
 
@@ -68,6 +70,8 @@ class Tracker:
             raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
         self._most = rollouts_file.limit(config.rollouts)
         self._folder = run_folder
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._presence = Presence(run_folder)
         self._told: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
@@ -114,6 +118,7 @@ class Tracker:
 
         The rollouts come with their rewards and advantages set.
         """
+        self.check_folder()
         # The row last: a step that has one is complete on disk.
         rollouts_file.write_step(self._folder, step, rollouts, self._most)
         self._metrics.write(step, metrics)
@@ -121,6 +126,10 @@ class Tracker:
             self._trackio.log(step, metrics, _traced(step, rollouts))
         self.progress.update(step, metrics)
         self._tell(step, metrics)
+
+    def check_folder(self) -> None:
+        """Raise FolderGone where the run folder is not the one that the run began in."""
+        self._presence.check()
 
     def checkpoint(self, path: Path) -> None:
         """Record in summary.json that there is a checkpoint, so that its loss can be told."""
@@ -137,11 +146,17 @@ class Tracker:
             section = f"eval/{label.rpartition('/')[2]}"
             self._trackio.log(step, {f"{section}/{name}": v for name, v in metrics.items()})
         values = "  ".join(
-            f"{name} {value:.3g}"
+            f"{name} {value:.3g}{_interval(name, metrics)}"
             for name, value in metrics.items()
-            if value != 0 or name == "reward" or name.startswith("pass@")
+            if (value != 0 or name == "reward" or name.startswith("pass@"))
+            and not name.endswith(ENDS)
         )
         self.progress.log(f"{label}: {values}")
+
+    def best(self, found: Mapping[str, Any] | None) -> None:
+        """Record in summary.json, as `eval.best`, which evaluation is the best so far."""
+        summary = read_summary(self._folder)
+        update_summary(self._folder, eval={**summary.get("eval", {}), "best": found})
 
     def phase(self, name: str) -> None:
         """What the run does now: `rollout`, `train`, `eval`."""
@@ -166,6 +181,12 @@ class Tracker:
         self._metrics.close()
         if self._trackio is not None:
             self._trackio.close()
+
+
+def _interval(name: str, metrics: Mapping[str, float]) -> str:
+    """`` [0.2, 0.3]`` for a figure that has one."""
+    ends = [metrics.get(f"{name}{end}") for end in ENDS]
+    return f" [{ends[0]:.3g}, {ends[1]:.3g}]" if None not in ends else ""
 
 
 def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:

@@ -242,10 +242,10 @@ def _packed(positions: Tensor, segment: Segment) -> Tensor:
 
 
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    """`groups` in order, in at most `parts` parts that differ by at most one group.
+    """`groups` in order, in `parts` parts that differ by at most one group.
 
-    Example: 5 groups in 2 parts are 3 and 2; 1 group in 2 parts is one part.
+    Example: 5 groups in 2 parts are 3 and 2; 1 group in 2 parts is 1 and none.
     """
     size, larger = divmod(len(groups), parts)
     ends = [part * size + min(part, larger) for part in range(parts + 1)]
-    return [groups[a:b] for a, b in pairwise(ends) if a < b]
+    return [groups[a:b] for a, b in pairwise(ends)]

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from agenttrain.training.batch import Row
+from agenttrain.training.batch import Row, stand_in
+from agenttrain.training.sharding import here, whole
+from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
 Alone = Callable[[Row], tuple[Tensor, Tensor]]
@@ -42,49 +45,74 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
     """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
     broken = {}
     for name, parameter in model.named_parameters():
-        count = int((~parameter.isfinite()).sum())
+        count = int((~here(parameter).isfinite()).sum())
         if count:
             broken[name] = f"{count} of {parameter.numel()} values"
     return broken
 
 
-def check_weights(model: nn.Module, when: str) -> None:
-    """Raise NotFinite, naming the weights, unless all are finite."""
+def check_weights(model: nn.Module, when: str, world: World | None = None) -> None:
+    """Raise NotFinite on all processes, naming the weights, unless all are finite on each."""
+    world = world or World()
     # Stacked, so that a GPU is waited for once and not for every parameter.
-    if torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).all():
+    finite = torch.stack([here(parameter).isfinite().all() for parameter in model.parameters()])
+    if world.min(float(finite.all()), f"the weights {when}"):
         return
-    broken = broken_weights(model)
+    # Where weights are sharded each process sees its part, and counts in that.
+    broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
     where = _listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
 
 
-def check_logprobs(rollouts: Sequence[Rollout]) -> None:
-    """Raise NotFinite, naming rollout and position, unless the engine's logprobs are finite."""
-    broken = {
-        rollout.rollout_id: position
+def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
+    """Raise NotFinite on all processes, naming rollout and position, unless all the engines'
+    logprobs are finite."""
+    world = world or World()
+    mine = [
+        (rollout.rollout_id, position)
         for rollout in rollouts
         if (position := _first_broken(rollout.rollout_logprobs)) is not None
-    }
+    ]
+    told = world.gather([(mine, len(rollouts))], "the check of the rollouts")
+    broken = dict(pair for pairs, _ in told for pair in pairs)
     if broken:
         where = _listed([f"{name} (token {position})" for name, position in broken.items()])
+        total = sum(count for _, count in told)
         raise NotFinite(
-            f"the engine's logprob is not finite in {len(broken)} of {len(rollouts)} rollouts: "
+            f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
             f"{where}. Look at the engine's dtype and at engine.name=transformers",
             stage="logprobs",
             culprits=tuple(broken),
         )
 
 
-def culprits(rows: Sequence[Row], alone: Alone, model: nn.Module) -> list[Culprit]:
-    """The rows that are not finite by themselves; the gradients are cleared after each."""
+def culprits(
+    rows: Sequence[Row], alone: Alone, model: nn.Module, world: World | None = None
+) -> list[Culprit]:
+    """This process's rows that are not finite by themselves; gradients are cleared after each.
+
+    Where weights are sharded all processes run every row of any together: one has the row, and the
+    others one that stands in.
+    """
+    world = world or World()
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return [culprit for row in rows if (culprit := _culprit(row, alone, model))]
     found = []
-    for row in rows:
-        what = _broken_input(row) or _broken_output(row, alone, model)
-        if what is not None:
-            found.append(Culprit(rollout_id=row.rollout.rollout_id, what=what))
+    for rank, count in enumerate(world.gather([len(rows)], "the rows of a broken update")):
+        for index in range(count):
+            mine = rank == world.rank
+            culprit = _culprit(rows[index] if mine else stand_in(), alone, model)
+            found += [culprit] if mine and culprit else []
     return found
+
+
+def _culprit(row: Row, alone: Alone, model: nn.Module) -> Culprit | None:
+    # Both, so that processes that run it together do the same.
+    output = _broken_output(row, alone, model)
+    what = _broken_input(row) or output
+    return Culprit(rollout_id=row.rollout.rollout_id, what=what) if what else None
 
 
 def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
@@ -108,8 +136,9 @@ def _broken_input(row: Row) -> str | None:
 def _broken_output(row: Row, alone: Alone, model: nn.Module) -> str | None:
     loss, logprobs_S = alone(row)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    bad = next((n for n, gradient in gradients.items() if not gradient.isfinite().all()), None)
-    norm = nn.utils.get_total_norm(gradients.values())
+    finite = {n: bool(here(gradient).isfinite().all()) for n, gradient in gradients.items()}
+    bad = next((name for name, is_finite in finite.items() if not is_finite), None)
+    norm = whole(nn.utils.get_total_norm(gradients.values()))
     model.zero_grad()
     if what := _at(row, "the policy's logprob", logprobs_S):
         return what

@@ -2,40 +2,57 @@
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
                            (with LoRA: adapter_model.safetensors and adapter_config.json)
-                           policy.pt      optimizer and step
+                           policy.pt      optimizer and step; sharded: policy-0.pt, policy-1.pt, …
                            rng-0.pt       python, numpy and torch random states of process 0
                            state.json     what the trainer wants back
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
+checkpoints/best           link to the best by its evaluation, which stays (checkpoint.keep_best)
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
-import re
 import shutil
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
-from agenttrain.training.lora import is_adapted, load_adapter, save_adapter
+from agenttrain.training.checkpoint_files import (
+    PREFIX,
+    CheckpointError,
+    NotWritten,
+    digest,
+    latest,
+    newest_first,
+    put_aside,
+    recover,
+    remove,
+    replace,
+    seal,
+    sync,
+    verify,
+)
+from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
-from agenttrain.types import AgenttrainError
+from agenttrain.training.random_states import random_states, seed_random, set_random_states
+from agenttrain.training.sharded_state import (
+    WHOLE,
+    is_sharded,
+    read_state,
+    whole_weights,
+    write_part,
+)
+from agenttrain.training.sharding import assign
 
-MANIFEST = "manifest.json"
-PREFIX = "step-"
-
-
-class CheckpointError(AgenttrainError):
-    """A checkpoint is torn, corrupt or missing; the message names the file."""
+LATEST, BEST = "latest", "best"
+UNWRITABLE = (OSError, CheckpointError)
 
 
 class Checkpoints:
@@ -50,7 +67,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
         self.folder = folder
-        _recover(folder)
+        recover(folder)
         self._tokenizer = tokenizer
         self._keep = keep
 
@@ -61,58 +78,90 @@ class Checkpoints:
     @property
     def empty(self) -> bool:
         """Whether no checkpoint was ever finished."""
-        return not _newest_first(self.folder)
+        return not newest_first(self.folder)
 
-    def save(self, policy: Policy, *, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        policy: Policy,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        rng: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
 
+        `rng` are the `random_states` that `load` restores; None: those of this moment.
         A process that dies on the way leaves the earlier checkpoints as they were. Raises OSError
         or CheckpointError when it cannot be written.
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
-        accelerator = policy.accelerator
-        if accelerator.is_main_process:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        torch.save(_random_states(), part / f"rng-{accelerator.process_index}.pt")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self._write(policy, part, {**(state or {}), "step": step})
-            _seal(part)
-            _replace(part, path)
-            self._link(path)
-            self._prune(path)
-        accelerator.wait_for_everyone()
+        try:
+            self._save(policy, part, path, {**(state or {}), "step": step}, rng)
+        except UNWRITABLE:
+            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
+            raise
         return path
 
-    def _write(self, policy: Policy, part: Path, state: Mapping[str, Any]) -> None:
-        try:
+    def _save(
+        self,
+        policy: Policy,
+        part: Path,
+        path: Path,
+        state: Mapping[str, Any],
+        rng: Mapping[str, Any] | None,
+    ) -> None:
+        world = policy.world
+        weights = _weights(policy)
+        with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
+            if world.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+        with (
+            world.together(f"{path.name}: each process's part", *UNWRITABLE, patient=True),
+            _telling(part),
+        ):
+            torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
+            if is_sharded(policy.model):
+                write_part(policy.state_dict(), part, world.rank)
+        with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
+            if world.is_main:
+                self._write(policy, weights, part, state)
+                seal(part)
+                replace(part, path)
+                self._link(LATEST, path)
+                self._prune(path)
+
+    def _write(
+        self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
+    ) -> None:
+        with _telling(part):
             if is_adapted(policy.model):
-                save_adapter(policy.model, part)
+                save_adapter(policy.model, part, weights)
             else:
-                policy.model.save_pretrained(part)
+                policy.model.save_pretrained(part, state_dict=weights)
             self._tokenizer.save_pretrained(part)
-            torch.save(policy.state_dict(), part / "policy.pt")
-        except (RuntimeError, SafetensorError) as error:  # a full disk, as these two tell it
-            raise CheckpointError(f"{part}: cannot be written: {error}") from error
+            if not is_sharded(policy.model):
+                torch.save(policy.state_dict(), part / WHOLE)
         (part / "state.json").write_text(json.dumps(state))
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; returns the saved state.
 
-        Raises CheckpointError, before anything is changed, when a file is not what was written.
+        As many processes may have written it as like: one that there was none of then draws from
+        random states of its own. Raises CheckpointError, before anything is changed, when a file is
+        not what was written.
         """
         verify(path)
         if is_adapted(policy.model):
             load_adapter(policy.model, path)
         else:
             saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
-            policy.model.load_state_dict(saved.state_dict())
-        policy.load_state_dict(torch.load(path / "policy.pt", weights_only=True))
-        index = policy.accelerator.process_index
-        _set_random_states(torch.load(path / f"rng-{index}.pt", weights_only=True))
+            state = saved.state_dict()
+            for name, tensor in policy.model.state_dict().items():
+                assign(tensor, state[name])
+        policy.load_state_dict(read_state(path))
+        _restore_random(path, policy.world.rank)
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
@@ -123,129 +172,68 @@ class Checkpoints:
         """
         path = latest(self.folder)
         state = self.load(policy, path)
-        if policy.accelerator.is_main_process:
-            for corrupt in _newest_first(self.folder):
+        # Who is later must find the same folder: nothing moves before all have looked.
+        policy.world.barrier(f"{path.name}: read")
+        if policy.world.is_main:
+            for corrupt in newest_first(self.folder):
                 if corrupt == path:
                     break
-                aside = corrupt.with_name(f".corrupt-{corrupt.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                corrupt.rename(aside)
-            self._link(path)
-        policy.accelerator.wait_for_everyone()
+                put_aside(corrupt, f".corrupt-{corrupt.name}")
+            self._link(LATEST, path)
+        policy.world.barrier(f"{path.name}: the newest")
         return state
 
-    def _link(self, path: Path) -> None:
-        part = self.folder / ".latest.part"
+    def mark_best(self, policy: Policy, step: int) -> None:
+        """The checkpoint of that step is the best: it stays, and the one before it need not."""
+        if policy.world.is_main:
+            path = self.folder / f"{PREFIX}{step:06d}"
+            self._link(BEST, path)
+            self._prune(newest_first(self.folder)[0])
+
+    def _link(self, name: str, path: Path) -> None:
+        part = self.folder / f".{name}.part"
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
-        part.replace(self.folder / "latest")
-        _sync(self.folder)
+        link = self.folder / name
+        if link.is_dir() and not link.is_symlink():  # copied by something that follows links
+            put_aside(link, f".former-{name}")
+        part.replace(link)
+        sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but `written` and the newest others."""
-        others = [path for path in _newest_first(self.folder) if path != written]
+        """Remove all but `written`, the newest others, and the best one."""
+        best = self.folder / BEST
+        kept = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
+        others = [path for path in newest_first(self.folder) if path != written]
         for path in others[self._keep - 1 :]:
-            shutil.rmtree(path)
+            if path not in kept:
+                remove(path)
 
 
-def latest(folder: Path) -> Path:
-    """The newest checkpoint under `folder` that verifies; others are skipped with a warning.
-
-    Raises CheckpointError if there is none.
-    """
-    for path in _newest_first(folder):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
-        else:
-            return path
-    raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
+def _restore_random(path: Path, rank: int) -> None:
+    """The states of this process; one more than wrote them gets some that follow from the first."""
+    own = path / f"rng-{rank}.pt"
+    if own.exists():
+        set_random_states(torch.load(own, weights_only=True))
+        return
+    text = f"{digest(path / 'rng-0.pt')}-{rank}"
+    seed_random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
 
 
-def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless every file is what was written."""
+def _weights(policy: Policy) -> dict[str, Tensor]:
+    """What is saved of the model; all processes gather it, and the main one has it."""
+    if is_adapted(policy.model):
+        return adapter_weights(policy.model)
+    return whole_weights(policy.model, keep=policy.world.is_main)
+
+
+@contextmanager
+def _telling(part: Path) -> Iterator[None]:
+    """Within, a full disk is NotWritten however torch, safetensors and tokenizers tell it."""
     try:
-        files = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
-    for name, digest in files.items():
-        try:
-            found = _digest(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: {error}") from error
-        if found != digest:
-            raise CheckpointError(f"{path / name}: its content is not what was written")
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    found = {
-        int(match[1]): path
-        for path in folder.glob(f"{PREFIX}*")
-        if (match := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
-    }
-    return [found[step] for step in sorted(found, reverse=True)]
-
-
-def _seal(part: Path) -> None:
-    """Write the manifest and force everything to disk."""
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    digests = {str(path.relative_to(part)): _digest(path) for path in files}
-    (part / MANIFEST).write_text(json.dumps(digests, indent=1))
-    for path in (*files, part / MANIFEST, part):
-        _sync(path)
-
-
-def _replace(part: Path, path: Path) -> None:
-    """Move the finished folder to its name; one that has it already goes last."""
-    former = path.with_name(f".{path.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if path.exists():
-        path.rename(former)
-    part.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _recover(folder: Path) -> None:
-    """Undo a replacement that died between its two renames."""
-    for former in folder.glob(f".{PREFIX}*.former"):
-        path = folder / former.name[1:].removesuffix(".former")
-        if not path.exists():
-            former.rename(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _random_states() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = state
-    return {
-        "python": (version, list(numbers), gauss),
-        "numpy": (name, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        yield
+    except Exception as error:
+        # tokenizers raises a plain Exception.
+        if not isinstance(error, RuntimeError | SafetensorError) and type(error) is not Exception:
+            raise
+        raise NotWritten(f"{part}: cannot be written: {error}") from error

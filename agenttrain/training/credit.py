@@ -70,7 +70,7 @@ def _advantages(
 ) -> Tensor:
     """Of every rollout, [P, G]."""
     names = sorted({name for group in groups for column in group for name in column}) or [""]
-    width = max((len(group) for group in groups), default=1)
+    width = max((len(group) for group in groups), default=0) or 1
     rewards_FPG = torch.full((len(names), len(groups), width), torch.nan, dtype=torch.float64)
     for f, name in enumerate(names):
         for p, group in enumerate(groups):

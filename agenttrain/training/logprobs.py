@@ -25,6 +25,7 @@ from agenttrain.training.batch import Microbatch, Row, pack
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import one_after_the_other
+from agenttrain.training.sharding import settle
 from agenttrain.training.share import bundle_rows, least_prompt
 from agenttrain.types import AgenttrainError
 
@@ -106,6 +107,7 @@ class Scorer(nn.Module):
                 yield
         finally:
             self.model.train(training)
+            settle(self)
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability of every sampled token and entropy where it was sampled, [S] each."""

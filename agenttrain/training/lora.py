@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agenttrain.config.schema import LoraSettings
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
+from agenttrain.training.sharding import assign, whole
 
 ADAPTER = "default"
 """peft's name of the only adapter."""
@@ -91,25 +92,26 @@ class BaseScorer:
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' weights by peft's names, on the CPU."""
+    """The adapters' weights by peft's names, on the CPU; all processes gather them together."""
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    return {f"base_model.model.{name}": t.contiguous().cpu() for name, t in state.items()}
+    return {f"base_model.model.{name}": whole(t).contiguous().cpu() for name, t in state.items()}
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
     """Write the adapters, and what transformers needs to load them onto their base model."""
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
     if model.generation_config is not None:  # it names the tokens that end a turn
         model.generation_config.save_pretrained(folder)
-    save_file(adapter_weights(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Restore what `save_adapter` wrote into the adapters of `model`."""
     state = load_peft_weights(str(folder), device="cpu")
-    stripped = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
-    set_peft_model_state_dict(model, stripped, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assign(parameter, state[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"])
 
 
 def base_of(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, Muon beside AdamW, and float32 copies of weights in a shorter format."""
+"""Optimizers: AdamW, Muon beside AdamW, SGD, and float32 copies of weights in a shorter format."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from agenttrain.config.schema import OptimizerConfig, OptimizerName
+from agenttrain.training.sharding import assign
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
@@ -35,6 +36,8 @@ def _over(
 ) -> Optimizer:
     if config.name is OptimizerName.adamw:
         return _adamw(list(parameters.values()), config)
+    if config.name is OptimizerName.sgd:
+        return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
     inner = [p for name, p in parameters.items() if name in matrices]
     rest = [p for name, p in parameters.items() if name not in matrices]
     if not inner:
@@ -139,4 +142,4 @@ class MasterWeights(_Wrapper):
         """Continue from `state_dict()`."""
         super().load_state_dict(state_dict)
         for (_, master), saved in zip(self._pairs, state_dict["masters"], strict=True):
-            master.copy_(saved)
+            assign(master, saved)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -31,8 +30,12 @@ from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
-from agenttrain.training.scoring import flat, needs_own, score, with_own, with_reference
+from agenttrain.training.scoring import flat, needs_own, probe, score, with_own, with_reference
+from agenttrain.training.sharded_state import spread
+from agenttrain.training.sharding import Sharding, refresh, whole, whole_copy
 from agenttrain.training.update import Part, Plan, loss_inputs, plan
+from agenttrain.training.world import World
+from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
 
 
@@ -55,15 +58,26 @@ class Policy:
         steps: int,
         reward_weights: Mapping[str, float] | None = None,
         accelerator: Any = None,
+        world: World | None = None,
+        sharding: Sharding | None = None,
+        sampled: bool = False,
     ) -> None:
         """`steps` is the length of the run, for the learning rate; `reward_weights` are the
         rubric's, for algorithms that look at each reward function.
 
         `temperature` is that of the rollouts, whose probabilities are those after it. The reference
         is a copy of `model` as it is now: load a checkpoint's weights afterwards.
+
+        All processes of `world` begin with the main one's weights; `sharding` None: each holds all
+        of them. `sampled`: an engine of this process samples from `sampler`, which then is whole.
         """
-        self.accelerator = accelerator or _accelerator(training.mixed_precision)
-        self.model = model.to(self.accelerator.device)
+        self.world = world or World()
+        self.accelerator = accelerator or make_accelerator(training.mixed_precision)
+        device = self.accelerator.device
+        # Layers that are sharded go to the device one by one.
+        self.model = model if sharding else model.to(device)
+        share_weights(self.model, self.world)
+        self.sampler = whole_copy(self.model, device) if sharding and sampled else self.model
         self.step = 0
         self._algorithm = algorithm
         self._config = optimizer
@@ -81,17 +95,19 @@ class Policy:
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._reference = make_reference(self._scorer, self.accelerator, algorithm)
-        self._wrapped, self.optimizer = self.accelerator.prepare(
-            self._scorer, build_optimizer(self.model, optimizer)
-        )
+        self._sharding = sharding
+        self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
+        self._wrapped = wrap(self._scorer, self.accelerator, sharding)
+        self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, optimizer))
 
     def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
 
         Groups come in the order of their tasks; their rollouts are taken in the order of `sample`.
-        Rollouts without a reward take no part. Raises BrokenUpdate before weights are touched
-        by a loss or gradient that is not finite.
+        In a world of several processes each gives the groups of all, those of others empty: which
+        rollouts an update is made of does not depend on who has them. Rollouts without a reward
+        take no part. Raises BrokenUpdate, in all processes, before weights are touched by a loss or
+        gradient that is not finite.
 
         Metrics: loss, grad_norm, lr, train/tokens (sampled tokens per update), those of
         `metric_names` over the rollouts that had a gradient, and `MISMATCH_NAMES` (the distance
@@ -123,6 +139,15 @@ class Policy:
             found = score(self._scorer, self._pack(rows))
         return {name: logprobs_S for name, (logprobs_S, _) in found.items()}
 
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability at temperature 1 of every id after the first; all processes together."""
+        return probe(self._scorer, token_ids, self.accelerator.device)
+
+    def refresh_sampler(self) -> None:
+        """`sampler` gets the policy's weights, where it is a copy; all processes together."""
+        if self.sampler is not self.model:
+            refresh(self.sampler, self.model)
+
     def _nothing(self) -> dict[str, float]:
         """The metrics of a step in which nothing had a gradient."""
         names = (*metric_names(self._algorithm), *MISMATCH_NAMES)
@@ -141,9 +166,10 @@ class Policy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Continue from `state_dict()` of any number of processes, its tensors whole."""
         self.step = state["step"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = self.optimizer.optimizer  # within accelerate's
+        self.optimizer.load_state_dict(spread(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._bonus = EntropyBonus(*state["entropy_bonus"])
@@ -168,9 +194,8 @@ class Policy:
     def _update_all(self, groups: list[list[Row]], averages: Averages) -> None:
         """`num_epochs` passes of `minibatches` updates; the sampler's gap before the first."""
         measured = False
+        # Every process takes part in every update, those without a group in it too.
         parts = split(groups, self._algorithm.minibatches)
-        # Every process takes part in every update, those with fewer groups too.
-        parts += [()] * (self._algorithm.minibatches - len(parts))
         with self._scorer.ready():
             for _ in range(self._algorithm.num_epochs):
                 for part in parts:
@@ -196,8 +221,10 @@ class Policy:
         if self._total(len(trained)) == 0:
             return []
         shared = plan(weighted, algorithm, self._bonus, self.accelerator)
-        # A process without a gradient of its own still has to meet the others in the backward pass.
-        microbatches = self._pack(trained or [stand_in()])
+        microbatches = self._pack(trained)
+        if not microbatches:
+            # Without a gradient of its own it still has to meet the others in the backward pass.
+            microbatches = self._pack([stand_in()])
         parts = [
             self._accumulate(microbatch, shared, averages, last=microbatch is microbatches[-1])
             for microbatch in microbatches
@@ -253,17 +280,22 @@ class Policy:
         trainer_S = torch.cat([part.trainer_S for part in parts])
         # As many updates of the engine's weights as steps so far.
         found = origins(rows, self.step, engine_S.device)
-        for name, part in mismatch(engine_S, trainer_S, found).items():
+        sums = torch.stack((engine_S.sum(), trainer_S.sum(), engine_S.new_tensor(len(engine_S))))
+        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+        means = (engine / count, trainer / count)
+        for name, part in mismatch(engine_S, trainer_S, found, means).items():
             averages.add(name, part)
 
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; its norm before, or None when it or a loss is not finite."""
-        norm = self.accelerator.clip_grad_norm_(
-            self._wrapped.parameters(), self._config.max_grad_norm
+        norm = whole(
+            self.accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
         )
         # The scaler of fp16 probes for overflows itself and skips such updates.
         probing = self.accelerator.scaler is not None
-        return float(norm) if losses.isfinite().all() and (norm.isfinite() or probing) else None
+        finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
+        # The norm is everybody's, a loss is not.
+        return None if self._total(int(not finite)) else float(norm)
 
     def _step(self, losses: Tensor, norm: float, averages: Averages) -> None:
         """Update the weights with the clipped gradient."""
@@ -275,11 +307,11 @@ class Policy:
     def _blame(
         self, losses: Tensor, rows: list[Row], trained: list[Row], shared: Plan
     ) -> BrokenUpdate:
-        """The error that names who made an update that is not finite."""
+        """The error that names who made an update that is not finite, of all processes."""
         self.optimizer.zero_grad()
 
         def alone(row: Row) -> tuple[Tensor, Tensor]:
-            (microbatch,) = self._pack([row])
+            (microbatch,) = self._scorer.pack([row], 1, self.accelerator.device)
             with self.accelerator.no_sync(self._wrapped):
                 logprobs_S, entropy_S = self._wrapped(microbatch)
                 inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
@@ -287,16 +319,18 @@ class Policy:
                 loss.backward()
             return loss.detach(), logprobs_S.detach()
 
-        broken = broken_weights(self.model)
-        found = culprits(trained, alone, self.model)
-        named = [row.rollout.rollout_id for row in trained]
+        world = self.world
+        broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
+        found = world.gather(culprits(trained, alone, self.model, world), "the culprits")
+        named = world.gather([row.rollout.rollout_id for row in trained], "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
+        loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
-            f"step {self.step + 1}: the update is not finite (loss {losses.sum().item():g}): "
+            f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
             f"{cause}{told(found, named)}. The weights are those before it",
             [culprit.rollout_id for culprit in found],
-            rows,
+            world.to_main(rows, "the rows of a broken update"),
         )
 
     def retry(self, rows: Sequence[Row]) -> None:
@@ -305,7 +339,13 @@ class Policy:
             self._update_once(list(rows), Averages())
 
     def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
-        return self._scorer.pack(rows, self._training.token_budget, self.accelerator.device)
+        """Microbatches; where weights are sharded, as many in every process."""
+        device, budget = self.accelerator.device, self._training.token_budget
+        made = self._scorer.pack(rows, budget, device) if rows else []
+        if self._sharding is not None:
+            most = int(self.world.max(len(made), "the number of microbatches"))
+            made += self._scorer.pack([stand_in()], budget, device) * (most - len(made))
+        return made
 
     def _total(self, count: int) -> int:
         """The sum over all processes."""
@@ -319,15 +359,6 @@ class Policy:
     def _once(self, value: float) -> Tensor:
         mine = value if self.accelerator.is_main_process else 0.0
         return torch.tensor(mine, device=self.accelerator.device)
-
-
-def _accelerator(mixed_precision: str) -> Accelerator:
-    if mixed_precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError(
-            "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
-            "training.mixed_precision=bf16 or no."
-        )
-    return Accelerator(mixed_precision=mixed_precision)
 
 
 def _scored(rollout: Rollout) -> bool:

@@ -15,6 +15,8 @@ from agenttrain.config.algorithm import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import BaseScorer, is_adapted
+from agenttrain.training.sharding import Sharding, assign
+from agenttrain.training.wrapping import shard
 
 SYNCED_ADAPTERS = (
     "algorithm.reference=synced: the reference of a model with adapters is the model without them, "
@@ -62,9 +64,12 @@ class AdaptersOff(_Fixed, BaseScorer):
 class FrozenCopy(_Fixed):
     """The policy as it was when the run began."""
 
-    def __init__(self, scorer: Scorer, accelerator: Any) -> None:
-        frozen = copy.deepcopy(scorer).requires_grad_(False)
-        self._scorer: Scorer = accelerator.prepare_model(frozen, evaluation_mode=True)
+    def __init__(self, scorer: Scorer, accelerator: Any, sharding: Sharding | None = None) -> None:
+        self._scorer: Scorer = copy.deepcopy(scorer).requires_grad_(False)
+        if sharding is None:
+            self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
+        else:
+            shard(self._scorer, accelerator, sharding)
 
     def ready(self) -> AbstractContextManager[None]:
         """Within, it may be called."""
@@ -82,8 +87,16 @@ class SyncedCopy(FrozenCopy):
     TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
     """
 
-    def __init__(self, scorer: Scorer, accelerator: Any, *, every: int, mixup: float) -> None:
-        super().__init__(scorer, accelerator)
+    def __init__(
+        self,
+        scorer: Scorer,
+        accelerator: Any,
+        sharding: Sharding | None = None,
+        *,
+        every: int,
+        mixup: float,
+    ) -> None:
+        super().__init__(scorer, accelerator, sharding)
         self._every, self._mixup = every, mixup
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
@@ -97,14 +110,17 @@ class SyncedCopy(FrozenCopy):
 
     def state_dict(self) -> dict[str, Any] | None:
         """Its weights, which nothing else has."""
-        return dict(self._scorer.model.state_dict())
+        return {name: weight.detach() for name, weight in self._scorer.model.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights of `state_dict()`."""
-        self._scorer.model.load_state_dict(state)
+        for name, weight in self._scorer.model.named_parameters():
+            assign(weight, state[name])
 
 
-def make_reference(scorer: Scorer, accelerator: Any, config: AlgorithmConfig) -> Reference | None:
+def make_reference(
+    scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
+) -> Reference | None:
     """The reference that the configuration asks for; None without a KL penalty.
 
     Raises ValueError for a synced reference of a model with adapters.
@@ -116,5 +132,5 @@ def make_reference(scorer: Scorer, accelerator: Any, config: AlgorithmConfig) ->
         if adapted:
             raise ValueError(SYNCED_ADAPTERS)
         every, mixup = config.ref_sync_steps, config.ref_mixup
-        return SyncedCopy(scorer, accelerator, every=every, mixup=mixup)
-    return AdaptersOff(scorer) if adapted else FrozenCopy(scorer, accelerator)
+        return SyncedCopy(scorer, accelerator, sharding, every=every, mixup=mixup)
+    return AdaptersOff(scorer) if adapted else FrozenCopy(scorer, accelerator, sharding)

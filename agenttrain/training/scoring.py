@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
-from agenttrain.training.batch import Microbatch, Row
+from agenttrain.training.batch import Microbatch, Row, stand_in
 
 Groups = list[list[Row]]
 
@@ -23,8 +23,31 @@ def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[str, tuple[Te
             lengths = [row.sampled_length for row in microbatch.rows]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
             for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
-                found[row.rollout.rollout_id] = (logprobs_S, entropy_S)
+                if row.sampled_length:  # not the one that stands in for a process without rows
+                    found[row.rollout.rollout_id] = (logprobs_S, entropy_S)
     return found
+
+
+def probe(scorer: Any, token_ids: Sequence[int], device: torch.device) -> list[float]:
+    """Log-probability at temperature 1 of every id after the first."""
+    targets_S = torch.arange(len(token_ids) - 1)
+    row = replace(
+        stand_in(),
+        token_ids_T=torch.tensor(token_ids),
+        targets_S=targets_S,
+        behaviour_S=torch.zeros(len(targets_S)),
+        ref_logprobs_S=None,
+    )
+    transform = scorer.transform
+    scorer.transform = replace(transform, temperature=1.0)
+    try:
+        with scorer.ready():
+            found = score(scorer, scorer.pack([row], len(token_ids), device))
+    finally:
+        scorer.transform = transform
+    ((logprobs_S, _),) = found.values()
+    values: list[float] = logprobs_S.tolist()
+    return values
 
 
 def with_reference(groups: Groups, reference: Any, pack: Callable[..., list[Microbatch]]) -> Groups:

@@ -14,6 +14,8 @@ from agenttrain.config.schema import WeightSyncConfig
 from agenttrain.engine.base import Engine, Separate
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
+from agenttrain.training.sharded_state import is_sharded
+from agenttrain.training.sharding import whole
 from agenttrain.types import AgenttrainError
 
 PROBE_TOKENS = 128
@@ -31,11 +33,12 @@ class StaleWeights(AgenttrainError):
 async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncConfig) -> None:
     """Every token that `engine` samples from now on is of weights `version`.
 
-    An engine that samples from `policy.model` itself only forgets what it cached. One with weights
-    of its own is sent them, and then scores a fixed sequence: StaleWeights if the policy's
-    log-probabilities of it are others.
+    An engine that samples from `policy.sampler` itself only forgets what it cached. One with
+    weights of its own is sent them, and then scores a fixed sequence: StaleWeights if the policy's
+    log-probabilities of it are others. All processes of a run do it together.
     """
     if not isinstance(engine, Separate):
+        policy.refresh_sampler()
         await engine.update((), version)
         return
     as_adapters = engine.takes_adapters and is_adapted(policy.model)
@@ -44,7 +47,10 @@ async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncC
         version,
     )
     probe_ids = probe(policy.model, engine.max_context)
-    expected_T = torch.tensor(policy_logprobs(policy.model, probe_ids))
+    sharded = is_sharded(policy.model)
+    expected_T = torch.tensor(
+        policy.probe(probe_ids) if sharded else policy_logprobs(policy.model, probe_ids)
+    )
     gap_T = (torch.tensor(await engine.score(probe_ids)) - expected_T).abs()
     tolerance = config.tolerance or TOLERANCES.get(policy.model.dtype, OTHER_TOLERANCE)
     if not gap_T.max() <= tolerance:
@@ -84,7 +90,8 @@ def policy_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Every weight by the name that transformers saves it under, tied ones under each name.
 
-    Adapters are merged, one weight at a time: the engine gets a model without them.
+    Adapters are merged, one weight at a time: the engine gets a model without them. Sharded weights
+    are gathered one at a time: every process has to take them all.
     """
     modules = dict(model.named_modules()) if is_adapted(model) else {}
     for name, tensor in model.state_dict().items():
@@ -95,4 +102,4 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if isinstance(layer, LoraLayer) and kind == "weight":
             adapted: Any = layer  # peft's class for linear layers, which alone has the method
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
-        yield name.replace(".base_layer.", "."), tensor.detach()
+        yield name.replace(".base_layer.", "."), whole(tensor.detach())

@@ -1,0 +1,164 @@
+"""`agenttrain -m …`: a new sweep, or one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from agenttrain.config.command import Command
+from agenttrain.config.compose import Composed, compose_raw
+from agenttrain.config.errors import ConfigError, explained
+from agenttrain.config.saved import RESUMABLE, resumed
+from agenttrain.config.sweep import expand, is_listed
+from agenttrain.config.sweep_settings import objective_problems
+from agenttrain.config.validate import validate
+from agenttrain.sweep.record import (
+    SweepJob,
+    SweepRecord,
+    chosen,
+    is_job,
+    is_sweep,
+    read_record,
+    shown,
+    write_record,
+)
+from agenttrain.sweep.run import Sweep, concluded, run_listed, run_searched
+from agenttrain.sweep.status import standings
+
+NUMBERED = "${hydra.job.num}"
+"""hydra.sweep.subdir, unless somebody wants other names."""
+
+
+def start(command: Command, runs: Sequence[Composed]) -> int:
+    """Record a new sweep, of runs that have been checked, and run it. Needs a `hydra_session`."""
+    folder, record, listed = new_sweep(command, runs)
+    write_record(folder, record)
+    overrides = record.shared if listed else command.overrides
+    sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
+    return run_listed(sweep) if listed else run_searched(sweep)
+
+
+def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord, bool]:
+    """Folder and record of a sweep of checked runs, and whether the record has all of its jobs.
+
+    Nothing is written. Raises ConfigError. Needs a `hydra_session`.
+    """
+    fixed = _fixed(command)
+    raw = compose_raw(fixed, command.source, with_hydra=True)
+    folder = Path(raw.hydra.sweep.dir)
+    if is_sweep(folder):
+        go_on = shown(["-m", f"resume={folder}"])
+        raise ConfigError(
+            f"hydra.sweep.dir={folder}: holds a sweep already; {go_on} runs what is unfinished of "
+            "it, another name starts a new one"
+        )
+    listed = is_listed(raw)
+    if not listed and runs[0].config.sweep.objective is None:
+        raise ConfigError(
+            "sweep.objective=null: the sweeper chooses by it; name a figure, e.g. eval/pass@1"
+        )
+    record = SweepRecord(
+        verb=command.verb,
+        objective=runs[0].config.sweep.objective,
+        options=_options(command),
+        shared=fixed,
+        jobs=_jobs(command, str(raw.hydra.sweep._get_node("subdir")._value())) if listed else [],
+    )
+    return folder, record, listed
+
+
+def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed]) -> int:
+    """Run what is unfinished of a sweep; `compose` checks a new run. Needs a `hydra_session`."""
+    folder = command.saved
+    assert folder is not None, "go_on() is for resume="
+    record = read_record(folder)
+    found = standings(folder, record)
+    typed = OverridesParser.create().parse_overrides(command.overrides)
+    hydras = [o.input_line or "" for o in typed if o.is_hydra_override()]
+    changes = [text for text in command.overrides if text not in hydras]
+    for text in changes:
+        if text.lstrip("+~").partition("=")[0].partition(".")[0] not in RESUMABLE:
+            raise ConfigError(
+                f"{text}: cannot be combined with resume={folder}; what may change is: "
+                f"{', '.join(RESUMABLE)}, and Hydra's own settings"
+            )
+    for one in found:
+        if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
+            validate(resumed(one.folder, changes, command.source).config)
+        elif one.unfinished:
+            compose([*one.job.overrides, *changes], command)
+    if not any(one.unfinished for one in found):
+        if command.overrides:
+            raise ConfigError(
+                f"{command.overrides[0]}: no job of {folder} is unfinished; a finished one goes on "
+                f"alone: agenttrain resume={found[0].folder if found else '…'} steps=…"
+            )
+        return concluded(folder, 0)
+    kept = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
+    overrides, name = [*kept, *hydras], command.source.name
+    sweep = Sweep(folder=folder, config_name=name, overrides=overrides, changes=changes)
+    return run_listed(sweep)
+
+
+def check_objective(verb: str, runs: Sequence[Composed]) -> None:
+    """Raise ConfigError for an objective that the runs will not have."""
+    found = dict.fromkeys(text for run in runs for text in objective_problems(verb, run.config))
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def refuse_without_m(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings of a sweep in a run that is none's job."""
+    typed = [text for text in overrides if text.lstrip("+").startswith(("sweep=", "sweep."))]
+    if not typed:
+        return
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    folders = [o.value() for o in parsed if o.key_or_group == "hydra.run.dir"]
+    if not folders or not is_job(Path(str(folders[-1]))):
+        raise ConfigError(f"{typed[0]}: has no effect in a single run; add -m, or leave it out")
+
+
+def _fixed(command: Command) -> list[str]:
+    """The overrides that do not vary, Hydra's own settings among them."""
+    with explained(command.overrides, command.source.groups):
+        parsed = OverridesParser.create().parse_overrides(command.overrides)
+    return [o.input_line or "" for o in parsed if not o.is_sweep_override()]
+
+
+def _options(command: Command) -> list[str]:
+    """Where a job finds its YAML files, from whatever folder it is started."""
+    source = command.source
+    extra = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
+    return [*extra, *(["--config-name", source.name] if source.name != "train" else [])]
+
+
+def _jobs(command: Command, subdir: str) -> list[SweepJob]:
+    """The jobs of a sweep whose runs are all known."""
+    combinations = expand(command.overrides, command.source)
+    folders = [_folder(n, run, command, subdir) for n, run in enumerate(combinations)]
+    for name in folders:
+        if folders.count(name) > 1 or "/" in name:
+            raise ConfigError(
+                f"hydra.sweep.subdir={subdir}: every run needs a folder of its own, without /, and "
+                f"{name} is not; leave it out, or add {NUMBERED}"
+            )
+    return [
+        SweepJob(folder=name, overrides=_own(run))
+        for name, run in zip(folders, combinations, strict=True)
+    ]
+
+
+def _folder(number: int, run: Sequence[str], command: Command, subdir: str) -> str:
+    if subdir == NUMBERED:
+        return str(number)
+    numbered = [*run, f"++hydra.job.num={number}"]
+    raw = compose_raw(numbered, command.source, with_hydra=True)
+    return str(raw.hydra.sweep.subdir)
+
+
+def _own(run: Sequence[str]) -> list[str]:
+    """A run's settings, without those of Hydra that are about the sweep."""
+    of_sweep = ("hydra.", "hydra/")
+    return [t for t in run if not t.startswith(of_sweep) or t.startswith("hydra.searchpath")]

@@ -1,0 +1,119 @@
+"""Settings of a run's processes, and what they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class DistributedName(StrEnum):
+    """How the processes of a run share the policy."""
+
+    single = "single"
+    """There is one."""
+    ddp = "ddp"
+    """Each holds all of it; gradients are averaged."""
+    fsdp2 = "fsdp2"
+    """Each holds a part of every weight, of its gradient and of the optimizer."""
+
+
+@dataclass
+class DistributedConfig:
+    """The processes of a run, on one node or several. Their number changes what a run does no more
+    than rounding."""
+
+    name: DistributedName = DistributedName.single
+    processes: int | None = None
+    """Of each node; None: one per GPU."""
+    nodes: int = 1
+    """Machines; the same command is started once on each."""
+    rendezvous: str | None = None
+    """`host:port` of the first node, which must be free there; for nodes > 1."""
+    node_rank: int | None = None
+    """This node's number, from 0; None: SLURM_NODEID. For nodes > 1."""
+    timeout_s: float = 600.0
+    """Seconds that a process waits for another one before the run fails."""
+    cpu_offload: bool = False
+    """fsdp2: keep weights and optimizer in the host's memory."""
+
+
+def distributed_problems(config: Any) -> Iterator[str]:
+    """What is wrong with the `distributed` of a RunConfig."""
+    section: DistributedConfig = config.distributed
+    yield from _counts(section)
+    yield from _nodes(section)
+    if section.cpu_offload and section.name is not DistributedName.fsdp2:
+        yield (
+            f"distributed.cpu_offload=true: has no effect with distributed={section.name}; add "
+            "distributed=fsdp2"
+        )
+    if section.name is DistributedName.fsdp2 and config.training.mixed_precision == "fp16":
+        yield (
+            "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
+            "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
+        )
+    several = section.nodes > 1 or section.processes != 1
+    if section.name is not DistributedName.single and several and config.engine.name == "vllm":
+        yield (
+            f"engine=vllm: runs in the trainer's process, as the only one there is; with "
+            f"distributed={section.name} set engine=transformers"
+        )
+
+
+def _counts(section: DistributedConfig) -> Iterator[str]:
+    for key in ("processes", "nodes"):
+        value = getattr(section, key)
+        if value is not None and value < 1:
+            yield f"distributed.{key}={value}: must be at least 1"
+        if (value or 0) > 1 and section.name is DistributedName.single:
+            yield (
+                f"distributed.{key}={value}: distributed=single is one process; add "
+                "distributed=ddp or distributed=fsdp2"
+            )
+    if not section.timeout_s > 0:
+        yield f"distributed.timeout_s={section.timeout_s}: must be more than 0"
+
+
+def _nodes(section: DistributedConfig) -> Iterator[str]:
+    if section.nodes < 2:
+        for key in ("rendezvous", "node_rank"):
+            if (value := getattr(section, key)) is not None:
+                yield f"distributed.{key}={value}: is for distributed.nodes > 1; leave it out"
+        return
+    if section.rendezvous is None:
+        yield (
+            f"distributed.nodes={section.nodes}: where do the nodes meet? add "
+            "distributed.rendezvous=<first node's name>:29500"
+        )
+    elif not is_endpoint(section.rendezvous):
+        yield (
+            f"distributed.rendezvous={section.rendezvous}: must be a host and a port, e.g. "
+            "node1:29500"
+        )
+    rank = section.node_rank
+    if rank is not None and not 0 <= rank < section.nodes:
+        yield (
+            f"distributed.node_rank={rank}: distributed.nodes={section.nodes} are numbered 0 to "
+            f"{section.nodes - 1}"
+        )
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether it is `host:port`.
+
+    Example: ``node1:29500`` is one, ``node1`` is none.
+    """
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def process_problems(verb: str, config: Any) -> Iterator[str]:
+    """What the verb cannot do in several processes."""
+    section: DistributedConfig = config.distributed
+    if verb == "sft" and section.name is not DistributedName.single:
+        yield (
+            f"distributed={section.name}: agenttrain sft works in one process; leave it out, or "
+            "add distributed=single"
+        )

@@ -1,0 +1,151 @@
+"""Settings of a SLURM job, which only `agenttrain submit` reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+LONGEST_SIGNAL_S = 65535
+"""SLURM takes no more."""
+RENDERED = {
+    **{"job-name": "name", "partition": "partition", "account": "account", "qos": "qos"},
+    **{"time": "time", "nodes": "nodes", "gpus-per-node": "gpus", "cpus-per-task": "cpus"},
+    **{"mem": "memory", "array": "concurrent", "signal": "signal_s", "requeue": "max_requeues"},
+}
+"""Directive -> the setting that writes it."""
+FIXED = ("ntasks", "ntasks-per-node", "output", "open-mode", "chdir", "no-requeue")
+"""Directives that submit writes as the job needs them."""
+
+
+@dataclass
+class SlurmConfig:
+    """A job of SLURM's: one task on each node, which starts the processes there."""
+
+    name: str | None = None
+    """The job's; None: the experiment's."""
+    partition: str | None = None
+    """None: the cluster's default; so for account, qos and memory."""
+    account: str | None = None
+    qos: str | None = None
+    time: str = "04:00:00"
+    """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs more is put
+    back into the queue and goes on."""
+    nodes: int = 1
+    """Machines (`distributed.nodes`)."""
+    gpus: int = 0
+    """Of each node; one process each (`distributed.processes`)."""
+    cpus: int = 8
+    """Cores of each node."""
+    memory: str | None = None
+    """Of each node, e.g. 64G; 0: all of it."""
+    concurrent: int | None = None
+    """Jobs of a sweep at the same time; None: as many as the cluster gives."""
+    signal_s: int = 300
+    """Seconds before the end of the wall time at which the run is told to save and to stop. SLURM
+    may be 60 early. Must be enough for one update and a checkpoint."""
+    max_requeues: int = 100
+    """How often one job may go back into the queue."""
+    setup: list[str] | None = None
+    """Lines of shell before the run, e.g. [module load cuda/12.8, source ~/venv/bin/activate].
+    None: the Python that submits."""
+    directives: list[str] = field(default_factory=list)
+    """More of sbatch's options, e.g. ['--constraint=h100', '--exclude=node7'], in quotes."""
+    srun: list[str] = field(default_factory=list)
+    """More of srun's options, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
+    offline: bool = True
+    """Nothing is asked of the Hugging Face hub: compute nodes often have no network."""
+
+
+def wall_seconds(time: str) -> int | None:
+    """Seconds of SLURM's days-hours:minutes:seconds; None for what is no time with a unit.
+
+    Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` would be minutes to SLURM
+    and seconds to a reader: None.
+    """
+    match = TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is not None:
+        return 86400 * days + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    if second is None or third is None:
+        return None
+    return 3600 * (first or 0) + 60 * second + third
+
+
+def slurm_problems(config: Any) -> Iterator[str]:
+    """What is wrong with the `slurm` of a RunConfig."""
+    section: SlurmConfig = config.slurm
+    for key, least in (("nodes", 1), ("gpus", 0), ("cpus", 1), ("concurrent", 1)):
+        value = getattr(section, key)
+        if value is not None and value < least:
+            yield f"slurm.{key}={value}: must be {least} or more"
+    if section.max_requeues < 0:
+        yield f"slurm.max_requeues={section.max_requeues}: must be 0 or more"
+    yield from _time(section)
+    yield from _texts(section)
+    yield from _directives(section)
+
+
+def _time(section: SlurmConfig) -> Iterator[str]:
+    seconds = wall_seconds(section.time)
+    if seconds is None or seconds == 0:
+        # YAML reads 4:00:00 without quotes as the number 14400, which SLURM takes for minutes.
+        yield (
+            f"slurm.time={section.time}: write hours:minutes:seconds (04:00:00) or "
+            "days-hours:minutes:seconds (1-12:00:00), in YAML in quotes"
+        )
+    elif section.signal_s >= seconds:
+        yield (
+            f"slurm.signal_s={section.signal_s}: leaves nothing of slurm.time={section.time}, "
+            f"{seconds} seconds; lower it, or give more time"
+        )
+    if not 0 < section.signal_s <= LONGEST_SIGNAL_S:
+        yield f"slurm.signal_s={section.signal_s}: must be 1 to {LONGEST_SIGNAL_S}"
+
+
+def _texts(section: SlurmConfig) -> Iterator[str]:
+    """One word each, because they become a line of the script."""
+    for key in ("name", "partition", "account", "qos", "memory"):
+        value = getattr(section, key)
+        if value is not None and not re.fullmatch(r"[^\s%]+", value):
+            yield f"slurm.{key}={value!r}: must be one word"
+
+
+def _directives(section: SlurmConfig) -> Iterator[str]:
+    for key in ("directives", "srun"):
+        for text in getattr(section, key):
+            if not text.startswith("-") or "\n" in text:
+                yield f"slurm.{key}: {text!r}: must be an option, e.g. --exclude=node7"
+    for text in section.directives:
+        name = text.partition("=")[0].partition(" ")[0].lstrip("-")
+        if name in RENDERED:
+            yield f"slurm.directives: {text}: use slurm.{RENDERED[name]}=…, which writes it"
+        elif name in FIXED:
+            yield f"slurm.directives: {text}: submit writes --{name} itself; leave it out"
+
+
+def submission_problems(config: Any) -> Iterator[str]:
+    """What a job of these settings could not do."""
+    section: SlurmConfig = config.slurm
+    name = config.distributed.name
+    if name == "single":
+        for key, value in (("gpus", section.gpus), ("nodes", section.nodes)):
+            if value > 1:
+                yield (
+                    f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "
+                    f"distributed=fsdp2, or slurm.{key}=1"
+                )
+    elif not section.gpus and config.distributed.processes is None:
+        yield (
+            f"distributed={name}: how many processes on each node? add slurm.gpus=…, or without "
+            "GPUs distributed.processes=…"
+        )
+    elif section.gpus and config.distributed.processes not in (None, section.gpus):
+        yield (
+            f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
+            f"slurm.gpus={section.gpus}; leave it out, or make them equal"
+        )

@@ -1,0 +1,170 @@
+"""Tasks in pools by measured success: those that are sometimes solved are drawn more often.
+
+A group of rollouts that all succeed, or all fail, has no advantage, and teaches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from agenttrain.config.curriculum import CurriculumConfig
+from agenttrain.data.source import TaskSource
+from agenttrain.types import Rollout, Task
+
+Result = tuple[str, int, int]
+"""Of a group: the task's id, rollouts that succeeded, rollouts with a reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """What is known of a row that was drawn."""
+
+    rate: float | None
+    """Share of rollouts that succeed, newer groups weigh more; None: none was scored yet."""
+    step: int
+    """The last step that drew it."""
+
+
+class Curriculum:
+    """A TaskSource whose next tasks depend on how earlier ones went.
+
+    Which tasks a step draws is a function of (seed, state): every process that has learnt the
+    same draws the same, and so does a resumed run. Within a step no row is drawn twice unless it
+    draws more tasks than there are. Example::
+
+        curriculum = Curriculum(source, config, seed=0)
+        tasks = curriculum.tasks(0, 8)
+        curriculum.learn(8, [("shop-17", 3, 8), …])     # shop-17: 3 of 8 rollouts succeeded
+        curriculum.tasks(8, 8)                          # rather shop-17 again than one of 0 of 8
+    """
+
+    def __init__(self, source: TaskSource, config: CurriculumConfig, *, seed: int) -> None:
+        self._source, self._config, self._seed = source, config, seed
+        self._measures: dict[int, Measure] = {}
+        self._fresh = 0
+        """Rows drawn so far, in the source's own order."""
+        self._steps = 0
+        self._start = 0
+        """The data cursor at the beginning of this step."""
+        self._draw = self._rows()
+        self._drawn: list[int] = []
+        """The rows of this step, as far as somebody has asked."""
+
+    def tasks(self, start: int, count: int) -> list[Task]:
+        """`count` tasks from the `start`-th of the run on, which belong to the present step.
+
+        Raises ValueError for tasks of earlier steps.
+        """
+        return [self._source.row(row) for row in self._slots(start - self._start, count)]
+
+    def results(self, groups: Iterable[Sequence[Rollout]]) -> list[Result]:
+        """What a step's groups say of their tasks; groups without a reward say nothing."""
+        found = []
+        for group in groups:
+            rewards = [rollout.reward for rollout in group if rollout.reward is not None]
+            solved = sum(reward >= self._config.success - 1e-6 for reward in rewards)
+            if rewards:
+                found.append((group[0].task.task_id, solved, len(rewards)))
+        return found
+
+    def learn(self, cursor: int, results: Iterable[Result]) -> None:
+        """The step is over: it drew the tasks up to `cursor`, and these are all its results."""
+        solved, scored = Counter[str](), Counter[str]()
+        for name, successes, count in results:
+            solved[name] += successes
+            scored[name] += count
+        rows = dict.fromkeys(self._slots(0, cursor - self._start))
+        self._steps += 1
+        for row in rows:
+            name = self._source.row(row).task_id
+            new = solved[name] / scored[name] if scored[name] else None
+            self._fresh += row not in self._measures
+            old = self._measures.get(row)
+            self._measures[row] = Measure(
+                rate=self._mixed(new, None if old is None else old.rate), step=self._steps
+            )
+        self._begin(cursor)
+
+    def _mixed(self, new: float | None, old: float | None) -> float | None:
+        if new is None or old is None:
+            return old if new is None else new
+        return self._config.memory * old + (1 - self._config.memory) * new
+
+    def metrics(self) -> dict[str, float]:
+        """The sizes of the pools; `new`, rows that were never drawn, where rows have an end."""
+        pools = Counter(self._pool(measure) for measure in self._measures.values())
+        rates = [m.rate for m in self._measures.values() if m.rate is not None]
+        new = {"curriculum/new": float(len(self._source) - self._fresh)}
+        return {
+            **({} if self._source.endless else new),
+            **{f"curriculum/{pool}": float(pools[pool]) for pool in ("band", "easy", "hard")},
+            "curriculum/unmeasured": float(pools["unmeasured"]),
+            "curriculum/success": math.fsum(rates) / len(rates) if rates else math.nan,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What draws depend on; JSON."""
+        rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
+        return {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self._steps, self._fresh = state["steps"], state["fresh"]
+        self._measures = {row: Measure(rate=rate, step=step) for row, rate, step in state["rows"]}
+        self._begin(state["start"])
+
+    def _begin(self, cursor: int) -> None:
+        self._start, self._draw, self._drawn = cursor, self._rows(), []
+
+    def _slots(self, first: int, count: int) -> list[int]:
+        if first < 0:
+            raise ValueError(f"curriculum: task {self._start + first} belongs to an earlier step")
+        while len(self._drawn) < first + count:
+            self._drawn.append(next(self._draw))
+        return self._drawn[first : first + count]
+
+    def _rows(self) -> Iterator[int]:
+        """The rows of the present step, without end."""
+        rng = random.Random(f"{self._seed}-curriculum-{self._start}")
+        known = self._shuffled(rng)[::-1]
+        fresh, drawn = self._fresh, list[int]()
+        while known or fresh < len(self._source):
+            wants_new = rng.random() < self._config.explore
+            # One outside the band has its turn less often than a new one, too.
+            doubts = known and rng.random() >= self._weight(self._measures[known[-1]])
+            if fresh < len(self._source) and (wants_new or doubts or not known):
+                drawn.append(self._source.index(fresh))
+                fresh += 1
+            else:
+                drawn.append(known.pop())
+            yield drawn[-1]
+        yield from cycle(drawn)  # the step draws more tasks than there are
+
+    def _shuffled(self, rng: random.Random) -> list[int]:
+        """The rows drawn before, at random: the greater a row's weight, the earlier it tends to be.
+
+        Efraimidis and Spirakis 2006, https://doi.org/10.1016/j.ipl.2005.11.003 : by u^(1/weight),
+        here by its logarithm.
+        """
+        keys = {
+            row: math.log(1 - rng.random()) / self._weight(measure)
+            for row, measure in sorted(self._measures.items())
+        }
+        return sorted(keys, key=lambda row: -keys[row])
+
+    def _weight(self, measure: Measure) -> float:
+        stale = self._steps - measure.step >= self._config.revisit
+        return 1.0 if stale or self._pool(measure) == "band" else self._config.floor
+
+    def _pool(self, measure: Measure) -> str:
+        if measure.rate is None:
+            return "unmeasured"
+        if measure.rate < self._config.low:
+            return "hard"
+        return "easy" if measure.rate > self._config.high else "band"

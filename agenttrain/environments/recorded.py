@@ -1,0 +1,66 @@
+"""`RecordedKind`: an environment that says again what it said once, and keeps no world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.environments.instance import Instance
+from agenttrain.environments.kind import EnvironmentKind, Episode, Start
+from agenttrain.types import Message, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What the environment of one rollout said."""
+
+    messages: tuple[Message, ...]
+    """Of its reset."""
+    user: Sequence[str]
+    """Of its `user`, in order."""
+    reward: float | None
+    over: Callable[[], bool]
+    """Whether the episode is over by now."""
+
+
+class RecordedKind(EnvironmentKind):
+    """A declared environment, of which nothing is run; for one rollout."""
+
+    def __init__(self, kind: EnvironmentKind, said: Said) -> None:
+        super().__init__(kind.name, kind.cls, bound=kind.bound, settings=kind.settings)
+        self._said = said
+
+    async def start(self, start: Start) -> Episode:
+        """The recorded episode."""
+        return RecordedEpisode(self, self._said, start.rollout_id)
+
+
+class RecordedEpisode(Episode):
+    """An episode without an instance; its methods' replies are a recorded toolbox's."""
+
+    def __init__(self, kind: RecordedKind, said: Said, rollout_id: str) -> None:
+        super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
+        self.messages = said.messages
+        self._said = said
+        self._user: Iterator[str] = iter(said.user)
+
+    @property
+    def done(self) -> bool:
+        """Whether the environment had declared the episode over by now."""
+        return self._said.over()
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        """The record alone says so."""
+
+    async def user(self, message: Message) -> str | None:
+        """What the user said next; None: nothing more."""
+        return next(self._user, None)
+
+    async def reward(self, rollout: Rollout) -> Any:
+        """The recorded reward."""
+        return self._said.reward
+
+    async def finish(self, *, again: bool = True) -> None:
+        """Nothing was begun."""

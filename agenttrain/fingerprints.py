@@ -1,0 +1,234 @@
+"""What decides a run's future besides its settings: rows, template, tools, rewards, model.
+
+fingerprints.json in the run folder holds a digest of each thing, so that a resumed run can say what
+has changed since. What cannot change a run is in no digest: comments, other functions of a module,
+agenttrain's own code, which has a version.
+
+    {"data": {"rows of data.train": "93a1…", …}, "tools": {"schema of find": "07be…",
+     "code of tools.find": "5c0d…"}, …}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+from typing import Any, Protocol
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.model_path import model_folder
+from agenttrain.config.schema import RunConfig, RunPart
+from agenttrain.config.source_code import code_of
+from agenttrain.config.target import locate
+from agenttrain.data.source import TaskSource
+from agenttrain.rollout.environments import Environments
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.run_folder import write_atomically
+
+FILE = "fingerprints.json"
+ROWS = 20_000
+"""Rows of a dataset that are looked at, evenly spaced; the first ones of one without end."""
+ENDLESS_ROWS = 16
+BLOCKS, BLOCK_BYTES = 64, 2**16
+"""Of each file of weights, evenly spaced: whatever trains a model changes all of it."""
+OURS = "agenttrain."
+FILE_ARGUMENTS = ("path", "database")
+"""Of the bundled tools: files and folders that they read and never write."""
+CODE_ARGUMENTS = ("_target_", "connect")
+
+Fingerprints = dict[str, dict[str, str]]
+
+
+class Parts(Protocol):
+    """What a run is made of, before there are weights."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """With the template that the run uses."""
+        ...
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The run's tools."""
+        ...
+
+    @property
+    def environments(self) -> Environments:
+        """With their methods."""
+        ...
+
+    @property
+    def train_tasks(self) -> TaskSource:
+        """Of data.train."""
+        ...
+
+    @property
+    def test_tasks(self) -> TaskSource:
+        """Of data.test."""
+        ...
+
+
+def fingerprints(config: RunConfig, parts: Parts) -> Fingerprints:
+    """Of a run that is about to begin or to go on."""
+    toolboxes = [parts.toolbox, *parts.environments.toolboxes.values()]
+    schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
+    found = {
+        RunPart.data: {
+            "rows of data.train": _rows(parts.train_tasks),
+            "rows of data.test": _rows(parts.test_tasks),
+        },
+        RunPart.template: {"chat template": _digest(str(parts.tokenizer.chat_template))},
+        RunPart.tools: {
+            **{f"schema of {s['function']['name']}": _digest(_json(s)) for s in schemas},
+            **_code("tools", config.tools),
+            **_files(config.tools),
+        },
+        RunPart.environment: _code("environment", config.environment),
+        RunPart.reward: _code("reward", config.reward),
+        RunPart.model: {"tokenizer": _digest(_json(parts.tokenizer.get_vocab())), **_model(config)},
+    }
+    return {str(part): digests for part, digests in found.items()}
+
+
+def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart]) -> None:
+    """Compare with what the run in `folder` was before; `allowed` parts may have changed.
+
+    Raises ConfigError that names what has.
+    """
+    before = read(folder)
+    if before is None:
+        return
+    changed = {part: _changed(before[part], now[part]) for part in now if part in before}
+    refused = {part: names for part, names in changed.items() if names and part not in allowed}
+    if refused:
+        names = ", ".join(name for names in refused.values() for name in names)
+        keys = ",".join([*refused, *(part for part in allowed if part not in refused)])
+        raise ConfigError(
+            f"resume={quote(str(folder))}: not what the run learnt with until now: {names} changed."
+            " Put it back as it was; or go on with what it is now: add "
+            f"resume_changed=[{keys}]; or start a new run"
+        )
+    for part in allowed:
+        told = ", ".join(changed.get(part, ())) or "nothing of it"
+        print(f"resume_changed={part}: {told} changed", flush=True)
+
+
+def write(folder: Path, now: Fingerprints) -> None:
+    """Keep what the run is from now on."""
+    write_atomically(folder / FILE, json.dumps(now, indent=1) + "\n")
+
+
+def read(folder: Path) -> Fingerprints | None:
+    """What the run was; None, with a warning, where that cannot be read."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        found: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(digests, dict) for digests in found.values()):
+            raise ValueError("not a digest by name for each part")
+    except (ValueError, AttributeError) as error:
+        told = f"it is not known whether data, template or tools changed: {error}"
+        print(f"warning: {path}: not readable, {told}", file=sys.stderr)
+        return None
+    return found
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    names = dict.fromkeys([*before, *now])
+    return [name for name in names if before.get(name) != now.get(name)]
+
+
+def _rows(source: TaskSource) -> str:
+    """Of the number of rows and their content, in their order."""
+    total = len(source)
+    endless = total == sys.maxsize
+    count = ENDLESS_ROWS if endless else min(total, ROWS)
+    picked = range(count) if endless else (i * total // count for i in range(count))
+    return _hashed([str(total), *(_json(asdict(source.row(index))) for index in picked)])
+
+
+def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
+    """Of the user's own functions and classes."""
+    found = {}
+    for name, section in sections.items():
+        for argument in CODE_ARGUMENTS:
+            path = section.get(argument) if isinstance(section, Mapping) else None
+            if not isinstance(path, str) or path.startswith(OURS):
+                continue
+            where = f"{key}.{name}" if argument == "_target_" else f"{key}.{name}.{argument}"
+            code = code_of(locate(path, key=where))
+            if code is not None:
+                found[f"code of {where}"] = _digest(code)
+    return found
+
+
+def _files(sections: Mapping[str, Any]) -> dict[str, str]:
+    """Of the files that bundled tools read."""
+    found = {}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):
+            continue
+        for argument in FILE_ARGUMENTS:
+            if section.get(argument) is not None:
+                found[f"tools.{name}.{argument}"] = _tree(Path(section[argument]).expanduser())
+    return found
+
+
+def _tree(path: Path) -> str:
+    """Of a file, or of the names and contents of all files in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    texts = []
+    for file in files:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        texts.append(f"{file.relative_to(path).as_posix()} {digest}")
+    return _hashed(texts)
+
+
+def _model(config: RunConfig) -> dict[str, str]:
+    """Of the first weights, where a resumed run still reads them: the reference of the KL penalty,
+    the model under adapters."""
+    if not (config.algorithm.beta or config.model.lora.rank):
+        return {}
+    files = sorted(model_folder(config.model.path).glob("*.safetensors"))
+    return {"weights of model.path": _hashed(_blocks(file) for file in files)} if files else {}
+
+
+def _blocks(file: Path) -> str:
+    """Of the size and of blocks of a file that may have many gigabytes."""
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        for number in range(BLOCKS):
+            opened.seek(number * max(size - BLOCK_BYTES, 0) // BLOCKS)
+            found.update(opened.read(BLOCK_BYTES))
+    return found.hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know; never an address in memory, which differs in every process."""
+    for name in ("isoformat", "tolist", "hex"):
+        method: Callable[[], Any] | None = getattr(value, name, None)
+        if callable(method):
+            return method()
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _hashed(texts: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return found.hexdigest()

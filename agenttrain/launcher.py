@@ -1,0 +1,189 @@
+"""A run in several processes: one worker per device, on one node or several.
+
+The launcher composes and checks; from then on it only watches, passes signals on, and tells which
+worker was the first to go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shlex import quote
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    SignalException,
+)
+
+from agenttrain.config.command import resuming
+from agenttrain.config.compose import Composed
+from agenttrain.config.distributed import DistributedConfig
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
+from agenttrain.exchange import EXCHANGE, Order, read_crash, write_order
+from agenttrain.meeting import NotMet, meet
+from agenttrain.processes import QUIET, node_rank, resolve
+from agenttrain.tracking.run_folder import read_summary, update_summary
+from agenttrain.workers import PASSED_ON, Ended, Workers
+
+ELASTIC = (signal.SIGHUP, signal.SIGQUIT)
+"""What elastic's agent handles by itself: it stops."""
+UNFINISHED = ("running", "interrupted", "failed", None)
+"""What summary.json may say of a run that a process did not survive."""
+WHY = {
+    FAILED: "failed",
+    REFUSED: "refused to start",
+    STALLED: "was ended by the watchdog (stall-{rank}.txt says where it stood)",
+}
+
+
+def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
+    """Run `verb` in as many processes as the settings say; the exit code.
+
+    Raises ConfigError where this machine cannot run as many.
+    """
+    section = composed.config.distributed
+    processes, node = resolve(section), node_rank(section)
+    order = Order.of(composed, folder, verb, sweep=sweep)
+    with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
+        exchange = Path(name)
+        write_order(exchange, order)
+        try:
+            with _environment(section, processes, exchange):
+                workers = _workers(section, processes, node, exchange)
+                _watch(workers)
+        except (NotMet, DistNetworkError, DistStoreError) as error:
+            print(f"agenttrain: {error}", file=sys.stderr)
+            return FAILED
+        return _verdict(workers, exchange, order, first_node=node == 0)
+
+
+@contextmanager
+def _environment(section: DistributedConfig, processes: int, exchange: Path) -> Iterator[None]:
+    """What the workers inherit."""
+    share = max(len(os.sched_getaffinity(0)) // processes, 1)
+    wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
+    if section.nodes == 1:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name may lead nowhere
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    added[EXCHANGE] = str(exchange)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _workers(section: DistributedConfig, processes: int, node: int, exchange: Path) -> Workers:
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=processes,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "agenttrain.worker"),
+        rdzv_handler=meet(section, node),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    return Workers(
+        lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
+        spec=spec,
+        logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
+    )
+
+
+def _watch(workers: Workers) -> None:
+    """Until all have ended; the signals of this process are theirs meanwhile."""
+    logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)  # we tell it
+    kept = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
+    try:
+        for number in PASSED_ON:
+            with suppress(ValueError):
+                signal.signal(number, workers.pass_on)
+        workers.run()
+    except SignalException as error:
+        workers.asked.append(error.sigval)
+    finally:
+        for number, handler in kept.items():
+            with suppress(ValueError):
+                signal.signal(number, handler)
+
+
+def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool) -> int:
+    """The exit code of it all; what the first rank could not tell is told, and recorded."""
+    first, folder = _cause(workers, exchange), Path(order.folder)
+    if first is None and workers.far is None:
+        code = _as_asked(workers)
+        if first_node and code in (INTERRUPTED, TERMINATED):
+            _record(folder, {"running": "interrupted"})
+        return code
+    if first is None:
+        told = str(workers.far)
+    else:
+        crash = read_crash(exchange, first.rank)
+        if first.code == REFUSED and crash:
+            raise ConfigError(crash["error"])
+        for line in crash.get("trace", "").splitlines():
+            print(f"rank {first.rank}: {line}", file=sys.stderr)
+        told = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
+    for rank in workers.silent:
+        told += f"; rank {rank} (process {workers.ended[rank].pid}) did not answer and was killed"
+    if first is None or first.rank != 0 or first.code < 0 or workers.silent:
+        again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
+        remedy = "" if order.verb == "eval" else f". To go on: {again}"
+        print(f"agenttrain: {told}; the other processes were stopped{remedy}", file=sys.stderr)
+        if first_node:
+            _record(folder, dict.fromkeys(UNFINISHED, "failed"), told)
+    return first.code if first is not None and first.code > 0 else FAILED
+
+
+def _cause(workers: Workers, exchange: Path) -> Ended | None:
+    """The worker that ended the run: of several that went together, the one that went first."""
+
+    def when(ended: Ended) -> tuple[bool, float]:
+        return ended.code >= 0, read_crash(exchange, ended.rank).get("time", time.time())
+
+    return min(workers.early, key=when, default=None)
+
+
+def _as_asked(workers: Workers) -> int:
+    """The exit code of workers that ended because they were done, or were told to."""
+    lowest = min(workers.ended, default=None)
+    code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
+    if code in (INTERRUPTED, TERMINATED) or code < 0:
+        return INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
+    return code
+
+
+def _named(ended: Ended) -> str:
+    return f"rank {ended.rank} (process {ended.pid} on {socket.gethostname()})"
+
+
+def _how(ended: Ended, folder: Path | None = None, error: str | None = None) -> str:
+    if ended.code < 0:
+        how = f"was killed by {signal.Signals(-ended.code).name}"
+    else:
+        how = WHY.get(ended.code, f"ended with exit code {ended.code}").format(rank=ended.rank)
+    how += f": {error}" if error else ""
+    if folder is not None and ended.rank != 0:
+        how += f" (its log: {folder / 'logs' / f'rank-{ended.rank}.log'})"
+    return how
+
+
+def _record(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
+    """Change the status that the first rank left, where it had not the time to."""
+    status = read_summary(folder).get("status")
+    if status in statuses:
+        with suppress(OSError):
+            update_summary(folder, status=statuses[status], error=error)

@@ -1,0 +1,164 @@
+"""SIGTERM and SIGUSR1: stop at the next point from which the run can go on.
+
+Schedulers send them some time before they kill. While nothing would be lost (imports, the model is
+being loaded) the first one interrupts at once, as Ctrl-C does. Within `deferred` it is noted:
+`cut_short` ends what is to be done again anyway, everything else is finished first, and `check`
+stands where the run can stop. A second SIGTERM interrupts at once, wherever the run is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from agenttrain.types import AgenttrainError
+
+HEARD = (signal.SIGTERM, signal.SIGUSR1)
+NOTED = "{}: the run stops at the next safe point, with a checkpoint; SIGTERM again: at once\n"
+
+Result = TypeVar("Result")
+
+
+class Preempted(AgenttrainError):
+    """The run was told to stop, and stands where it can go on."""
+
+
+def _alone(told: bool) -> bool:
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[Result]):
+    value: Result
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether this process was told to stop, and by which signal."""
+
+    name: str | None = None
+    """Of the first signal, e.g. ``"SIGTERM"``; None: there was none."""
+    insisted: bool = False
+    """Whether there was a second SIGTERM."""
+    at_once: bool = False
+    """Whether the first one found nothing to save, and interrupted."""
+    agree: Callable[[bool], bool] = _alone
+    """Whether any process of the run was told to, given whether this one was; with several of them
+    all have to ask at the same points: ``lambda told: world.max(float(told), "a signal") > 0``."""
+    _terms: int = 0
+    _deferred: bool = False
+    _cancel: Callable[[], None] | None = field(default=None, repr=False)
+
+    def arrive(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal's handler. Raises KeyboardInterrupt, or has asyncio cancel its main task, where
+        the run is to end at once."""
+        first = self.name is None
+        self.name = self.name or signal.Signals(number).name
+        self._terms += number == signal.SIGTERM
+        if number == signal.SIGTERM and self._terms > 1:
+            self.insisted = True
+            raise KeyboardInterrupt
+        if not first:
+            return
+        if not self._deferred:
+            self.at_once = True
+            _interrupt()
+            return
+        os.write(2, NOTED.format(self.name).encode())  # a handler may not enter sys.stderr's lock
+        if self._cancel is not None:
+            self._cancel()
+
+    @contextmanager
+    def deferred(self, save: Callable[[], object]) -> Iterator[None]:
+        """Within, the first signal is noted and changes nothing by itself; Preempted passes after
+        `save` was called."""
+        self._deferred = True
+        try:
+            yield
+        except Preempted:
+            save()
+            raise
+        finally:
+            self._deferred = False
+
+    async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """What `work` gives, which a signal cancels. Raises Preempted as `check`, at its end.
+
+        `work` is this process's alone: it waits for no other process.
+        """
+        try:
+            done = await self._unless_told(work)
+        except Exception:
+            self.check()  # every process asks, however its work ended
+            raise
+        self.check()
+        assert done is not None, "what was cut short had a signal"
+        return done.value
+
+    async def _unless_told(self, work: Coroutine[Any, Any, Result]) -> _Done[Result] | None:
+        """What `work` gave; None where a signal came before its end."""
+        if self.name is not None:
+            work.close()
+            return None
+        task = asyncio.create_task(work)
+        loop = asyncio.get_running_loop()
+
+        def cancel() -> None:
+            loop.call_soon_threadsafe(task.cancel)
+
+        self._cancel = cancel
+        try:
+            return _Done(await task)
+        except asyncio.CancelledError:
+            outer = asyncio.current_task()
+            if self.name is None or (outer is not None and outer.cancelling()):
+                raise
+        except Exception:
+            # Who signals a whole process group ends the processes of tools and engines too.
+            if self.name is None:
+                raise
+        finally:
+            self._cancel = None
+        return None
+
+    def check(self) -> None:
+        """Raise Preempted where any process of the run was told to stop."""
+        if self.agree(self.name is not None):
+            raise Preempted(self.name or "a signal to another process of the run")
+
+
+def _interrupt() -> None:
+    """What Ctrl-C does. While asyncio runs this is its handler, which cancels the main task in good
+    order; a process that a shell put into the background inherits that SIGINT is ignored."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
+
+
+_heard_by: StopRequest | None = None
+
+
+@contextmanager
+def listening() -> Iterator[StopRequest]:
+    """Within, SIGTERM and SIGUSR1 are heard by the request that this gives; the outermost counts.
+
+    Signals are the main thread's: elsewhere nothing is heard.
+    """
+    global _heard_by
+    if _heard_by is not None or current_thread() is not main_thread():
+        yield _heard_by or StopRequest()
+        return
+    _heard_by = request = StopRequest()
+    before = {number: signal.signal(number, request.arrive) for number in HEARD}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _heard_by = None

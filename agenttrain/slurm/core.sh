@@ -1,0 +1,35 @@
+# From here on as `agenttrain submit` writes it.
+# Before the end of the wall time, and at a preemption, the run is told by a signal to save what it
+# did; it then ends with 75, and the job goes back into the queue and goes on in the same folder.
+export PYTHONUNBUFFERED=1 SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+nodes=()
+if [ "$SLURM_NNODES" -gt 1 ]; then
+  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  port=$((20000 + SLURM_JOB_ID % 20000))
+  nodes=("distributed.nodes=$SLURM_NNODES" "distributed.rendezvous=$first:$port")
+fi
+
+# USR1 for both: srun passes it on to every node, and would answer TERM by killing them.
+run= told=
+trap 'told=1; kill -s USR1 "$run" 2> /dev/null' USR1 TERM
+# A node that fails or is done leaves the others some minutes to save; then they are ended.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 "${srun[@]}" \
+  python3 -m agenttrain.cli "${arguments[@]}" "${nodes[@]}" &
+run=$!
+# A signal ends `wait`, with a code of its own: the run's is that of a wait without one.
+while told=; wait "$run"; code=$?; [ -n "$told" ]; do :; done
+
+# 138, 143: a signal that came before the run could listen, or that it had no time to obey.
+case "$code" in 75 | 138 | 143) ;; *) exit "$code" ;; esac
+trap '' USR1 TERM
+# An array's own number would put all of its jobs back. A job that is not running any more has been
+# cancelled, or SLURM has put it back itself.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+state=$(squeue --noheader --jobs="$job" --format=%T)
+if [ "$state" = RUNNING ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
+  trap - TERM
+  scontrol requeue "$job" && sleep 3600 # until SLURM ends this script
+fi
+echo "not done, and not put back into the queue; to go on submit this script again"
+exit "$code"

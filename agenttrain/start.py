@@ -1,0 +1,61 @@
+"""A checked command becomes a process that runs it, several of them, or a share of some that are
+there. What is heavy is imported last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from agenttrain.config.compose import Composed
+from agenttrain.config.distributed import DistributedName
+from agenttrain.config.exit_codes import FAILED
+from agenttrain.exchange import Order, stop_code
+from agenttrain.processes import QUIET, adopt, is_first, started_by_others
+from agenttrain.signals import listening
+
+
+def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
+    """Run `verb` in its folder; the exit code. Raises ConfigError."""
+    single = composed.config.distributed.name is DistributedName.single
+    if not single and not started_by_others():
+        from agenttrain.launcher import run_workers
+
+        return run_workers(composed, folder, verb, sweep=sweep)
+    with listening() as stop:
+        try:
+            return _do(composed, folder, verb, sweep=sweep)
+        except KeyboardInterrupt:
+            return stop_code(stop, verb)
+
+
+def _do(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
+    config, plain = composed.config, composed.plain
+    if started_by_others():
+        from agenttrain.ranks import lead
+
+        adopt(composed, ())
+        return lead(Order.of(composed, folder, verb, sweep=sweep))
+    if verb == "sft":
+        from agenttrain.launch_sft import launch_sft
+
+        return launch_sft(config, plain, folder, sweep=sweep)
+    from agenttrain.launch import launch
+
+    return launch(config, plain, folder, verb, sweep=sweep)
+
+
+def as_rank(command: Callable[[], int]) -> int:
+    """One of the processes that torchrun started: the first does the command, and has the others do
+    their share where it runs something; the exit code."""
+    os.environ.update(QUIET)
+    from agenttrain.ranks import dismiss, follow
+
+    if not is_first():
+        return follow()
+    code = FAILED
+    try:
+        code = command()
+    finally:
+        dismiss(code)
+    return code

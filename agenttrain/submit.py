@@ -1,0 +1,266 @@
+"""`agenttrain submit`: a run, or a sweep, as a job of SLURM's.
+
+All that can be wrong is told here, on the machine where the command is typed: settings, template,
+tools and data first, then what SLURM itself says of the script. The run's folder is named now, so
+that a job that goes back into the queue goes on in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from agenttrain.cli_sweep import new_sweep
+from agenttrain.config.command import RUN_DIR, Command, parse
+from agenttrain.config.compose import Composed, compose_run, hydra_session
+from agenttrain.config.distributed import process_problems
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.folders import job_name, run_folder
+from agenttrain.config.schema import RunConfig
+from agenttrain.config.slurm import SlurmConfig, slurm_problems, submission_problems
+from agenttrain.config.sweep import expand
+from agenttrain.slurm import sbatch
+from agenttrain.slurm.script import NAME, OFFLINE, JobScript, render
+from agenttrain.slurm.shared import unshared
+from agenttrain.sweep.record import RECORD, SweepRecord, quoted, write_record
+
+VERBS = ("train", "sft")
+"""What can be submitted: verbs that go on where they have got to."""
+OPTIONS = ("--dry-run", "--no-check")
+NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
+CONFIG = "config.yaml"
+"""Of a run that has begun."""
+ANY_ENDPOINT = "first-node:29500"
+"""Stands for the rendezvous while settings are checked; the job knows its nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What was typed, taken apart."""
+
+    command: Command
+    """The run's."""
+    slurm: list[str]
+    """The overrides that are about the job."""
+    dry: bool
+    check: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be submitted."""
+
+    settings: SlurmConfig
+    runs: list[Composed]
+    script: JobScript
+    record: SweepRecord | None
+    """None: one run, no sweep."""
+    saved: bool
+    """Whether the run is there already."""
+
+
+def submit(
+    arguments: Sequence[str],
+    compose_all: Callable[[Command], list[Composed]],
+    certify: Callable[[Sequence[Composed]], bool],
+) -> int:
+    """Submit what the arguments ask for; 1 where a chat template is refused. Raises ConfigError."""
+    typed = _taken_apart(arguments)
+    if not typed.dry and not sbatch.present():
+        raise ConfigError(sbatch.ABSENT)
+    with hydra_session(typed.command.source):
+        plan = _planned(typed, compose_all)
+    _refuse_taken(plan)
+    text = render(plan.script, plan.settings)
+    # A dry run's output is the script and nothing else: it can be kept in a file.
+    with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
+        if typed.check and not certify(plan.runs):
+            return 1
+    for note in unshared(plan.script, [run.config for run in plan.runs]):
+        print(f"note: {note}", file=sys.stderr)
+    _show(text)
+    told = (
+        sbatch.lint(text) if sbatch.present() else "there is no sbatch here, which would check it"
+    )
+    print(told, file=sys.stderr)
+    if not typed.dry:
+        _write(plan, text)
+        _tell(plan, sbatch.submit(plan.script.path))
+    return 0
+
+
+def _taken_apart(arguments: Sequence[str]) -> Submission:
+    mine = [text for text in arguments if _section(text) == "slurm"]
+    rest = [text for text in arguments if text not in mine and text not in OPTIONS]
+    command = parse(rest)
+    if command.verb not in VERBS:
+        raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
+    if command.shows is not None:
+        raise ConfigError("submit: prints no settings; agenttrain check and --cfg job do")
+    if command.auto:
+        raise ConfigError(
+            "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
+        )
+    for text in command.overrides:
+        key = text.lstrip("+").partition("=")[0]
+        if key in NODES:
+            raise ConfigError(f"{text}: the job sets it; give slurm.nodes=…")
+        if key.startswith(("hydra/launcher", "hydra.launcher")):
+            raise ConfigError(f"{text}: a sweep is submitted as one array of jobs; leave it out")
+    return Submission(
+        command=command,
+        slurm=mine,
+        dry="--dry-run" in arguments,
+        check="--no-check" not in arguments,
+    )
+
+
+def _section(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> Plan:
+    """Needs a `hydra_session`. Raises ConfigError."""
+    command, source = typed.command, typed.command.source
+    if command.saved is not None:
+        settings = compose_run(typed.slurm, source).config.slurm
+        runs = compose_all(command)
+        _refuse(command.verb, runs[0].config, settings)
+        script = _going_on(command, command.saved.absolute(), job_name([], source))
+        return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
+    combination = _first_of(command)
+    first = compose_run([*combination, *typed.slurm], source).config
+    _refuse(command.verb, first, first.slurm)
+    command = replace(command, overrides=[*command.overrides, *_processes(first)])
+    nodes = first.slurm.nodes
+    meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
+    checked = [*command.overrides, *(meeting if nodes > 1 else ())]
+    runs = compose_all(replace(command, overrides=checked))
+    name = job_name(combination, source)
+    if command.sweep:
+        folder, record, listed = new_sweep(command, runs)
+        if not listed:
+            raise ConfigError(
+                "submit -m: the runs of an array are known when it is submitted, and this "
+                "hydra/sweeper chooses them as it goes; leave it out"
+            )
+        folder = folder.absolute()
+        started = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
+        script = _script(folder, name, started, array=True)
+        return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
+    folder = run_folder(command.overrides, source)
+    words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
+    started = [[command.verb, *command.options, *words, *place]]
+    script = _script(folder, name, started, array=False)
+    return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
+
+
+def _first_of(command: Command) -> list[str]:
+    """The overrides of the run, or of the first of a sweep; raises ConfigError."""
+    if not command.sweep:
+        return command.overrides
+    combinations = expand(command.overrides, command.source)
+    for text in command.overrides:
+        if _section(text) == "distributed" and any(text not in run for run in combinations):
+            raise ConfigError(f"{text}: all jobs of an array have the same processes")
+    return combinations[0]
+
+
+def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
+    config = replace(config, slurm=settings)
+    checks = (slurm_problems(config), submission_problems(config), process_problems(verb, config))
+    if found := [problem for check in checks for problem in check]:
+        raise ConfigError("\n".join(found))
+
+
+def _processes(config: RunConfig) -> list[str]:
+    """One process per GPU, which this machine may not have, unless it was said."""
+    wanted = config.slurm.gpus if config.distributed.name != "single" else 0
+    if not wanted or config.distributed.processes is not None:
+        return []
+    return [f"distributed.processes={wanted}"]
+
+
+def _going_on(command: Command, folder: Path, name: str) -> JobScript:
+    started = [command.verb, *command.options, f"resume={folder}", *command.overrides]
+    return _script(folder, name, [started], array=False)
+
+
+def _script(folder: Path, name: str, started: Sequence[Sequence[str]], *, array: bool) -> JobScript:
+    return JobScript(
+        name=name,
+        folder=folder,
+        workdir=Path.cwd(),
+        jobs=started,
+        array=array,
+        python=Path(sys.executable),
+    )
+
+
+@contextmanager
+def _offline(wanted: bool) -> Iterator[None]:
+    """As on the compute nodes: a data set that is not in the cache is missed now."""
+    before = {name: os.environ.get(name) for name in OFFLINE}
+    if wanted:
+        os.environ.update(dict.fromkeys(OFFLINE, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _show(text: str) -> None:
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(text, "bash", background_color="default", word_wrap=True))
+    else:
+        print(text, end="", flush=True)
+
+
+def _refuse_taken(plan: Plan) -> None:
+    """Raise ConfigError where another run or job is."""
+    folder = plan.script.folder
+    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
+
+
+def _write(plan: Plan, text: str) -> None:
+    """The script, and a sweep's record, where no run is yet."""
+    script = plan.script
+    script.folder.mkdir(parents=True, exist_ok=True)
+    if plan.record is not None:
+        write_record(script.folder, plan.record)
+        for job in plan.record.jobs:
+            (script.folder / job.folder).mkdir(parents=True, exist_ok=True)
+    script.path.write_text(text, encoding="utf-8")
+
+
+def _tell(plan: Plan, number: str) -> None:
+    folder, array = plan.script.folder, plan.script.array
+    log = plan.script.log.name.replace("%j", number).replace("%A_%a", f"{number}_<job>")
+    count = f", {len(plan.script.jobs)} jobs in an array" if array else ""
+    lines = {
+        "submitted": f"{number}{count}",
+        "folder": f"{folder}",
+        "log": f"tail -F {quote(f'{folder}/{log}')}",
+        "watch": f"squeue --job {number}",
+        "cancel": f"scancel {number}" + (f", one job: scancel {number}_<job>" if array else ""),
+        "go on": f"sbatch {'--array=<job> ' if array else ''}{quote(str(plan.script.path))}",
+    }
+    print("\n".join(f"{name:<11}{text}" for name, text in lines.items()), flush=True)

@@ -1,0 +1,104 @@
+"""`agenttrain compare <sweep folder>`: what a sweep found, and what of it is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.sweep import plot
+from agenttrain.sweep.record import SweepRecord, read_record, shown
+from agenttrain.sweep.status import FINISHED, RUNNING, Standing
+from agenttrain.sweep.table import Comparison, as_json, compared, markdown, print_table
+from agenttrain.tracking.json_lines import finite
+
+USAGE = (
+    "compare: give a sweep's folder, compare <sweep folder> [metric …] [--plot FILE] [--json] "
+    "[--markdown]"
+)
+OPTIONS = ("--plot", "--json", "--markdown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """What was typed."""
+
+    sweep: Path
+    metrics: list[str]
+    plot: Path | None
+    form: str | None
+    """`--json` or `--markdown`; None: a table for a terminal."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print the sweep's table; exit code 0. Raises ConfigError."""
+    typed = parse(arguments)
+    record = read_record(typed.sweep)
+    found = compared(typed.sweep, record, typed.metrics)
+    unfinished = any(job.unfinished for job in found.jobs)
+    resume = shown(["-m", f"resume={typed.sweep}"]) if unfinished else None
+    if typed.form == "--json":
+        print(json.dumps(finite(as_json(found, resume)), indent=1))
+    elif typed.form == "--markdown":
+        print(markdown(found))
+    else:
+        print_table(found)
+        _print_missing(found, record, resume)
+    if typed.plot is not None:
+        plot.write(found, typed.plot)
+        if typed.form is None:
+            print(f"plot       {typed.plot}")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Typed:
+    """The words behind `compare`; raises ConfigError."""
+    words, plots, forms = list[str](), list[Path](), list[str]()
+    left = iter(arguments)
+    for text in left:
+        option, equals, value = text.partition("=")
+        if option == "--plot":
+            value = value if equals else next(left, "")
+            if not value:
+                raise ConfigError(f"--plot: where to? {USAGE}")
+            plots.append(Path(value))
+        elif text in OPTIONS:
+            forms.append(text)
+        elif text.startswith("-"):
+            raise ConfigError(f"{text}: no such option{did_you_mean(text, OPTIONS)}; {USAGE}")
+        else:
+            words.append(text)
+    if not words or len(forms) > 1 or len(plots) > 1:
+        raise ConfigError(USAGE)
+    for path in plots:
+        plot.kind(path)
+    return Typed(
+        sweep=Path(words[0]),
+        metrics=words[1:],
+        plot=plots[0] if plots else None,
+        form=forms[0] if forms else None,
+    )
+
+
+def _print_missing(found: Comparison, record: SweepRecord, resume: str | None) -> None:
+    """Every job that is not finished, why, and what goes on with it."""
+    for job in found.jobs:
+        if job.status == FINISHED:
+            continue
+        why = f": {job.error}" if job.error else ""
+        print(f"{job.folder}  {job.status}{why}")
+        if job.status != RUNNING:
+            print(f"    {shown(alone(found.sweep, record, job))}")
+    if resume is not None:
+        print(f"all of them, one after the other: {resume}")
+
+
+def alone(sweep: Path, record: SweepRecord, found: Standing) -> list[str]:
+    """What runs one unfinished job, behind `agenttrain`."""
+    if (found.folder / "config.yaml").exists() and record.verb != "eval":
+        verb = [] if record.verb == "train" else [record.verb]
+        return [*verb, *record.options, f"resume={found.folder}"]
+    return record.arguments(sweep, found.job)

@@ -1,0 +1,146 @@
+"""A sweep as a picture: learning curves and results, by configuration; matplotlib draws."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.sweep.record import named
+from agenttrain.sweep.results import curves
+from agenttrain.sweep.table import Comparison, Configuration, rows
+
+KINDS = ("png", "svg", "pdf", "html")
+CURVES = ("reward", "loss")
+"""The learning curve where no named metric has one: reinforcement learning's, then sft's."""
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999"),
+)
+"""Told apart by colour-blind readers too (Okabe and Ito)."""
+WINDOW = 20
+"""A curve is averaged over a WINDOW-th of its steps: a step's figure is noisy."""
+PER_LEGEND_LINE = 0.22
+"""Inches."""
+
+Rows = Sequence[Mapping[str, Any]]
+"""Of a run's metrics.jsonl."""
+
+
+def kind(path: Path) -> str:
+    """The format that a file's name asks for; raises ConfigError for another."""
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in KINDS:
+        raise ConfigError(f"--plot {path}: give a name that ends in .{', .'.join(KINDS)}")
+    return suffix
+
+
+def write(comparison: Comparison, path: Path) -> None:
+    """Write the picture; `.html` holds it and the table. Raises ConfigError without matplotlib."""
+    wanted = kind(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'"
+        ) from error
+    figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
+    figure.set_layout_engine("constrained")
+    _draw(comparison, figure)
+    if wanted != "html":
+        figure.savefig(path, format=wanted)
+        return
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    path.write_text(_page(comparison, drawn.getvalue()), encoding="utf-8")
+
+
+def _draw(comparison: Comparison, figure: Any) -> None:
+    found = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
+    there = {name for runs in found for run in runs for row in run for name in row}
+    curve = next((name for name in (*comparison.metrics, *CURVES) if name in there), None)
+    axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
+    if curve:
+        _draw_curves(axes[0], curve, found)
+    if comparison.metrics:
+        _draw_results(axes[-1], comparison.metrics[0], comparison)
+    lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(found))]
+    labels = [label(one) for one in comparison.configurations]
+    figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
+    figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
+
+
+def _draw_curves(axes: Any, name: str, found: Sequence[Sequence[Rows]]) -> None:
+    """One line per configuration, its seeds' mean, in a band from the lowest to the highest."""
+    longest = max(len(run) for runs in found for run in runs)
+    window = max(1, longest // WINDOW)
+    for number, runs in enumerate(found):
+        smooth = [smoothed(run, name, window) for run in runs]
+        steps = sorted({step for run in smooth for step in run})
+        values = [[run[step] for run in smooth if step in run] for step in steps]
+        axes.plot(steps, [sum(v) / len(v) for v in values], color=colour(number))
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(steps, low, high, color=colour(number), alpha=0.2, linewidth=0)
+    over = f", mean of {window} steps" if window > 1 else ""
+    axes.set(xlabel="step", ylabel=name + over, title="line: mean of the seeds, band: their range")
+    _plain(axes)
+
+
+def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
+    """A dot per seed and a line at their mean."""
+    result = {job.folder: r for job, r in zip(comparison.jobs, comparison.results, strict=True)}
+    for number, one in enumerate(comparison.configurations):
+        values = [v for job in one.jobs if (v := result[job.folder].get(name)) is not None]
+        axes.scatter([number] * len(values), values, color=colour(number), zorder=3)
+        if values:
+            mean = sum(values) / len(values)
+            axes.hlines(mean, number - 0.3, number + 0.3, color=colour(number))
+    axes.set(ylabel=name, title="dot: one seed, line: mean", xticks=[])
+    axes.set_xlim(-0.6, len(comparison.configurations) - 0.4)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.title.set_fontsize(9)
+
+
+def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
+    """Step -> mean of the figure over the last `window` rows that have it.
+
+    Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
+    """
+    there = [(row["step"], row[name]) for row in run if row.get(name) is not None]
+    return {
+        step: sum(value for _, value in there[max(0, at + 1 - window) : at + 1])
+        / min(window, at + 1)
+        for at, (step, _) in enumerate(there)
+    }
+
+
+def colour(number: int) -> str:
+    """Of a configuration; they repeat beyond eight."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def label(one: Configuration) -> str:
+    """A configuration in the legend."""
+    return named(one.chosen) or "all jobs"
+
+
+def _page(comparison: Comparison, svg: str) -> str:
+    head, body = rows(comparison)
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
+    title = html.escape(str(comparison.sweep))
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
+        "<style>body{font:14px sans-serif}td,th{padding:4px 12px;text-align:left}</style>"
+        f"{svg[svg.index('<svg') :]}<table><tr>"
+        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        + "</tr>"
+        + "".join(f"<tr>{row}</tr>" for row in cells)
+        + "</table>"
+    )

@@ -1,0 +1,146 @@
+"""A sweep's folder: its record `sweep.json`, which stands before the first job, and its jobs.
+
+    outputs/shop/sweep_2026-11-21_19-40-00/
+        sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [],
+                         "shared": ["steps=6", "hydra/launcher=joblib"], "jobs": [
+                          {"folder": "0", "overrides": ["algorithm=grpo", "seed=0", "steps=6"]},
+                          {"folder": "1", "overrides": ["algorithm=grpo", "seed=1", "steps=6"]}]}
+        0/ 1/           run folders, as `agenttrain <overrides> hydra.run.dir=<sweep>/0` makes them
+        trackio/        the dashboard's database, which the jobs share
+
+A job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
+SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from agenttrain.config.errors import ConfigError
+from agenttrain.tracking.run_folder import write_atomically
+
+RECORD = "sweep.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """One job of a sweep."""
+
+    folder: str
+    """Its name in the sweep's folder."""
+    overrides: list[str]
+    """All that was chosen, e.g. ["algorithm=grpo", "seed=0", "steps=6"]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRecord:
+    """What sweep.json holds."""
+
+    verb: str
+    """Of every job: `train`, `sft` or `eval`."""
+    objective: str | None = None
+    """`sweep.objective`."""
+    options: list[str] = field(default_factory=list)
+    """Of the command line, for every job, e.g. ["--config-dir", "/home/me/conf"]."""
+    shared: list[str] = field(default_factory=list)
+    """What was typed and does not vary, with Hydra's own settings: how jobs are launched."""
+    jobs: list[SweepJob] = field(default_factory=list)
+    """In their order; a sweeper that chooses as it goes adds them one by one."""
+
+    def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
+        """What starts a job that has no run yet, behind `agenttrain`."""
+        folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
+        return [self.verb, *self.options, *job.overrides, *extra, folder]
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of an override.
+
+    Example: ``Path("a=b/sweep")`` -> ``'a=b/sweep'``, with the quotes.
+    """
+    text = str(path)
+    plain = all(letter.isalnum() or letter in "/_-.:" for letter in text)
+    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """Arguments as a command that a shell takes."""
+    return shlex.join(["agenttrain", *arguments])
+
+
+def chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """Key -> value; of several values the last, which wins.
+
+    Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
+    "5"}``.
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def varying(record: SweepRecord) -> list[dict[str, str]]:
+    """What differs between the jobs, for each of them; without what is the same in all.
+
+    Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
+    ``[{"seed": "0"}, {"seed": "1"}]``.
+    """
+    found = [chosen(job.overrides) for job in record.jobs]
+    keys = dict.fromkeys(key for values in found for key in values)
+    differ = [key for key in keys if len({values.get(key) for values in found}) > 1]
+    return [{key: values[key] for key in differ if key in values} for values in found]
+
+
+def named(values: Mapping[str, str]) -> str:
+    """What was chosen, in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether the folder is a sweep's."""
+    return (folder / RECORD).is_file()
+
+
+def is_job(folder: Path) -> bool:
+    """Whether a run folder is that of a sweep's job."""
+    sweep = folder.resolve().parent
+    names = [job.folder for job in read_record(sweep).jobs] if is_sweep(sweep) else []
+    return folder.resolve().name in names
+
+
+def read_record(sweep: Path) -> SweepRecord:
+    """The record of a sweep; raises ConfigError for a folder that has none that can be read."""
+    try:
+        found = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
+        jobs = [SweepJob(**job) for job in found["jobs"]]
+        return SweepRecord(**{**found, "jobs": jobs})
+    except FileNotFoundError as error:
+        raise ConfigError(f"{sweep}: is no sweep's folder: there is no {RECORD} in it") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{sweep / RECORD}: is no record of a sweep: {error}") from error
+
+
+def write_record(sweep: Path, record: SweepRecord) -> None:
+    """Write the record of a sweep; its folder is made if need be."""
+    sweep.mkdir(parents=True, exist_ok=True)
+    write_atomically(sweep / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def add_job(sweep: Path, job: SweepJob) -> None:
+    """Add a job to the record, unless its folder is there; several processes may do so at once."""
+    with _alone(sweep):
+        record = read_record(sweep)
+        if job.folder not in [known.folder for known in record.jobs]:
+            write_record(sweep, replace(record, jobs=[*record.jobs, job]))
+
+
+@contextmanager
+def _alone(sweep: Path) -> Iterator[None]:
+    with (sweep / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,154 @@
+"""Checkpoint folders on disk: whole or not there, and found out by hashes.
+
+manifest.json holds the sha256 of each other file by its name, and under its own name that of all
+these lines: a manifest that lost one of them does not verify either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from agenttrain.types import AgenttrainError
+
+MANIFEST = "manifest.json"
+PREFIX = "step-"
+PRUNED = ".pruned-"
+READ_BY_LOADERS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.index.json", "adapter_config.json", "*token*"),
+    "chat_template*",
+)
+"""Names that transformers, vLLM or we look for: one that nobody wrote would change what loads."""
+
+
+class CheckpointError(AgenttrainError):
+    """A checkpoint is torn, corrupt or missing; the message names the file."""
+
+
+class NotWritten(CheckpointError):
+    """A checkpoint cannot be written; the earlier ones are as they were."""
+
+
+def latest(folder: Path) -> Path:
+    """The newest checkpoint under `folder` that verifies; others are skipped with a warning.
+
+    Raises CheckpointError if there is none.
+    """
+    for path in newest_first(folder):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
+        else:
+            return path
+    raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The finished checkpoints under `folder`, whole or not, by their step."""
+    found = {
+        int(match[1]): path
+        for path in folder.glob(f"{PREFIX}*")
+        if (match := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError, naming the file, unless the files are what was written."""
+    files = _manifest(path)
+    for name, written in files.items():
+        try:
+            found = digest(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name}: {error}") from error
+        if found != written:
+            raise CheckpointError(f"{path / name}: its content is not what was written")
+    for pattern in READ_BY_LOADERS:
+        for extra in path.glob(pattern):
+            if extra.name not in files:
+                raise CheckpointError(f"{extra}: was not written with the checkpoint; remove it")
+
+
+def _manifest(path: Path) -> dict[str, str]:
+    """Digests by name, as `seal` wrote them."""
+    try:
+        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
+    own = found.pop(MANIFEST, None) if isinstance(found, dict) else None
+    if own is None or own != _digest_of(found):
+        raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
+    return found
+
+
+def seal(part: Path) -> None:
+    """Write the manifest and force everything to disk."""
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    digests = {str(path.relative_to(part)): digest(path) for path in files}
+    text = json.dumps({**digests, MANIFEST: _digest_of(digests)}, indent=1)
+    (part / MANIFEST).write_text(text, encoding="utf-8")
+    for path in (*files, part / MANIFEST, part):
+        sync(path)
+
+
+def replace(part: Path, path: Path) -> None:
+    """Move the finished folder to its name; one that has it already goes last."""
+    former = path.with_name(f".{path.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if path.exists():
+        path.rename(former)
+    part.rename(path)
+    sync(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Undo a replacement that died between its two renames; clear away what else was left over."""
+    for former in folder.glob(f".{PREFIX}*.former"):
+        path = folder / former.name[1:].removesuffix(".former")
+        if not path.exists():
+            with suppress(FileNotFoundError):  # another process of the run has done it
+                former.rename(path)
+    for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a process that dies on the way leaves no half of it."""
+    put_aside(path, f"{PRUNED}{path.name}")
+    shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
+
+
+def put_aside(path: Path, name: str) -> None:
+    """Rename within the folder, in place of what has that name."""
+    aside = path.with_name(name)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

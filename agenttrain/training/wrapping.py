@@ -1,0 +1,57 @@
+"""How the processes that train one policy are put around it: alone, DDP, or sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from agenttrain.training.logprobs import Scorer
+from agenttrain.training.sharding import Sharding
+from agenttrain.training.world import World
+
+
+def make_accelerator(mixed_precision: str) -> Accelerator:
+    """The devices of this run's processes; raises ValueError for fp16 without a GPU."""
+    gpu = torch.cuda.is_available()
+    if mixed_precision == "fp16" and not gpu:
+        raise ValueError(
+            "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
+            "training.mixed_precision=bf16 or no."
+        )
+    return Accelerator(cpu=not gpu, mixed_precision=mixed_precision)
+
+
+def share_weights(model: nn.Module, world: World) -> None:
+    """Give every process the main one's weights, whatever it drew or loaded itself.
+
+    Before copies are made of them: DDP would do it too late for the reference and for the
+    optimizer's float32 copies.
+    """
+    if world.size > 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                dist.broadcast(parameter, 0)
+
+
+def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
+    """The scorer as the processes call it together."""
+    if sharding is not None:
+        shard(scorer, accelerator, sharding)
+        return scorer
+    wrapped = accelerator.prepare_model(scorer)
+    if isinstance(wrapped, DistributedDataParallel):
+        # Buffers are constants here; to broadcast them would tie every forward pass to the others.
+        # Set afterwards: as an argument it is deprecated, and accelerate 1.15 has no other.
+        wrapped.broadcast_buffers = False
+    return wrapped
+
+
+def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
+    """Shard in place, with accelerate's mixed precision and nothing else of it."""
+    accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
+    sharding.apply(scorer, scorer.model, accelerator.device)

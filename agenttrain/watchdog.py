@@ -1,0 +1,209 @@
+"""Is the run alive? A thread that writes a heartbeat, and ends a run that makes no progress."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from os import getpid, kill
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from agenttrain.config.watchdog import WatchdogConfig
+from agenttrain.rollout.collect import Collector
+from agenttrain.rollout.in_flight import ENGINE, OTHER, TOOL, Waiting
+from agenttrain.stall import Stall, end
+from agenttrain.tracking.run_folder import update_summary, write_atomically
+
+LOOKS = 100
+"""At a table that changes while it is read."""
+TICK_S = 0.25
+"""Between two looks."""
+HELD_S = 60.0
+"""What C code that keeps the interpreter to itself gets on top of a deadline: no thread of ours
+runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
+LONGEST_TICK_S = 2.0
+"""A look that comes later than this finds that the whole process had been stopped, not the run."""
+
+
+class Watchdog:
+    """Watches one process of a run, while it is entered, from a thread of its own.
+
+    Without a folder it watches nothing, for whoever uses a trainer by itself. Example::
+
+        with Watchdog(folder, config.watchdog) as watchdog:
+            watchdog.begin("load")
+            watchdog.watch(collector)
+            with watchdog.phase("rollout", step=3):
+                …
+
+    `heartbeat.json` (of other ranks `heartbeat-<rank>.json`)::
+
+        {"time": 1790000000.2, "pid": 4711, "host": "n1", "rank": 0, "phase": "rollout",
+         "step": 3, "since": 1789999990.0, "last_progress": 1789999998.7,
+         "in_flight": {"engine": 60, "tool": 3, "other": 1}}
+
+    Times are seconds since 1970; `since` is when the phase began. `phase` is null between phases
+    and when the run is over.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, config: WatchdogConfig | None = None, *, rank: int = 0
+    ) -> None:
+        self._folder, self._config, self.rank = folder, config or WatchdogConfig(), rank
+        self._phase: str | None = None
+        self._step: int | None = None
+        self._since = time.time()
+        self._count = 0
+        """Signs of progress; written by the run, only compared by the thread."""
+        self._collector: Collector | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Watchdog:
+        if self._folder is not None:
+            self._over.clear()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+            self._before = _on_stop(_stop)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self.begin(None)
+        if self._thread is not None:
+            self._thread.join(LONGEST_TICK_S)
+            faulthandler.cancel_dump_traceback_later()
+            _on_stop(self._before)
+            self._beat(time.time())
+
+    def begin(self, phase: str | None, step: int | None = None) -> None:
+        """From here on the run is in this phase; it has until the phase's deadline to progress."""
+        self._since = time.time()
+        self._step = step
+        self._phase = phase
+        self._count += 1
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Within, the run is in this phase."""
+        self.begin(name, step)
+        try:
+            yield
+        finally:
+            self.begin(None, step)
+
+    def watch(self, collector: Collector | None, embeddings: Any = None) -> None:
+        """Whose rollouts are looked at; a forward pass of a model's `embeddings` is progress."""
+        self._collector = collector
+        if embeddings is not None:
+            # Weakly: a model outlives its run where several runs share a process.
+            mine = weakref.ref(self)
+
+            def progressed(*_: Any) -> None:
+                if (watchdog := mine()) is not None:
+                    watchdog._count += 1
+
+            embeddings.register_forward_hook(progressed)
+
+    def _watch(self) -> None:
+        heartbeat_s = self._config.heartbeat_s
+        seen, idle_s = -1, 0.0
+        before = time.monotonic()
+        progressed, beaten = time.time(), 0.0
+        while not self._over.wait(TICK_S):
+            now = time.monotonic()
+            idle_s += min(now - before, LONGEST_TICK_S)
+            before = now
+            if (count := self._signs()) != seen:
+                seen, idle_s, progressed = count, 0.0, time.time()
+            name, deadline_s = self._config.deadline_of(self._phase)
+            if now - beaten >= heartbeat_s:
+                beaten = now
+                self._beat(progressed)
+                _arm(deadline_s)
+            if deadline_s is not None and idle_s > deadline_s and self._signs() == seen:
+                self._stall(name, deadline_s, idle_s)
+
+    def _signs(self) -> int:
+        collector = self._collector
+        return self._count + (0 if collector is None else collector.in_flight.progress)
+
+    def _waiting(self) -> list[Waiting]:
+        collector = self._collector
+        for _ in range(LOOKS):
+            with suppress(RuntimeError):  # the event loop changed what was being read
+                return [] if collector is None else collector.waiting()
+        return []
+
+    def _beat(self, progressed: float) -> None:
+        assert self._folder is not None
+        kinds = Counter(waiting.kind for waiting in self._waiting())
+        beat = {
+            "time": time.time(),
+            "pid": getpid(),
+            "host": socket.gethostname(),
+            "rank": self.rank,
+            "phase": self._phase,
+            "step": self._step,
+            "since": self._since,
+            "last_progress": progressed,
+            "in_flight": {kind: kinds[kind] for kind in (ENGINE, TOOL, OTHER)},
+        }
+        name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
+        with suppress(OSError):  # whoever reads it sees by its age that something is wrong
+            write_atomically(self._folder / name, json.dumps(beat) + "\n")
+
+    def _stall(self, name: str, deadline_s: float, idle_s: float) -> None:
+        folder, phase, step = self._folder, self._phase, self._step
+        assert folder is not None
+        path = folder / f"stall-{self.rank}.txt"
+        at = f"phase {phase}" + ("" if step is None else f" of step {step}")
+        told = (
+            f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
+            f"stacks and rollouts in flight: {path}"
+        )
+
+        def record() -> None:
+            if self.rank == 0:
+                update_summary(folder, status="stalled", stalled_phase=phase, error=told)
+
+        tasks = [] if self._collector is None else self._collector.in_flight.tasks()
+        end(Stall(told=told, waiting=self._waiting(), tasks=tasks), path, record)
+
+
+def _arm(deadline_s: float | None) -> None:
+    if deadline_s is None:
+        faulthandler.cancel_dump_traceback_later()
+        return
+    with suppress(RuntimeError):  # no thread is to be had now: the next heartbeat tries again
+        faulthandler.dump_traceback_later(deadline_s + HELD_S, file=2, exit=True)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Ctrl-Z: the timer of C would count on; the next heartbeat after it sets it again."""
+    faulthandler.cancel_dump_traceback_later()
+    kill(getpid(), signal.SIGSTOP)
+
+
+def _on_stop(handler: Any) -> Any:
+    """Let `handler` have SIGTSTP if nobody else of this process has it; who had it before."""
+    before = signal.getsignal(signal.SIGTSTP)
+    ours = before in (signal.SIG_DFL, _stop) and handler is not None
+    if ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTSTP, handler)
+    return before

@@ -1,0 +1,107 @@
+"""One process of a run of several: what `launcher.py` starts, and what torchrun's ranks become.
+
+The first rank has the terminal; the others write into <run>/logs/rank-<rank>.log. What stops one of
+them goes to the terminal all the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agenttrain.config.exit_codes import DONE
+from agenttrain.signals import listening
+
+if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes its time
+    from agenttrain.exchange import Order
+    from agenttrain.training.world import World
+
+WATCH_S = 1.0
+"""Between two looks at whether the launcher still lives."""
+
+
+def main() -> int:
+    """The life of a worker; its exit code."""
+    exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with listening() as stop:  # before anything is imported that takes its time
+        try:
+            return _work(exchange)
+        except KeyboardInterrupt:
+            from agenttrain.exchange import read_order, stop_code
+
+            return stop_code(stop, read_order(exchange).verb)
+        except BaseException as error:
+            from agenttrain.exchange import code_of, write_crash
+
+            write_crash(exchange, os.environ["RANK"], error)
+            return code_of(error)
+
+
+def _work(exchange: Path) -> int:
+    from agenttrain.exchange import Order, read_order
+    from agenttrain.training.world import World
+
+    order = read_order(exchange)
+    world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
+    # Of the first node; another one composed the same, but may name the folder by its clock.
+    order = Order.parse(world.broadcast(order.text(), "the settings"))
+    return serve(order, world)
+
+
+def serve(order: Order, world: World) -> int:
+    """Do the run's share of this process; raises what stops it, except on the first rank."""
+    folder = Path(order.folder)
+    if not world.is_main:
+        _write_to(folder / "logs" / f"rank-{world.rank}.log")
+    composed = order.composed()
+    config, plain = composed.config, composed.plain
+    from agenttrain.launch import launch
+
+    return launch(config, plain, folder, order.verb, order.sweep, world=world)
+
+
+def _write_to(path: Path) -> None:
+    """Let everything that is printed from here on, by libraries in C too, go to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    faulthandler.enable()
+
+
+def _end_with(launcher: int) -> None:
+    """Stop when the launcher is gone: nobody would pass signals on, or notice a dead rank."""
+    while os.getppid() == launcher:
+        time.sleep(WATCH_S)
+    print("the launcher of this process is gone: it stops", file=sys.stderr, flush=True)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def leave(code: int) -> None:
+    """End the process with an exit code that nothing can change any more.
+
+    The threads of a process group whose other members are gone may abort the interpreter's end.
+    """
+    import torch.distributed as dist
+
+    if code == DONE and dist.is_initialized():
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

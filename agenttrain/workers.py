@@ -1,0 +1,191 @@
+"""The workers of one node under torch elastic's agent: signals reach all of them, and the first
+that ends before its time ends the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_S = 15.0
+"""Until workers that were told to stop are killed."""
+AGAIN_S = 3.0
+"""Until one that still runs when another has stopped is told again: it may wait for that other one,
+and asyncio takes only the second Ctrl-C to heart."""
+SETTLE_S = 120.0
+"""For the others, once a worker has ended as it was asked to: one may still be writing."""
+TELL_S = 3.0
+"""For the others to tell of the same mistake, before they are told to stop."""
+LOOK_S = 1.0
+"""Between two looks at the other nodes."""
+KEY = "agenttrain/failed"
+"""In the store of all nodes: what made one of them stop."""
+FAR = "the node of the first rank is gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a worker ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """Exit code, or less than 0: minus the signal that killed it."""
+
+    @property
+    def as_asked(self) -> bool:
+        """Whether it did what it was started for, or saved its work and left."""
+        return self.code in (DONE, PREEMPTED)
+
+
+class Workers(LocalElasticAgent):
+    """Elastic's agent, which starts them, and this, which decides when they are to stop."""
+
+    def __init__(self, describe: Callable[[Ended], str], **arguments: Any) -> None:
+        """`describe` tells other nodes how a worker of this one ended; the rest is elastic's."""
+        super().__init__(**arguments)
+        self.asked: list[signal.Signals] = []
+        """Signals that the launcher got."""
+        self.early: list[Ended] = []
+        """Those that ended before anybody told them to, and were not done."""
+        self.silent: list[int] = []
+        """Those that did not end when they were told to, and were killed."""
+        self.far: str | None = None
+        """What made another node stop."""
+        self.ended: dict[int, Ended] = {}
+        self._describe = describe
+        self._alone = True
+        self._pids: dict[int, int] = {}
+        self._stop_at: float | None = None
+        self._kill_at: float | None = None
+        self._again_at: float | None = None
+        self._look_at = 0.0
+
+    def pass_on(self, number: int, frame: FrameType | None = None) -> None:
+        """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
+        asked = signal.Signals(number)
+        self.asked.append(asked)
+        if self._is_urgent:
+            self._stop_soon()
+        self._signal(self._told)
+
+    @property
+    def _is_urgent(self) -> bool:
+        return signal.SIGINT in self.asked or self.asked.count(signal.SIGTERM) > 1
+
+    @property
+    def _told(self) -> signal.Signals:
+        """What workers are sent: never SIGTERM, which who signals all processes of a job has given
+        them already, and whose second one would not let them save."""
+        return signal.SIGINT if self._is_urgent else signal.SIGUSR1
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        found = super()._start_workers(worker_group)
+        self._alone = worker_group.group_world_size == 1
+        self._pids = {w.global_rank: found[w.local_rank] for w in worker_group.workers}
+        for number in PASSED_ON:  # the agent has just made them its own
+            with suppress(ValueError):  # in a thread, where signals are somebody else's
+                signal.signal(number, self.pass_on)
+        if self.asked:  # before there was anyone to tell
+            self._signal(self._told)
+        return found
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._reap()
+        self._ask_others(worker_group.store)
+        self._press(time.monotonic())
+        if len(self.ended) < len(self._pids):
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def _reap(self) -> None:
+        """See who has ended; the exit status stays for the agent."""
+        new = []
+        for rank, pid in self._pids.items():
+            if rank not in self.ended and (code := _status(pid)) is not None:
+                self.ended[rank] = Ended(rank=rank, pid=pid, code=code)
+                new.append(self.ended[rank])
+        if self._stop_at is not None or self._kill_at is not None:
+            if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
+                self.early += [ended for ended in new if not ended.as_asked]
+            return
+        early = [ended for ended in new if not ended.as_asked]
+        if any(not self._is_told(ended) for ended in early):
+            self.early += early
+            killed = any(ended.code < 0 for ended in early)
+            self._stop_at = time.monotonic() + (0 if killed else TELL_S)
+        elif early:  # without that one the others get nowhere
+            self._stop_soon()
+        elif any(ended.code == PREEMPTED for ended in new):
+            self._kill_by(SETTLE_S)
+
+    def _is_told(self, ended: Ended) -> bool:
+        """Whether a worker ended as one that heard the launcher's signal, if at once."""
+        signals = tuple(-number for number in PASSED_ON)
+        return bool(self.asked) and ended.code in (INTERRUPTED, TERMINATED, *signals)
+
+    def _ask_others(self, store: Any) -> None:
+        """Tell the other nodes what happened here, and stop for what happened there."""
+        now = time.monotonic()
+        if self._alone or now < self._look_at or self.far:
+            return
+        self._look_at = now + LOOK_S
+        try:
+            if self.early:
+                store.set(KEY, self._describe(self.early[0]))
+                self._look_at = float("inf")
+            elif store.check([KEY]):
+                self.far = store.get(KEY).decode()
+        except (DistNetworkError, DistStoreError):
+            self.far = FAR
+        if self.far and self._stop_at is None and self._kill_at is None:
+            self._stop_at = now
+
+    def _press(self, now: float) -> None:
+        """Do what is due."""
+        if self._stop_at is not None and now >= self._stop_at:
+            self._stop_at = None
+            self._stop_soon()
+            self._signal(signal.SIGINT)
+        if self._again_at is not None and now >= self._again_at and self.ended:
+            self._again_at = now + AGAIN_S
+            self._signal(signal.SIGINT)
+        if self._kill_at is not None and now >= self._kill_at:
+            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
+            self._signal(signal.SIGKILL)
+
+    def _stop_soon(self) -> None:
+        self._again_at = time.monotonic() + AGAIN_S
+        self._kill_by(STOP_S)
+
+    def _kill_by(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To every worker that runs; at the end, to what it started in its session too."""
+        send = os.killpg if number is signal.SIGKILL else os.kill
+        for rank, pid in self._pids.items():
+            if rank not in self.ended:
+                with suppress(ProcessLookupError):
+                    send(pid, number)
+
+
+def _status(pid: int) -> int | None:
+    """Exit code, or minus the signal; None while it runs. It can be asked for again."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

@@ -1,0 +1,143 @@
+"""SIGTERM and SIGUSR1 at every kind of moment: what is saved, told, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from children import Ended, Moment, agenttrain, arm
+from safetensors.torch import load_file
+
+from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.tracking.run_folder import read_summary
+
+pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
+RUN = (
+    *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.every=3", "eval.questions=2"),
+    *("eval.greedy=false", "tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
+)
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    """Metrics and final weights, to the bit."""
+    assert metrics(folder) == metrics(reference)
+    mine, theirs = (
+        load_file(path / "checkpoints" / "latest" / "model.safetensors")
+        for path in (folder, reference)
+    )
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    ended = agenttrain(*RUN, f"hydra.run.dir={folder}", log=folder.with_name("whole.txt"))
+    assert ended.code == DONE, ended.said
+    return folder
+
+
+def at(folder: Path, moment: Moment | None, *overrides: str) -> Ended:
+    """Begin or go on with the run, up to a moment."""
+    words = [f"resume={folder}"] if (folder / "config.yaml").exists() else [*RUN, *overrides]
+    where = [] if (folder / "config.yaml").exists() else [f"hydra.run.dir={folder}"]
+    prepare = None if moment is None else partial(arm, moment)
+    return agenttrain(*words, *where, log=folder.with_name("log.txt"), prepare=prepare)
+
+
+def newest(folder: Path) -> str:
+    return (folder / "checkpoints" / "latest").resolve().name
+
+
+def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, tmp_path):
+    """In the first evaluation, rollouts, an update, an evaluation between steps, and while a
+    checkpoint is written."""
+    folder = tmp_path / "run"
+    term, user = signal.SIGTERM, signal.SIGUSR1
+
+    ended = at(folder, Moment(kind="decode", steps=0, nth=40, number=term))
+    assert ended.code == PREEMPTED, ended.said
+    assert f"stopped by SIGTERM before the first step; to go on: agenttrain resume={folder}" in (
+        ended.said
+    )
+    assert not (folder / "metrics.jsonl").read_text()
+    assert read_summary(folder)["status"] == "preempted"
+
+    # The forwards of the first evaluation are fewer than those of it and one step's rollouts.
+    ended = at(folder, Moment(kind="decode", steps=1, nth=40, number=user))
+    assert ended.code == PREEMPTED, ended.said
+    assert "SIGUSR1: the run stops at the next safe point" in ended.said
+    assert (len(metrics(folder)), newest(folder)) == (1, "step-000001")
+
+    ended = at(folder, Moment(kind="update", steps=2, number=term))  # of step 4
+    assert ended.code == PREEMPTED, ended.said
+    assert (len(metrics(folder)), newest(folder)) == (4, "step-000004")
+
+    ended = at(folder, Moment(kind="decode", steps=2, nth=40, number=term))  # after step 6
+    assert ended.code == PREEMPTED, ended.said
+    assert (len(metrics(folder)), newest(folder)) == (6, "step-000006")
+    assert "step-6/sampled" not in ended.said
+
+    ended = at(folder, Moment(kind="checkpoint", steps=2, nth=5, number=user))  # of step 8
+    assert ended.code == PREEMPTED, ended.said
+    assert "step-6/sampled" in ended.said
+    assert (len(metrics(folder)), newest(folder)) == (8, "step-000008")
+
+    ended = at(folder, None)
+    assert ended.code == DONE, ended.said
+    assert_same(folder, whole)
+
+
+def test_a_second_sigterm_ends_the_run_at_once(whole, tmp_path):
+    """While a checkpoint is written: it never comes to be, and the one before it stands."""
+    folder = tmp_path / "run"
+    moment = Moment(kind="checkpoint", steps=4, nth=5, number=signal.SIGTERM, times=2)
+    ended = at(folder, moment)
+    assert ended.code == TERMINATED, ended.said
+    assert f"interrupted; to go on: agenttrain resume={folder}" in ended.said
+    assert read_summary(folder)["status"] == "interrupted"
+    assert (len(metrics(folder)), newest(folder)) == (4, "step-000002")
+    assert at(folder, None).code == DONE
+    assert_same(folder, whole)
+
+
+def test_ctrl_c_after_a_signal_ends_the_run_at_once(tmp_path):
+    """The user does not want to wait for the safe point that the signal asked for."""
+    folder = tmp_path / "run"
+    ended = agenttrain(
+        *RUN, f"hydra.run.dir={folder}", log=tmp_path / "log.txt", prepare=term_then_interrupt
+    )
+    assert ended.code == INTERRUPTED, ended.said
+    assert not (folder / "checkpoints").exists()
+
+
+def term_then_interrupt() -> None:
+    arm(Moment(kind="update", number=signal.SIGTERM))
+    arm(Moment(kind="update", number=signal.SIGINT))
+
+
+def test_a_warm_start_is_preempted_and_goes_on(tmp_path):
+    run = ("sft", "debug=tiny", "steps=3", "checkpoint.every=null", "tracker=none")
+    run += ("eval.questions=2", "data=shop_demonstrations")
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    ended = agenttrain(*run, f"hydra.run.dir={reference}", log=tmp_path / "reference.txt")
+    assert ended.code == DONE, ended.said
+    moment = Moment(kind="update", steps=1, number=signal.SIGTERM)
+    stopped = agenttrain(
+        *run, f"hydra.run.dir={folder}", log=tmp_path / "log.txt", prepare=partial(arm, moment)
+    )
+    assert stopped.code == PREEMPTED, stopped.said
+    told = "stopped by SIGTERM with checkpoints/step-000002; to go on: agenttrain sft resume="
+    assert told in stopped.said
+    assert agenttrain("sft", f"resume={folder}", log=tmp_path / "log.txt").code == DONE
+    assert_same(folder, reference)

@@ -1,0 +1,52 @@
+"""What crosses between processes: real ones, over gloo."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torchrun import torchrun
+
+from agenttrain.training.world import World
+
+
+def test_a_world_of_one_gives_back_what_it_is_given() -> None:
+    world = World()
+    assert (world.rank, world.size, world.is_main) == (0, 1, True)
+    assert world.gather([1, 2]) == [1, 2]
+    assert world.to_main([1, 2]) == [1, 2]
+    assert world.broadcast("a") == "a"
+    assert (world.sum(2.5), world.min(2.5), world.max(2.5)) == (2.5, 2.5, 2.5)
+    world.barrier("nobody")
+
+
+@pytest.fixture(scope="module")
+def of_two() -> dict[int, dict]:
+    """What the two processes of `world_process.py` printed, by rank."""
+    lines = [line.split(" ", 2) for line in torchrun("world_process.py").splitlines()]
+    return {int(rank): json.loads(found) for word, rank, found in lines if word == "RESULT"}
+
+
+def test_values_cross_in_the_order_of_ranks(of_two: dict[int, dict]) -> None:
+    for rank in (0, 1):
+        assert of_two[rank]["gather"] == ["0a", "1a", "1b"]
+        assert of_two[rank]["broadcast"] == {"from": 0}
+        assert of_two[rank]["sum"] == pytest.approx(0.1 + 1.1)
+        assert (of_two[rank]["min"], of_two[rank]["max"]) == (0.0, 1.0)
+        assert of_two[rank]["second"] == [0, 1]
+    assert [of_two[rank]["to_main"] for rank in (0, 1)] == [[0, 1], []]
+    assert [of_two[rank]["is_main"] for rank in (0, 1)] == [True, False]
+
+
+def test_a_failure_of_one_is_raised_by_all(of_two: dict[int, dict]) -> None:
+    assert [of_two[rank]["exchange"] for rank in (0, 1)] == [[0, 1], [0, 1]]
+    assert of_two[0]["failed"] == "PeerFailed: rank 1: ValueError: no"
+    assert of_two[1]["failed"] == "ValueError: no"
+
+
+def test_a_meeting_that_one_misses_names_it(of_two: dict[int, dict]) -> None:
+    assert of_two[0]["missing"] == [1]
+    assert of_two[0]["late"] == (
+        "rank 0 waited 1 s for the update: rank 1 did not come "
+        "(rank 1 was last at the end of the rollouts; distributed.timeout_s)"
+    )
