@@ -47,7 +47,7 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
 
 
 def test_a_sweep_whose_second_run_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    """Two engines in one process, one after the other; adapters; resume; Ctrl-C."""
+    """One engine after the other; adapters; resume; Ctrl-C."""
     tiny = ("debug=tiny", "eval.questions=0", f"hydra.sweep.dir={tmp_path}")
     agenttrain("-m", *SETTINGS, *tiny, "model.lora.rank=0,4", "optimizer.lr=0.01")
     assert [row["step"] for row in metrics(tmp_path / "0")] == [1, 2]
