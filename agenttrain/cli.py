@@ -57,8 +57,8 @@ from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
-from agenttrain.processes import check_processes, is_later_node, started_by_others
-from agenttrain.start import as_rank, start
+from agenttrain.processes.count import check_processes, is_later_node, started_by_others
+from agenttrain.processes.start import as_rank, start
 from agenttrain.submit import submit
 from agenttrain.sweep.compare import compare
 from agenttrain.sweep.record import is_job

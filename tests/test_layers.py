@@ -17,13 +17,12 @@ LAYERS = (
     ("rollout", "training", "sweep", "slurm"),
     ("check", "evaluate", "crash", "fingerprints", "guards", "plan", "show_tools", "stall"),
     ("watchdog",),
-    ("trainer", "show_data", "recorded", "exchange"),
-    ("build", "imitation", "job", "processes", "workers", "meeting"),
+    ("trainer", "show_data", "recorded"),
+    ("build", "imitation", "job"),
     ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "cli_sweep", "launch_sft", "worker"),
-    ("launcher", "ranks"),
-    ("start", "submit"),
+    ("cli_recorded", "cli_sweep", "launch_sft"),
+    ("processes", "submit"),
     ("cli",),
 )
 """Folders and files of agenttrain/, lowest first; those of one line do not know each other."""

@@ -18,8 +18,8 @@ from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from agenttrain.config.schema import RunPart
-from agenttrain.exchange import Order
-from agenttrain.processes import adopt, node_rank, resolve
+from agenttrain.processes.count import adopt, node_rank, resolve
+from agenttrain.processes.exchange import Order
 
 HERE = Path(__file__).parent
 TINY = ("debug=tiny", "tracker=none", "eval.questions=0")

@@ -10,8 +10,8 @@ from pathlib import Path
 from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedName
 from agenttrain.config.exit_codes import FAILED
-from agenttrain.exchange import Order, stop_code
-from agenttrain.processes import QUIET, adopt, is_first, started_by_others
+from agenttrain.processes.count import QUIET, adopt, is_first, started_by_others
+from agenttrain.processes.exchange import Order, stop_code
 from agenttrain.signals import listening
 
 
@@ -19,7 +19,7 @@ def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -
     """Run `verb` in its folder; the exit code. Raises ConfigError."""
     single = composed.config.distributed.name is DistributedName.single
     if not single and not started_by_others():
-        from agenttrain.launcher import run_workers
+        from agenttrain.processes.launcher import run_workers
 
         return run_workers(composed, folder, verb, sweep=sweep)
     with listening() as stop:
@@ -32,7 +32,7 @@ def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -
 def _do(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
     config, plain = composed.config, composed.plain
     if started_by_others():
-        from agenttrain.ranks import lead
+        from agenttrain.processes.ranks import lead
 
         adopt(composed, ())
         return lead(Order.of(composed, folder, verb, sweep=sweep))
@@ -49,7 +49,7 @@ def as_rank(command: Callable[[], int]) -> int:
     """One of the processes that torchrun started: the first does the command, and has the others do
     their share where it runs something; the exit code."""
     os.environ.update(QUIET)
-    from agenttrain.ranks import dismiss, follow
+    from agenttrain.processes.ranks import dismiss, follow
 
     if not is_first():
         return follow()

@@ -14,10 +14,10 @@ from functools import cache
 import torch.distributed as dist
 
 from agenttrain.config.exit_codes import FAILED
-from agenttrain.exchange import Order, code_of, in_a_line, stop_code, trace
+from agenttrain.processes.exchange import Order, code_of, in_a_line, stop_code, trace
+from agenttrain.processes.worker import serve
 from agenttrain.signals import listening
 from agenttrain.training.world import World
-from agenttrain.worker import serve
 
 KEY = "agenttrain/order"
 """An Order as JSON, or the exit code of a command that runs nothing."""

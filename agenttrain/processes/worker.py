@@ -20,7 +20,7 @@ from agenttrain.config.exit_codes import DONE
 from agenttrain.signals import listening
 
 if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes its time
-    from agenttrain.exchange import Order
+    from agenttrain.processes.exchange import Order
     from agenttrain.training.world import World
 
 WATCH_S = 1.0
@@ -35,18 +35,18 @@ def main() -> int:
         try:
             return _work(exchange)
         except KeyboardInterrupt:
-            from agenttrain.exchange import read_order, stop_code
+            from agenttrain.processes.exchange import read_order, stop_code
 
             return stop_code(stop, read_order(exchange).verb)
         except BaseException as error:
-            from agenttrain.exchange import code_of, write_crash
+            from agenttrain.processes.exchange import code_of, write_crash
 
             write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)
 
 
 def _work(exchange: Path) -> int:
-    from agenttrain.exchange import Order, read_order
+    from agenttrain.processes.exchange import Order, read_order
     from agenttrain.training.world import World
 
     order = read_order(exchange)

@@ -13,7 +13,7 @@ from agenttrain.config.command import Command
 from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedConfig, DistributedName, process_problems
 from agenttrain.config.errors import ConfigError
-from agenttrain.exchange import EXCHANGE
+from agenttrain.processes.exchange import EXCHANGE
 
 RUNS = ("train", "sft", "eval")
 """Verbs that start processes."""

@@ -31,11 +31,11 @@ from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import DistributedConfig
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
-from agenttrain.exchange import EXCHANGE, Order, read_crash, write_order
-from agenttrain.meeting import NotMet, meet
-from agenttrain.processes import QUIET, node_rank, resolve
+from agenttrain.processes.count import QUIET, node_rank, resolve
+from agenttrain.processes.exchange import EXCHANGE, Order, read_crash, write_order
+from agenttrain.processes.meeting import NotMet, meet
+from agenttrain.processes.workers import PASSED_ON, Ended, Workers
 from agenttrain.tracking.run_folder import read_summary, update_summary
-from agenttrain.workers import PASSED_ON, Ended, Workers
 
 ELASTIC = (signal.SIGHUP, signal.SIGQUIT)
 """What elastic's agent handles by itself: it stops."""
@@ -91,7 +91,7 @@ def _workers(section: DistributedConfig, processes: int, node: int, exchange: Pa
         role="worker",
         local_world_size=processes,
         entrypoint=sys.executable,
-        args=("-u", "-m", "agenttrain.worker"),
+        args=("-u", "-m", "agenttrain.processes.worker"),
         rdzv_handler=meet(section, node),
         max_restarts=0,
         monitor_interval=0.1,
