@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from agenttrain import cli_sweep
+from agenttrain.cli_check import certify_files, check, check_files
 from agenttrain.cli_recorded import replay, rescore, view
 from agenttrain.config.command import (
     RUN_DIR,
@@ -39,12 +40,11 @@ from agenttrain.config.compose import (
     open_keys,
     register,
 )
-from agenttrain.config.describe import describe
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
-from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
+from agenttrain.config.model_path import PARTS, SIZES
 from agenttrain.config.saved import (
     check_new,
     evaluated,
@@ -64,10 +64,6 @@ from agenttrain.sweep.compare import compare
 from agenttrain.sweep.record import is_job
 from agenttrain.types import Task
 
-BUNDLED_EXPERIMENTS = ("shop", "calculator")
-"""Their settings suit the tiny bundled models."""
-DEFAULT_EXPERIMENT = "shop"
-"""Of train.yaml."""
 RUNNING_VERBS = ("train", "sft", "eval")
 """Those whose runs a sweep may have."""
 
@@ -120,98 +116,17 @@ def _run(command: Command) -> int:
         if command.sweep and command.saved is not None:
             return cli_sweep.go_on(command, _compose_one)
         runs = compose_all(command)
-        _check_files(runs)
+        check_files(runs)
         check_processes(command, runs)
         if command.sweep and command.verb != "check":
             return cli_sweep.start(command, runs)
     if command.verb == "check":
-        return _check(command, runs)
+        return check(command, runs)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
         return start(runs[0], Path(), command.verb)
     return _hand_over(command)
-
-
-def _check(command: Command, runs: Sequence[Composed]) -> int:
-    """Print the runs, each template's certificate once. Exit code 1 for a refused one."""
-    print("\n\n".join(describe(run.config) for run in runs), flush=True)
-    if hint := _hint(command, runs):
-        print(f"\n{hint}", flush=True)
-    return 0 if _certify_all(runs) else 1
-
-
-def _certify_all(runs: Sequence[Composed]) -> bool:
-    """Print each template's certificate once; whether all passed. Raises ConfigError."""
-    from agenttrain.types import AgenttrainError
-
-    parts = (
-        *("model", "chat_template", "response_schema", "tools", "stop_tools", "environment"),
-        *("data", "reward"),
-    )
-    shown: dict[str, bool] = {}
-    for run in runs:
-        key = repr([getattr(run.config, part) for part in parts])
-        if key not in shown:
-            try:
-                shown[key] = _certify(run)
-            except (AgenttrainError, OSError, ValueError) as error:
-                raise ConfigError(str(error)) from error
-    return all(shown.values())
-
-
-def _certify(run: Composed) -> bool:
-    """Print a run's certificate, and how long its first prompts are; whether it passed."""
-    from agenttrain.check import (  # tokenizers come with it
-        certified,
-        check_rows,
-        prompt_lengths,
-        rewards_of,
-        splits_of,
-        told,
-    )
-
-    found = certified(run.config)
-    print("\n" + "\n".join(found.certificate.lines()), flush=True)
-    if found.certificate.passed:
-        tasks = splits_of(run.config)
-        row_tools = check_rows(found, tasks.by_key)
-        print(told(prompt_lengths(found, tasks.by_key)))
-        rewards_of(run.config, found, row_tools)
-    return found.certificate.passed
-
-
-def _check_files(runs: Sequence[Composed]) -> None:
-    """Refuse a template or response schema of the user's that cannot be read, before the rest."""
-    templates = {run.config.chat_template.path for run in runs} - {None}
-    schemas = {run.config.response_schema.path for run in runs} - {None}
-    if not templates and not schemas:
-        return
-    from agenttrain.chat.carried import read_template  # only here: tokenizers come with it
-    from agenttrain.chat.specs import read_spec
-    from agenttrain.types import AgenttrainError
-
-    try:
-        for path in templates:
-            read_template(str(path))
-        for path in schemas:
-            read_spec(Path(str(path)))
-    except AgenttrainError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _hint(command: Command, runs: Sequence[Composed]) -> str | None:
-    """What to say where the bundled agent's settings would train somebody's own model."""
-    names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
-    experiment = names[-1] if names else DEFAULT_EXPERIMENT
-    bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)
-    theirs = command.source.name != "train" or command.saved is not None
-    if bundled or theirs or experiment not in BUNDLED_EXPERIMENTS:
-        return None
-    return (
-        f"note: steps, optimizer.lr, rollout.max_turn_tokens and others are the bundled agent's "
-        f"settings\n      (experiment={experiment}); add experiment=none for a model of your own"
-    )
 
 
 def _show(command: Command) -> int:
@@ -361,12 +276,7 @@ def _data(arguments: Sequence[str]) -> int:
 
 def _submit(arguments: Sequence[str]) -> int:
     """`submit [--dry-run] [--no-check] [overrides]`: the run as a job of SLURM's."""
-    return submit(arguments, compose_all, _certify_files)
-
-
-def _certify_files(runs: Sequence[Composed]) -> bool:
-    _check_files(runs)
-    return _certify_all(runs)
+    return submit(arguments, compose_all, certify_files)
 
 
 def _plan(arguments: Sequence[str]) -> int:

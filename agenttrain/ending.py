@@ -13,6 +13,7 @@ from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, TERMINA
 from agenttrain.job import Job
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.training.checkpoint import NotWritten
+from agenttrain.training.world import PeerFailed
 from agenttrain.types import AgenttrainError
 
 
@@ -39,8 +40,11 @@ def interrupted(job: Job, verb: str) -> int:
 
 
 def failed(job: Job, verb: str, error: Exception) -> int:
-    """After an error: what is nobody's mistake but ours is raised. Where something could not be
-    written, what stands all the same is told too."""
+    """After an error: what is nobody's mistake but ours is raised, and what another process says
+    itself. Where something could not be written, what stands all the same is told too."""
+    if isinstance(error, PeerFailed):
+        record(job, status="failed", error=str(error))
+        raise error
     if not isinstance(error, AgenttrainError | ValueError | OSError):
         record(job, status="failed", error=f"{type(error).__name__}: {error}")
         raise error

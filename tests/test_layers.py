@@ -21,7 +21,7 @@ LAYERS = (
     ("build", "imitation", "job"),
     ("ending",),
     ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_recorded", "cli_sweep", "launch_sft"),
+    ("cli_check", "cli_recorded", "cli_sweep", "launch_sft"),
     ("processes", "submit"),
     ("cli",),
 )

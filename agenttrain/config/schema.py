@@ -28,17 +28,21 @@ from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
 from agenttrain.config.guards import GuardsConfig as GuardsConfig
+from agenttrain.config.model import ChatTemplateConfig as ChatTemplateConfig
+from agenttrain.config.model import Dtype as Dtype
+from agenttrain.config.model import Init as Init
+from agenttrain.config.model import LoraSettings as LoraSettings
+from agenttrain.config.model import ModelConfig as ModelConfig
+from agenttrain.config.model import ResponseSchemaConfig as ResponseSchemaConfig
 from agenttrain.config.slurm import SlurmConfig as SlurmConfig
 from agenttrain.config.sweep_settings import OnFailedJob as OnFailedJob
 from agenttrain.config.sweep_settings import SweepConfig as SweepConfig
+from agenttrain.config.training import OptimizerConfig as OptimizerConfig
+from agenttrain.config.training import OptimizerName as OptimizerName
+from agenttrain.config.training import Schedule as Schedule
+from agenttrain.config.training import SharePrefix as SharePrefix
+from agenttrain.config.training import TrainingConfig as TrainingConfig
 from agenttrain.config.watchdog import WatchdogConfig as WatchdogConfig
-
-
-class Dtype(StrEnum):
-    """Number format of the policy's weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class OnBreak(StrEnum):
@@ -79,43 +83,6 @@ class OnParallelCalls(StrEnum):
     """The rollout ends (`max_tool_calls`)."""
 
 
-class OptimizerName(StrEnum):
-    """What updates the weights."""
-
-    adamw = "adamw"
-    muon = "muon"
-    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
-    sgd = "sgd"
-    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
-
-
-class Schedule(StrEnum):
-    """Learning rate after the warm-up: transformers' schedules, by their names."""
-
-    constant = "constant"
-    linear = "linear"
-    """Down to zero after the last step."""
-    cosine = "cosine"
-    """Down to zero after the last step."""
-    cosine_with_restarts = "cosine_with_restarts"
-    cosine_with_min_lr = "cosine_with_min_lr"
-    """Down to `min_lr` or `min_lr_rate` of schedule_options."""
-    polynomial = "polynomial"
-    inverse_sqrt = "inverse_sqrt"
-    warmup_stable_decay = "warmup_stable_decay"
-    """Flat, then down within the last `num_decay_steps` of schedule_options."""
-
-
-class SharePrefix(StrEnum):
-    """Whether the rollouts of a group are computed with their common prompt once."""
-
-    auto = "auto"
-    """Where the model's layers allow it and the prompt is long enough to gain from it."""
-    always = "always"
-    """Whatever the prompt's length; a model that cannot is refused."""
-    never = "never"
-
-
 class WeightSyncMode(StrEnum):
     """What happens to rollouts in flight when weights change."""
 
@@ -125,15 +92,6 @@ class WeightSyncMode(StrEnum):
     """They go on, and the new weights read all their tokens again."""
     in_flight = "in_flight"
     """They go on with the keys and values that they have, of both weights."""
-
-
-class Init(StrEnum):
-    """Where a run's first weights come from."""
-
-    pretrained = "pretrained"
-    """The files in `model.path`."""
-    random = "random"
-    """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
 
 
 class RunPart(StrEnum):
@@ -151,56 +109,6 @@ class RunPart(StrEnum):
     """The code of the user's functions."""
     model = "model"
     """The tokenizer; the weights in model.path, where a reference or adapters need them."""
-
-
-@dataclass
-class LoraSettings:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
-
-    rank: int = 0
-    """Of each adapter's matrices; 0: no adapters, all weights are trained."""
-    alpha: float = 32.0
-    """An adapter's output is scaled by alpha / rank."""
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
-
-
-@dataclass
-class ModelConfig:
-    """The policy. `path` is a folder that transformers can load, or `bundled:<name>`."""
-
-    path: str = MISSING
-    """Folder with config.json, weights and tokenizer; `bundled:shop` is the packaged model."""
-    dtype: Dtype = Dtype.float32
-    """Number format of the weights; the optimizer keeps float32 copies of others."""
-    init: Init = Init.pretrained
-    lora: LoraSettings = field(default_factory=LoraSettings)
-
-
-@dataclass
-class ChatTemplateConfig:
-    """How conversations are rendered."""
-
-    name: str = "auto"
-    """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
-    path: str | None = None
-    """A Jinja file of the user's, for name=file."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the template, e.g. {enable_thinking: false}."""
-    family: dict[str, Any] = field(default_factory=dict)
-    """What a file of this group knows of a family: see `agenttrain/chat/families.py`."""
-
-
-@dataclass
-class ResponseSchemaConfig:
-    """How completions are parsed."""
-
-    name: str = "auto"
-    """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
-    path: str | None = None
-    """A YAML or JSON file of the user's, for name=file."""
-    spec: dict[str, Any] = field(default_factory=dict)
-    """The format, as the group's files hold it; empty: the file of that name in conf/."""
 
 
 class OnToolFailure(StrEnum):
@@ -314,42 +222,6 @@ class EngineConfig:
     """Decode steps between a completion and its rollout's return; no effect with
     rollout.deterministic=false."""
     vllm: VllmSettings = field(default_factory=VllmSettings)
-
-
-@dataclass
-class OptimizerConfig:
-    """The optimizer and its schedule."""
-
-    name: OptimizerName = OptimizerName.adamw
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Of AdamW."""
-    momentum: float = 0.95
-    """Of Muon."""
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    schedule: Schedule = Schedule.constant
-    schedule_options: dict[str, Any] = field(default_factory=dict)
-    """Of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this L2 norm."""
-
-
-@dataclass
-class TrainingConfig:
-    """How a step's rollouts become optimizer updates."""
-
-    token_budget: int = 16384
-    """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
-    logits_budget_mb: int = 1024
-    """Logits kept for the backward pass; above it they are computed again, tile by tile."""
-    share_prefix: SharePrefix = SharePrefix.auto
-    """The loss is the same; time and memory are not."""
-    mixed_precision: str = "no"
-    """accelerate's `no`, `bf16` or `fp16`."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
 
 
 @dataclass

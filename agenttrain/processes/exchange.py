@@ -83,12 +83,18 @@ def read_order(exchange: Path) -> Order:
 
 def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
     """Why a rank cannot go on, for the launcher to tell."""
-    record = {"time": time.time(), "error": in_a_line(error), "trace": trace(error)}
+    from agenttrain.training.world import PeerFailed  # only here: torch comes with it
+
+    record = {
+        **{"time": time.time(), "error": in_a_line(error), "trace": trace(error)},
+        "of_peer": isinstance(error, PeerFailed),
+    }
     (exchange / CRASH.format(rank=rank)).write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
-    """What a rank left: `time`, `error` in a line, `trace`; empty where it left nothing."""
+    """What a rank left: `time`, `error` in a line, `trace`, whether it was `of_peer`, another rank;
+    empty where it left nothing."""
     try:
         crash: dict[str, Any] = json.loads((exchange / CRASH.format(rank=rank)).read_text())
     except (OSError, ValueError):

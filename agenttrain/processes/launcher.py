@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -128,6 +129,7 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         if first_node and code in (INTERRUPTED, TERMINATED):
             _record(folder, {"running": "interrupted"})
         return code
+    crash: dict[str, Any] = {}
     if first is None:
         told = str(workers.far)
     else:
@@ -139,7 +141,8 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         told = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
     for rank in workers.silent:
         told += f"; rank {rank} (process {workers.ended[rank].pid}) did not answer and was killed"
-    if first is None or first.rank != 0 or first.code < 0 or workers.silent:
+    says_it_itself = first is not None and first.rank == 0 and first.code > 0
+    if not says_it_itself or crash.get("of_peer") or workers.silent:
         again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
         remedy = "" if order.verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {told}; the other processes were stopped{remedy}", file=sys.stderr)
@@ -149,10 +152,12 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
 
 
 def _cause(workers: Workers, exchange: Path) -> Ended | None:
-    """The worker that ended the run: of several that went together, the one that went first."""
+    """The worker that ended the run: of several that went together, the one that went first, and
+    not for another's sake."""
 
-    def when(ended: Ended) -> tuple[bool, float]:
-        return ended.code >= 0, read_crash(exchange, ended.rank).get("time", time.time())
+    def when(ended: Ended) -> tuple[bool, bool, float]:
+        crash = read_crash(exchange, ended.rank)
+        return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
     return min(workers.early, key=when, default=None)
 

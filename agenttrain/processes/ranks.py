@@ -7,6 +7,7 @@ that waits is a setting.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import timedelta
 from functools import cache
@@ -17,7 +18,7 @@ from agenttrain.config.exit_codes import FAILED
 from agenttrain.processes.exchange import Order, code_of, in_a_line, stop_code, trace
 from agenttrain.processes.worker import serve
 from agenttrain.signals import listening
-from agenttrain.training.world import World
+from agenttrain.training.world import PeerFailed, World
 
 KEY = "agenttrain/order"
 """An Order as JSON, or the exit code of a command that runs nothing."""
@@ -32,7 +33,11 @@ LAST_S = 1.0
 def lead(order: Order) -> int:
     """The first rank: tell the others what to run, and do its share; the exit code."""
     _store().set(KEY, order.text())
-    return serve(order, _start(order))
+    try:
+        return serve(order, _start(order))
+    except PeerFailed as error:  # who started the processes may not let the other one speak
+        print(in_a_line(error), file=sys.stderr)
+        return FAILED
 
 
 def dismiss(code: int) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from agenttrain.training.pulse import Pulse
 from agenttrain.types import AgenttrainError
 
 Value = TypeVar("Value")
@@ -61,6 +62,8 @@ class World:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             store = distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"agenttrain/{_next_name()}", store)
+            alive = dist.PrefixStore("agenttrain", store)
+            self._pulse = Pulse(alive, rank=self.rank, limit_s=timeout_s)
 
     @classmethod
     def start(cls, *, timeout_s: float = TIMEOUT_S) -> World:
@@ -70,7 +73,10 @@ class World:
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(timeout_s=timeout_s)
+        world = cls(timeout_s=timeout_s)
+        if world.size > 1:
+            world._pulse.start()
+        return world
 
     @property
     def is_main(self) -> bool:
@@ -102,8 +108,8 @@ class World:
         """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
 
         So that an error of one, which the others cannot know of, ends the work of all. `patient`:
-        for what may take one process as long as it likes; who is gone altogether is the launcher's
-        business, who stands still the watchdog's.
+        for what may take one process as long as it likes, while it shows life (`pulse.py`); whether
+        that leads anywhere is its watchdog's business.
         """
         limit_s = math.inf if patient else None
         shares = self.gather([(list(objects), _told(failure))], what, limit_s)
@@ -194,17 +200,33 @@ class World:
             except dist.DistStoreError:
                 if time.monotonic() > deadline:
                     raise
+                if deadline == math.inf:
+                    self._check_life()
+
+    def _check_life(self) -> None:
+        """Raise WorldTimeout where a process that is waited for stands still."""
+        missing = self._missing()
+        if silent := self._pulse.silent(missing):
+            _, what = self._where(self.rank)
+            raise WorldTimeout(
+                f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
+                f"{self.timeout_s:g} s ({_last(silent, missing)}; distributed.timeout_s)",
+                missing=silent,
+            )
 
     def _late(self, what: str, limit_s: float) -> WorldTimeout:
-        found = {rank: self._where(rank) for rank in range(self.size)}
-        missing = [rank for rank, (number, _) in found.items() if number < self._count]
+        missing = self._missing()
         named = _ranks(missing) or "a rank that arrived while this was written"
-        last = "; ".join(f"rank {rank} was last at {found[rank][1]}" for rank in missing[:4])
         return WorldTimeout(
             f"rank {self.rank} waited {limit_s:g} s for {what}: {named} did not come "
-            f"({last}; distributed.timeout_s)",
-            missing=missing,
+            f"({_last(missing, missing)}; distributed.timeout_s)",
+            missing=list(missing),
         )
+
+    def _missing(self) -> dict[int, str]:
+        """Who has not come to this meeting -> what the last was for that it came to."""
+        found = {rank: self._where(rank) for rank in range(self.size)}
+        return {rank: what for rank, (number, what) in found.items() if number < self._count}
 
     def _where(self, rank: int) -> tuple[int, str]:
         """How many meetings a process has come to, and what the last was for."""
@@ -212,6 +234,10 @@ class World:
             return 0, "the start"
         number, _, what = self._store.get(_progress(rank)).decode().partition(" ")
         return int(number), what
+
+
+def _last(ranks: Sequence[int] | dict[int, str], meetings: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank} was last at {meetings[rank]}" for rank in list(ranks)[:4])
 
 
 def _told(failure: Exception | None) -> str | None:

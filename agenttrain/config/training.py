@@ -1,0 +1,80 @@
+"""Settings of an update: the optimizer, its schedule, and how a batch is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class OptimizerName(StrEnum):
+    """What updates the weights."""
+
+    adamw = "adamw"
+    muon = "muon"
+    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+    sgd = "sgd"
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
+
+
+class Schedule(StrEnum):
+    """Learning rate after the warm-up: transformers' schedules, by their names."""
+
+    constant = "constant"
+    linear = "linear"
+    """Down to zero after the last step."""
+    cosine = "cosine"
+    """Down to zero after the last step."""
+    cosine_with_restarts = "cosine_with_restarts"
+    cosine_with_min_lr = "cosine_with_min_lr"
+    """Down to `min_lr` or `min_lr_rate` of schedule_options."""
+    polynomial = "polynomial"
+    inverse_sqrt = "inverse_sqrt"
+    warmup_stable_decay = "warmup_stable_decay"
+    """Flat, then down within the last `num_decay_steps` of schedule_options."""
+
+
+class SharePrefix(StrEnum):
+    """Whether the rollouts of a group are computed with their common prompt once."""
+
+    auto = "auto"
+    """Where the model's layers allow it and the prompt is long enough to gain from it."""
+    always = "always"
+    """Whatever the prompt's length; a model that cannot is refused."""
+    never = "never"
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and its schedule."""
+
+    name: OptimizerName = OptimizerName.adamw
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Of AdamW."""
+    momentum: float = 0.95
+    """Of Muon."""
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Schedule = Schedule.constant
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    """Of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this L2 norm."""
+
+
+@dataclass
+class TrainingConfig:
+    """How a step's rollouts become optimizer updates."""
+
+    token_budget: int = 16384
+    """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
+    logits_budget_mb: int = 1024
+    """Logits kept for the backward pass; above it they are computed again, tile by tile."""
+    share_prefix: SharePrefix = SharePrefix.auto
+    """The loss is the same; time and memory are not."""
+    mixed_precision: str = "no"
+    """accelerate's `no`, `bf16` or `fp16`."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""

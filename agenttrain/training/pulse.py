@@ -1,0 +1,68 @@
+"""Signs of life: who waits for another process as long as that one works finds out that it is gone.
+
+Each process counts up in the store from a thread of its own, which stands still with the process:
+when it is stopped, its machine hangs, or C code keeps the interpreter to itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+LONGEST_LOOK_S = 2.0
+"""More than this between two looks was not spent looking: this process itself had been stopped."""
+
+
+class Pulse:
+    """This process's counter, and a view of the others'."""
+
+    def __init__(self, store: Any, rank: int, limit_s: float) -> None:
+        """A process whose counter stands still for `limit_s` is silent. The store (of torch's)
+        is reached by a connection of its own, which nobody's wait occupies."""
+        self._store = store.clone()
+        self._rank, self._limit_s = rank, limit_s
+        self._seen: dict[int, _Seen] = {}
+        self._before = time.monotonic()
+
+    def start(self) -> None:
+        """Count from now on, until the process ends or the store is gone."""
+        threading.Thread(target=self._count, name="pulse", daemon=True).start()
+
+    def silent(self, ranks: Iterable[int]) -> list[int]:
+        """Those that have shown life once, and none for long; looks follow each other closely."""
+        now = time.monotonic()
+        passed = min(now - self._before, LONGEST_LOOK_S)
+        self._before = now
+        return [rank for rank in ranks if self._look(rank, passed) > self._limit_s]
+
+    def _look(self, rank: int, passed: float) -> float:
+        """Seconds that the counter has been seen standing still."""
+        seen = self._seen.setdefault(rank, _Seen())
+        count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        seen.idle_s = seen.idle_s + passed if count is not None and count == seen.count else 0.0
+        seen.count = count
+        return seen.idle_s
+
+    def _count(self) -> None:
+        every, count = min(self._limit_s / 8, 5.0), 0
+        with suppress(dist.DistError):  # who cannot reach the store is not waited for in it
+            while True:
+                count += 1
+                self._store.set(_key(self._rank), str(count))
+                time.sleep(every)
+
+
+@dataclass(slots=True)
+class _Seen:
+    count: bytes | None = None
+    idle_s: float = 0.0
+
+
+def _key(rank: int) -> str:
+    return f"alive/{rank}"
