@@ -196,6 +196,8 @@ def _going_on(command: Command, folder: Path, name: str) -> JobScript:
 
 
 def _script(folder: Path, name: str, started: Sequence[Sequence[str]], *, array: bool) -> JobScript:
+    if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end a directive of SLURM's
+        raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
     return JobScript(
         name=name,
         folder=folder,

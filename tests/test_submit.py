@@ -236,6 +236,12 @@ def test_a_folder_that_is_in_use_is_left_alone(name, capsys, elsewhere):
     assert "holds a run or a job already" in refusal(capsys, "hydra.run.dir=mine")
 
 
+def test_a_folder_whose_name_would_end_a_line_of_the_script_is_refused(capsys, elsewhere):
+    told = refusal(capsys, 'hydra.run.dir="a\necho not a comment"')
+    assert "SLURM takes no such folder name" in told and told.count("\n") == 1
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_paths_of_this_machine_alone_are_noted(capsys, elsewhere):
     rendered_paths = ("debug=tiny", "hydra.run.dir=/tmp/x")
     assert cli.main([*DRY, *rendered_paths]) == 0

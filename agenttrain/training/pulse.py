@@ -6,6 +6,7 @@ when it is stopped, its machine hangs, or C code keeps the interpreter to itself
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 LONGEST_LOOK_S = 2.0
 """More than this between two looks was not spent looking: this process itself had been stopped."""
+LEAVE_S = 5.0
+"""For the thread to end; only a store that hangs keeps it longer."""
 
 
 class Pulse:
@@ -29,10 +32,19 @@ class Pulse:
         self._rank, self._limit_s = rank, limit_s
         self._seen: dict[int, _Seen] = {}
         self._before = time.monotonic()
+        self._over = threading.Event()
 
     def start(self) -> None:
         """Count from now on, until the process ends or the store is gone."""
-        threading.Thread(target=self._count, name="pulse", daemon=True).start()
+        thread = threading.Thread(target=self._count, name="pulse", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            self._over.set()
+            thread.join(LEAVE_S)
+
+        # A thread that is in C++ while the interpreter ends would abort the process.
+        atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Those that have shown life once, and none for long; looks follow each other closely."""
@@ -52,10 +64,9 @@ class Pulse:
     def _count(self) -> None:
         every, count = min(self._limit_s / 8, 5.0), 0
         with suppress(dist.DistError):  # who cannot reach the store is not waited for in it
-            while True:
+            while not self._over.wait(every if count else 0):
                 count += 1
                 self._store.set(_key(self._rank), str(count))
-                time.sleep(every)
 
 
 @dataclass(slots=True)
