@@ -30,7 +30,7 @@ from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.checkpoint_files import MANIFEST, verify
-from agenttrain.training.lora import add_lora, is_adapted
+from agenttrain.training.lora import add_lora, base_of, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
@@ -197,10 +197,11 @@ def _engine(config: RunConfig, policy: Policy) -> Engine:
         return TransformersEngine(policy.sampler, config.engine)
     from agenttrain.engine.vllm import VllmEngine
 
-    # vLLM loads the base model's folder; adapters reach it merged, with the first sync.
+    lora = config.model.lora
     return VllmEngine(
-        model_folder(config.model.path),
+        base_of(model_folder(config.model.path)),
         config.engine,
         dtype=config.model.dtype,
+        adapters=None if config.engine.vllm.merge_adapters or not lora.rank else lora,
         mode=config.weight_sync.mode,
     )

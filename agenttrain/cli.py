@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from agenttrain import cli_sweep
-from agenttrain.cli_recorded import replay, rescore
+from agenttrain.cli_recorded import replay, rescore, view
 from agenttrain.config.command import (
     RUN_DIR,
     TIMESTAMP,
@@ -32,7 +32,6 @@ from agenttrain.config.command import (
 from agenttrain.config.compose import (
     HYDRA_VERSION,
     Composed,
-    Source,
     compose_raw,
     compose_run,
     convert,
@@ -45,14 +44,14 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
-from agenttrain.config.model_path import BUNDLED
+from agenttrain.config.model_path import BUNDLED, PARTS, SIZES
 from agenttrain.config.saved import (
+    check_new,
     evaluated,
     finished_steps,
     resumed,
     resumed_as_begun,
     run_of,
-    viewed,
 )
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
@@ -96,8 +95,14 @@ def _do(arguments: list[str]) -> int:
         return 0
     try:
         own = {
-            **{"view": _view, "tools": _tools, "data": _data, "export": _export},
-            **{"replay": replay, "rescore": rescore, "compare": compare, "submit": _submit},
+            **{"view": view, "tools": _tools, "data": _data, "export": _export},
+            **{
+                "replay": replay,
+                "rescore": rescore,
+                "compare": compare,
+                "submit": _submit,
+                "plan": _plan,
+            },
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
@@ -250,14 +255,8 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     if not command.sweep:
         cli_sweep.refuse_without_m(overrides)
     composed = compose_run(overrides, command.source)
-    if composed.config.resume is not None:
-        raise ConfigError(
-            f"resume={composed.config.resume}: has no effect in a YAML file; leave it out there, "
-            f"and type agenttrain resume={quote(composed.config.resume)}"
-        )
-    if composed.config.resume_changed:
-        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
-    validate(composed.config)
+    check_new(composed.config)
+    validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
     return composed
@@ -342,26 +341,13 @@ def _hand_over(command: Command) -> int:
     return max(codes, default=0)
 
 
-def _view(arguments: Sequence[str]) -> int:
-    """`view <run folder> [step=N]`: write the page beside the rollouts and say where."""
-    folders = [Path(word) for word in arguments if not word.startswith("step=")]
-    steps = [word.removeprefix("step=") for word in arguments if word.startswith("step=")]
-    if len(folders) != 1 or len(steps) > 1 or not all(step.isdecimal() for step in steps):
-        raise ConfigError("view: give a run folder and perhaps a step: view <run folder> [step=N]")
-    with hydra_session(Source()):
-        composed = viewed(folders[0], Source())
-    written = sorted((folders[0] / "rollouts").glob("step-*.jsonl"))
-    if not written:
-        raise ConfigError(f"view {folders[0]}: the run has written no rollouts (tracker.rollouts)")
-    numbers = [int(path.stem.removeprefix("step-")) for path in written]
-    step = int(steps[0]) if steps else numbers[-1]
-    if step not in numbers:
-        known = f"there are {numbers[0]} to {numbers[-1]}"
-        raise ConfigError(f"view step={step}: no rollouts of that step; {known}")
-    from agenttrain.launch import write_page
-
-    print(write_page(composed.config, folders[0], step))
-    return 0
+def _only(command: Command, one: str) -> Composed:
+    """The settings of a command that is about one run."""
+    if command.sweep:
+        raise ConfigError(f"{one}; leave -m out")
+    with hydra_session(command.source):
+        (composed,) = compose_all(command)
+    return composed
 
 
 def _data(arguments: Sequence[str]) -> int:
@@ -369,11 +355,7 @@ def _data(arguments: Sequence[str]) -> int:
     from agenttrain import show_data
 
     options, overrides = show_data.parse(arguments)
-    command = parse(overrides)
-    if command.sweep:
-        raise ConfigError("data -m: shows the rows of one run; leave -m out")
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
+    composed = _only(parse(overrides), "data -m: shows the rows of one run")
     return show_data.show(composed.config, options)
 
 
@@ -387,16 +369,21 @@ def _certify_files(runs: Sequence[Composed]) -> bool:
     return _certify_all(runs)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    """`plan [--gpu-memory-gb 80] [--devices 8] [overrides]`: memory per GPU, from config.json."""
+    from agenttrain.plan import command as planning
+
+    options, overrides = planning.parse(arguments)
+    composed = _only(parse(["plan", *overrides]), "plan -m: plans one run")
+    return planning.show(composed.config, options)
+
+
 def _tools(arguments: Sequence[str]) -> int:
     """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
     from agenttrain import show_tools
 
     options, overrides = show_tools.parse(arguments)
-    command = parse(overrides)
-    if command.sweep:
-        raise ConfigError("tools -m: shows the tools of one run; leave -m out")
-    with hydra_session(command.source):
-        (composed,) = compose_all(command)
+    composed = _only(parse(overrides), "tools -m: shows the tools of one run")
 
     def first_task() -> Task:
         from agenttrain.check import splits_of

@@ -1,4 +1,4 @@
-"""The verbs on what a run has recorded: `replay` and `rescore`."""
+"""The verbs on what a run has recorded: `view`, `replay` and `rescore`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from agenttrain.config.compose import Source, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.folder_command import parse_folder
-from agenttrain.config.saved import replayed, rescored
+from agenttrain.config.saved import replayed, rescored, viewed
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.validate import validate
 from agenttrain.types import AgenttrainError
@@ -73,3 +73,25 @@ def rescore(arguments: Sequence[str]) -> int:
         return rescored_rows(config, typed.folder, step=step, to=Path(to) if to else None)
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def view(arguments: Sequence[str]) -> int:
+    """`view <run folder> [step=N]`: write the page beside the rollouts and say where."""
+    folders = [Path(word) for word in arguments if not word.startswith("step=")]
+    steps = [word.removeprefix("step=") for word in arguments if word.startswith("step=")]
+    if len(folders) != 1 or len(steps) > 1 or not all(step.isdecimal() for step in steps):
+        raise ConfigError("view: give a run folder and perhaps a step: view <run folder> [step=N]")
+    with hydra_session(Source()):
+        composed = viewed(folders[0], Source())
+    written = sorted((folders[0] / "rollouts").glob("step-*.jsonl"))
+    if not written:
+        raise ConfigError(f"view {folders[0]}: the run has written no rollouts (tracker.rollouts)")
+    numbers = [int(path.stem.removeprefix("step-")) for path in written]
+    step = int(steps[0]) if steps else numbers[-1]
+    if step not in numbers:
+        known = f"there are {numbers[0]} to {numbers[-1]}"
+        raise ConfigError(f"view step={step}: no rollouts of that step; {known}")
+    from agenttrain.launch import write_page
+
+    print(write_page(composed.config, folders[0], step))
+    return 0

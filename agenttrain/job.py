@@ -94,14 +94,17 @@ class Work(Generic[Parts]):
 def checkpoints_of(job: Job, tokenizer: Any) -> Checkpoints:
     """The run's checkpoints."""
     folder, keep = job.folder / "checkpoints", job.config.checkpoint.keep
-    return Checkpoints(folder, tokenizer=tokenizer, keep=keep)
+    return Checkpoints(folder, tokenizer=tokenizer, keep=keep, main=job.world.is_main)
 
 
 def restored(job: Job, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
     """What a resumed run's newest checkpoint says, its policy put back; None: a run from step 0."""
-    if job.config.resume is None or not _has_checkpoint(job.folder, checkpoints):
+    if job.config.resume is None:
         return None
-    return checkpoints.load_latest(policy)
+    found, world = False, job.world
+    with world.together("whether there is a checkpoint", CheckpointError):
+        found = world.is_main and _has_checkpoint(job.folder, checkpoints)
+    return checkpoints.load_latest(policy) if world.broadcast(found) else None
 
 
 def tracker_of(job: Job, done: int) -> Tracker:

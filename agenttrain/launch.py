@@ -239,8 +239,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, loaded.policy)
     done = 0 if state is None else state["step"]
-    if state is not None:
-        await sync(loaded.policy, loaded.engine, done, config.weight_sync)
+    await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     trainer = Trainer(

@@ -45,8 +45,13 @@ def saved(case: Case, mode: str, world: World, folder: Path) -> dict:
     trained = make(case, mode, world)
     for step in range(2):
         update(trained, step, world)
-    Checkpoints(folder, tokenizer=tiny.tokenizer(), keep=1).save(trained, step=2)
+    keeping(folder, world).save(trained, step=2)
     return told(trained, world)
+
+
+def keeping(folder: Path, world: World) -> Checkpoints:
+    """The checkpoints of a folder."""
+    return Checkpoints(folder, tokenizer=tiny.tokenizer(), keep=1, main=world.is_main)
 
 
 def told(trained: Policy, world: World) -> dict:
@@ -70,7 +75,7 @@ def loaded(case: Case, mode: str, world: World, folder: Path) -> dict:
     torch.manual_seed(5)
     trained = make(case, mode, world)
     update(trained, 7, world)
-    Checkpoints(folder, tokenizer=tiny.tokenizer(), keep=1).load_latest(trained)
+    keeping(folder, world).load_latest(trained)
     drawn = world.gather([random.random()])
     return {**told(trained, world), "drawn": drawn}
 
@@ -99,7 +104,7 @@ def blamed(mode: str, world: World, folder: Path) -> dict:
     mine = [g if i % world.size == world.rank else [] for i, g in enumerate(made)]
     (span,) = [span for span in made[1][2].spans if span.turn == 1 and span.logprobs]
     object.__setattr__(span, "logprobs", (math.nan,) * len(span.token_ids))
-    checkpoints = Checkpoints(folder / "checkpoints", tokenizer=tiny.tokenizer(), keep=1)
+    checkpoints = keeping(folder / "checkpoints", world)
     if world.is_main:
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text("seed: 0\n")

@@ -138,6 +138,14 @@ REFUSED = [
     ({"kl_bias_correction": True, "beta": 0.1, "kl_in": KlIn.reward}, "algorithm.kl_in=loss"),
     ({"dynamic_sampling": 2, **BATCH}, "algorithm.dynamic_sampling=2: has no effect"),
     ({"oversample": 1.5, **BATCH}, "or algorithm.oversample=1.0, the default"),
+    (
+        {"dynamic_sampling": 2, "beta": 0.1, "kl_in": KlIn.reward},
+        "algorithm.dynamic_sampling=2: groups are replaced by their rewards before the KL is known",
+    ),
+    (
+        {"oversample": 1.5, "beta": 0.1, "kl_in": KlIn.reward},
+        "set algorithm.kl_in=loss, or algorithm.oversample=1",
+    ),
     ({"advantage": Advantage.batch}, "algorithm.scale=group: advantages over the mean"),
     ({"advantage": Advantage.leave_one_out}, "algorithm.scale=none or batch"),
     ({"group_size": 1}, "takes at least 2"),

@@ -83,6 +83,7 @@ UNUSABLE = {
     "eval.top_p=0": "must be above 0 and at most 1",
     "eval.top_p=1.1": "must be above 0 and at most 1",
     "eval.min_p=2": "must be at most 1",
+    "checkpoint.keep_best=true": "nothing says which one is the best",
     "tools.sql.timeout_s=-1": "must be a number above 0",
     "tools.sql.timeout_s=inf": "must be a number above 0",
     "tools.sql.timeout_s=true": "must be a number above 0",
@@ -218,6 +219,8 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("+tools.sql.max_result_tokens=9999", "rollout.max_completion_tokens=1000"),
             "tools.sql.max_result_tokens=9999: has no effect",
         ),
+        (("engine=vllm", "engine.vllm.merge_adapters=true"), "no effect without model.lora.rank"),
+        (("engine=vllm", "engine.vllm.tensor_parallel_size=0"), "must be at least 1"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
     ],
 )

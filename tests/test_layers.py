@@ -15,7 +15,7 @@ LAYERS = (
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training", "sweep", "slurm"),
-    ("check", "evaluate", "crash", "fingerprints", "guards", "show_tools", "stall"),
+    ("check", "evaluate", "crash", "fingerprints", "guards", "plan", "show_tools", "stall"),
     ("watchdog",),
     ("trainer", "show_data", "recorded", "exchange"),
     ("build", "imitation", "job", "processes", "workers", "meeting"),

@@ -162,6 +162,19 @@ def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
     assert read_summary(tmp_path / "run")["status"] == "failed"
 
 
+def test_the_checkpoint_of_the_best_evaluation_is_kept(tmp_path):
+    settings = ("steps=4", "eval.every=1", "eval.questions=1", "eval.greedy=false")
+    settings += ("checkpoint.every=null", "checkpoint.keep=1", "checkpoint.keep_best=true")
+    settings += ("reward=[]", "+reward.drawn._target_=drawing.drawn")
+    assert start(tmp_path / "run", *settings) == 0
+    step = read_summary(tmp_path / "run")["eval"]["best"]["step"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (checkpoints / "best").readlink() == Path(f"step-{step:06d}")
+    assert (checkpoints / "latest").readlink() == Path("step-000004")
+    kept = {path.name for path in checkpoints.glob("step-*")}
+    assert kept == {f"step-{step:06d}", "step-000004"}
+
+
 def test_a_torn_checkpoint_is_not_evaluated(run, tmp_path, capsys):
     weights = run / "checkpoints" / "step-000001" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")

@@ -82,6 +82,47 @@ def test_small_updates_of_bfloat16_weights_add_up_in_their_float32_copies() -> N
     assert seen[-1] == 0.9921875
 
 
+def test_gradients_of_bfloat16_weights_are_summed_in_float32() -> None:
+    model = tiny.model().to(torch.bfloat16)
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    with torch.no_grad():
+        weight.zero_()
+    optimizer = build_optimizer(model, OptimizerConfig(name=OptimizerName.sgd, lr=1.0))
+    assert isinstance(optimizer, MasterWeights)
+    for value in (256.0, 1.0, 1.0, 1.0):
+        # From 256 on bfloat16's numbers are 2 apart: 256 + 1 would be 256 each time.
+        weight.grad = torch.full_like(weight, value)
+        optimizer.fold()
+        assert weight.grad is None
+    optimizer.step()
+    (copy,) = [copy for mine, copy in optimizer.pairs if mine is weight]
+    assert copy[0, 0].item() == -259.0
+    assert weight[0, 0].item() == -260.0, "rounded to even"
+    assert copy.grad is None
+
+
+def test_an_update_of_bfloat16_weights_takes_the_exact_sum_of_its_microbatches() -> None:
+    trained = policy(
+        tiny.model().to(torch.bfloat16),
+        training={"token_budget": 1},
+        name=OptimizerName.sgd,
+        lr=0.5,
+        max_grad_norm=1e9,
+    )
+    weight = trained.model.model.layers[1].mlp.down_proj.weight
+    seen: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.float()))
+    optimizer = trained.optimizer.optimizer
+    (copy,) = [copy for mine, copy in optimizer.pairs if mine is weight]
+    before = copy.detach().clone()
+    trained.update(random_groups(3))
+    assert len(seen) > 4, "each rollout with an advantage is a microbatch"
+    total = sum(seen[1:], seen[0])
+    assert torch.equal(copy.detach(), before - 0.5 * total)
+    in_bfloat16 = sum((g.bfloat16() for g in seen[1:]), seen[0].bfloat16()).float()
+    assert not torch.equal(in_bfloat16, total)
+
+
 def test_a_resumed_bfloat16_run_goes_on_from_the_copies(tmp_path: Path) -> None:
     def fresh():
         return policy(tiny.model().to(torch.bfloat16), lr=2e-5)

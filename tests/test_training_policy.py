@@ -370,6 +370,7 @@ class Copy:
     """An engine with a model of its own; `lost` is dropped on its way there."""
 
     max_context = 64
+    takes_adapters = False
 
     def __init__(self, lost: str | None = None) -> None:
         self.model, self.lost = tiny.model(seed=1), lost

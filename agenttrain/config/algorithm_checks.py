@@ -136,7 +136,16 @@ def shown(value: Any) -> str:
 
 def algorithm_problems(config: RunConfig) -> Iterator[str]:
     """Everything wrong with `config.algorithm`, one line each."""
-    for check in (unused, _ranges, _advantage, _surrogates, _penalty, _entropy, _correction):
+    for check in (
+        unused,
+        _ranges,
+        _advantage,
+        _resampling,
+        _surrogates,
+        _penalty,
+        _entropy,
+        _correction,
+    ):
         yield from check(config.algorithm)
     if config.algorithm.reference is Reference.synced and config.model.lora.rank:
         yield (
@@ -204,6 +213,17 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
             "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one reward "
             "to take the penalty off; set algorithm.kl_in=loss"
         )
+
+
+def _resampling(a: AlgorithmConfig) -> Iterator[str]:
+    if not (a.resamples and a.kl_in_reward):
+        return
+    key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
+    yield (
+        f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the KL is "
+        "known, and with algorithm.kl_in=reward a group of equal rewards teaches its KL; set "
+        f"algorithm.kl_in=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
+    )
 
 
 def _surrogates(a: AlgorithmConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ VERBS = {
     "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
     "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
     "check": "compose, check and count; nothing is run and no folder is made",
+    "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",

@@ -21,6 +21,8 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
         if engine.rejoin_steps != EngineConfig.rejoin_steps:
             yield f"engine.rejoin_steps={engine.rejoin_steps}: has no effect with engine=vllm"
         yield from _vllm(engine.vllm)
+        if engine.vllm.merge_adapters and not config.model.lora.rank:
+            yield "engine.vllm.merge_adapters=true: has no effect without model.lora.rank"
     else:
         for name, default in vars(VllmSettings()).items():
             value = getattr(engine.vllm, name)
@@ -40,8 +42,6 @@ def _vllm(settings: VllmSettings) -> Iterator[str]:
         yield f"engine.vllm.memory_share={settings.memory_share}: must be between 0 and 1"
     if settings.kv_cache_mb is not None and settings.kv_cache_mb < 1:
         yield f"engine.vllm.kv_cache_mb={settings.kv_cache_mb}: must be at least 1"
-    if settings.tensor_parallel_size != 1:
-        yield (
-            f"engine.vllm.tensor_parallel_size={settings.tensor_parallel_size}: the engine runs in "
-            "the trainer's process, on its GPU; set 1"
-        )
+    size = settings.tensor_parallel_size
+    if size < 1:
+        yield f"engine.vllm.tensor_parallel_size={size}: must be at least 1"

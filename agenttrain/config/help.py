@@ -38,6 +38,7 @@ examples
   agenttrain debug=tiny                              the same in seconds: does it work here?
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
   agenttrain check algorithm.group_size=16           what would that be?
+  agenttrain plan --gpu-memory-gb 80 model=folder model.path=my_model    does it fit? what would?
   agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from agenttrain.config.errors import ConfigError
@@ -17,14 +18,19 @@ PARTS = {
 """What a model folder holds: name -> files, of which one is enough."""
 
 
-def model_folder(path: str) -> Path:
+SIZES = ("config.json",)
+"""What says how large a model is."""
+
+
+def model_folder(path: str, parts: Collection[str] = tuple(PARTS)) -> Path:
     """A folder that transformers can load: ``bundled:shop``, or one of the user's.
 
-    Raises ConfigError when there is none, or when a part of it is missing.
+    Raises ConfigError when there is none, or when one of `parts` is missing.
     """
     if not path.startswith(BUNDLED):
         folder = Path(path).expanduser()
-        for part, patterns in PARTS.items():
+        for part in parts:
+            patterns = PARTS[part]
             if not any(file.is_file() for pattern in patterns for file in folder.glob(pattern)):
                 raise ConfigError(
                     f"model.path={path}: there is no {part} in that folder; give a folder that "

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,6 +28,17 @@ EVALUABLE = (
     "watchdog",
 )
 """What an evaluation of a run may change: the rest is the agent itself."""
+
+
+def check_new(config: RunConfig) -> None:
+    """Raise ConfigError for what only a run that goes on can have."""
+    if config.resume is not None:
+        raise ConfigError(
+            f"resume={config.resume}: has no effect in a YAML file; leave it out there, "
+            f"and type agenttrain resume={quote(config.resume)}"
+        )
+    if config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
 
 
 def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:

@@ -6,7 +6,7 @@ told at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from math import isfinite, isqrt
 from operator import attrgetter
@@ -26,7 +26,7 @@ from agenttrain.config.distributed import distributed_problems
 from agenttrain.config.engine_checks import engine_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.guards import guard_problems
-from agenttrain.config.model_path import model_folder
+from agenttrain.config.model_path import PARTS, model_folder
 from agenttrain.config.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.slurm import slurm_problems
@@ -68,9 +68,13 @@ POSITIVE = (
 )
 
 
-def validate(config: RunConfig) -> None:
-    """Raise ConfigError with every problem found, one per line."""
+def validate(config: RunConfig, model_parts: Collection[str] = tuple(PARTS)) -> None:
+    """Raise ConfigError with every problem found, one per line.
+
+    `model_parts` of the model's folder have to be there.
+    """
     found = [problem for check in CHECKS for problem in check(config)]
+    found += _model(config, model_parts)
     if found:
         raise ConfigError("\n".join(found))
 
@@ -139,9 +143,9 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _model(config: RunConfig) -> Iterator[str]:
+def _model(config: RunConfig, parts: Collection[str]) -> Iterator[str]:
     try:
-        model_folder(config.model.path)
+        model_folder(config.model.path, parts)
     except ConfigError as error:
         yield str(error)
 
@@ -200,7 +204,7 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     *(_finite, _numbers, _batch, _lengths, algorithm_problems),
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
-    *(_model, _files, _names),
+    *(_files, _names),
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
     *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
 )

@@ -55,6 +55,10 @@ class Engine(Protocol):
 class Separate(Protocol):
     """An engine with weights of its own: they are sent to it, and what it holds is checked."""
 
+    takes_adapters: bool
+    """Whether `update` wants a model's adapters as they are, by peft's names, and no other weights;
+    else all weights, with the adapters merged into them."""
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every id after the first, given those before it, at temperature 1."""
         ...

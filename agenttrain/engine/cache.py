@@ -109,9 +109,7 @@ class RowCache(Cache):
         if rows <= window.rows and length <= window.capacity:
             return
         rows = _grown(window.rows, rows, self.max_rows)
-        wanted = _grown(window.capacity, length, self.max_length)
-        # Rows start at multiples of 64 bytes whatever the growth, so that kernels keep their bits.
-        capacity = -(-wanted // CAPACITY_STEP) * CAPACITY_STEP
+        capacity = grown_capacity(window.capacity, length, self.max_length)
         for layer, name in self._buffers():
             old = getattr(layer, name)
             new = old.new_zeros(rows * capacity + 1, *old.shape[1:])
@@ -135,3 +133,23 @@ class RowCache(Cache):
 
 def _grown(size: int, wanted: int, limit: int) -> int:
     return size if wanted <= size else max(wanted, min(2 * size, limit))
+
+
+def grown_capacity(capacity: int, length: int, max_length: int) -> int:
+    """Tokens of a row that had `capacity` and is to hold `length`.
+
+    Example: rows of 64 tokens that are to hold 65, of at most 1024, get 128.
+    """
+    # Rows start at multiples of 64 bytes whatever the growth, so that kernels keep their bits.
+    return -(-_grown(capacity, length, max_length) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def final_capacity(first: int, longest: int, max_length: int) -> int:
+    """Tokens of a row after one that began with `first` has grown to `longest`, one by one.
+
+    Example: from 100 to 300 of at most 1024: 128, then 256, then 512.
+    """
+    capacity = grown_capacity(0, first, max_length)
+    while capacity < longest:
+        capacity = grown_capacity(capacity, capacity + 1, max_length)
+    return capacity

@@ -60,11 +60,16 @@ class ScriptedEngine:
         encode: Callable[[str], Sequence[int]] | None = None,
         delay: float = 0.0,
         max_context: int = 4096,
+        keeps_sent: bool = True,
     ) -> None:
-        """`delay`: seconds until an answer; `encode`: what turns text answers into ids."""
+        """`delay`: seconds until an answer; `encode`: what turns text answers into ids.
+
+        `sent` holds every request with all of its ids, unless not `keeps_sent`.
+        """
         self.script = script
         self.encode = encode
         self.delay = delay
+        self.keeps_sent = keeps_sent
         self.max_context = max_context
         self.sent: list[Sent] = []
         self.released: list[str] = []
@@ -88,7 +93,8 @@ class ScriptedEngine:
             )
         turn = self._turns.get(session, 0)
         self._turns[session] = turn + 1
-        self.sent.append(Sent(session=session, turn=turn, ids=ids, sampling=sampling))
+        if self.keeps_sent:
+            self.sent.append(Sent(session=session, turn=turn, ids=ids, sampling=sampling))
         await asyncio.sleep(self.delay)
         answer = self._answer(ids, session, turn)
         budget = min(sampling.max_tokens, self.max_context - len(ids))

@@ -13,13 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from agenttrain.config.schema import EngineConfig, WeightSyncMode
+from agenttrain.config.schema import EngineConfig, LoraSettings, WeightSyncMode
 from agenttrain.engine.base import EngineDead, EngineError
 from agenttrain.engine.stepper import Stepper
+from agenttrain.engine.vllm_adapters import load_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
 from agenttrain.engine.vllm_setup import build_llm_engine
+from agenttrain.engine.vllm_weights import load_weights
 from agenttrain.types import Completion, Finish, Sampling
 
 Value = TypeVar("Value")
@@ -49,13 +52,17 @@ class VllmEngine:
         config: EngineConfig,
         *,
         dtype: str = "float32",
+        adapters: LoraSettings | None = None,
         mode: WeightSyncMode = WeightSyncMode.drain,
         drain_s: float = DRAIN_S,
     ) -> None:
-        """`drain_s` bounds how long an update waits for requests in flight.
+        """With `adapters`, `update` brings these; the weights under them stay those of `folder`.
+        `drain_s` bounds how long an update waits for requests in flight.
 
         Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
-        llm = build_llm_engine(folder, config, dtype=dtype)
+        llm = build_llm_engine(folder, config, dtype=dtype, rank=adapters.rank if adapters else 0)
+        self._adapters = adapters
+        self.takes_adapters = adapters is not None
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
@@ -125,11 +132,15 @@ class VllmEngine:
     async def rest(self) -> None:
         """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
         if self._sleeps:
-            await self._between_steps(partial(self._driver.llm.sleep, 2))
+            # 2 forgets the weights, which come anew; adapters need those under them: 1 keeps them
+            # in the host's memory.
+            level = 1 if self.takes_adapters else 2
+            await self._between_steps(partial(self._driver.llm.sleep, level))
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # vLLM would die of what it does not know, and take every other rollout along.
-        known = bool(token_ids) and 0 <= min(token_ids) <= max(token_ids) < self._vocabulary
+        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
         if not known:
             raise EngineError(
                 f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
@@ -182,8 +193,10 @@ class VllmEngine:
         try:
             if self._sleeps:
                 llm.wake_up()
-            worker = llm.model_executor.driver_worker.worker
-            worker.reload_weights(weights_iterator=iter(weights))
+            if self._adapters is not None:
+                driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
+            else:
+                load_weights(llm, weights)
         except Exception as error:
             driver.refusal = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
@@ -229,6 +242,7 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
         )
     except VLLMValidationError as error:
         raise EngineError(f"vLLM refuses a request: {error}") from error

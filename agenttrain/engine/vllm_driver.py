@@ -70,6 +70,8 @@ class Driver:
     """Of the weights."""
     holding: bool = False
     """Whether new requests wait until new weights are in."""
+    adapter: Any = None
+    """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
     refusal: EngineError | None = None
     """Why no request is served: the engine is dead, or half of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
@@ -123,7 +125,7 @@ class Driver:
         # Salted: keys and values of other weights are never taken for those of these.
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:
-            self.llm.add_request(request.id, prompt, request.parameters)
+            self.llm.add_request(request.id, prompt, request.parameters, lora_request=self.adapter)
         except Exception as error:  # whatever vLLM has against this request is its alone
             refused = EngineError(f"vLLM refuses a request: {_said(error)}")
             deliver([(self._waiting.pop(request.id), refused)])

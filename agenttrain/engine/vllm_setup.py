@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from agenttrain.config.schema import EngineConfig
 from agenttrain.engine.base import EngineError
+from agenttrain.engine.vllm_adapters import room_for
 
 BLOCK_ON_CPU = 32
 """Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
@@ -23,8 +24,10 @@ ENVIRONMENT = {
 }
 
 
-def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
-    """The engine with the weights of `folder`; raises EngineError with what vLLM says."""
+def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: int = 0) -> Any:
+    """The engine with the weights of `folder`, and room for adapters of `rank`, if it is not 0.
+
+    Raises EngineError with what vLLM says."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
@@ -32,6 +35,9 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
         # Compiling the sampler costs half a minute here and gains nothing. The variable is read
         # when vLLM's functions are decorated.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.vllm.tensor_parallel_size > 1:
+            # Its own way puts each worker on cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -57,12 +63,14 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str) -> Any:
         # The model's own sampling defaults would change what is sampled.
         generation_config="vllm",
         skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
         disable_log_stats=True,
         **(
             {}
             if options.kv_cache_mb is None
             else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
         ),
+        **(room_for(rank) if rank else {}),
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:

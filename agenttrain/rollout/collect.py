@@ -20,6 +20,7 @@ from agenttrain.rollout.in_flight import InFlight, Waiting
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
@@ -269,11 +270,12 @@ async def _run_all(
         engine.expect([attempt.rollout_id for attempt in attempts])
         # The engine admits by its rows; a limit here would keep back rollouts it waits for.
         at_once = len(attempts)
-    gate = asyncio.Semaphore(at_once)
+    gate, pace = asyncio.Semaphore(at_once), Pace()
 
     async def run(attempt: _Attempt) -> Rollout | _Left:
         async with gate:
-            return await _attempt(collector, attempt, sampling)
+            await pace.turn()
+            return await _attempt(collector, attempt, sampling, pace)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -283,7 +285,9 @@ async def _run_all(
     return [task.result() for task in running]
 
 
-async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) -> Rollout | _Left:
+async def _attempt(
+    collector: Collector, attempt: _Attempt, sampling: Sampling, pace: Pace
+) -> Rollout | _Left:
     """One rollout with its ledger verified, or why there is none."""
     readings = Readings()
     try:
@@ -302,6 +306,7 @@ async def _attempt(collector: Collector, attempt: _Attempt, sampling: Sampling) 
                 environments=collector.environments,
                 group_seed=attempt.group_seed,
                 readings=readings,
+                pace=pace,
             )
         if rollout.spans:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)

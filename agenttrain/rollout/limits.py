@@ -42,6 +42,11 @@ def refusals(
     return refused
 
 
+def limit_result(call: ToolCall, text: str) -> ToolResult:
+    """What the model reads in place of a call that may not run."""
+    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
+
+
 def _counts(result: ToolResult) -> bool:
     """Whether the tool ran; only those calls use up its own limit."""
     error = result.error

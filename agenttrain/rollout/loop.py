@@ -24,7 +24,8 @@ from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end, score
 from agenttrain.rollout.ledger import Readings
-from agenttrain.rollout.limits import own_copy, refusals, repeated
+from agenttrain.rollout.limits import limit_result, own_copy, refusals, repeated
+from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import append_prompt
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
@@ -61,15 +62,16 @@ async def run_rollout(
     environments: Environments | None = None,
     group_seed: int = 0,
     readings: Readings | None = None,
+    pace: Pace | None = None,
 ) -> Rollout:
     """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
 
     `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
     environments, the same in all of them; `readings` notes what completions were parsed as, for
-    `ledger.verify`. Raises PromptTooLong when the prompt leaves no room to sample, before anything
-    is sampled, ValueError for tools or an environment that are not there, RewardError when the
-    environment's reward fails; EngineDead; StuckTools; and ToolUnavailable where
-    `limits.on_tool_failure` is `error`.
+    `ledger.verify`; `pace` is shared by the rollouts in flight. Raises PromptTooLong when the
+    prompt leaves no room to sample, before anything is sampled, ValueError for tools or an
+    environment that are not there, RewardError when the environment's reward fails; EngineDead;
+    StuckTools; and ToolUnavailable where `limits.on_tool_failure` is `error`.
     """
     rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
     environments = environments or Environments()
@@ -79,8 +81,8 @@ async def run_rollout(
         episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
         tools = RowTools(task, toolbox, environments, episode)
         append_prompt(rollout, engine, chat, tools, prompt_ids)
-        noted = readings or Readings()
-        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode, noted)
+        noted, pace = readings or Readings(), pace or Pace()
+        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode, noted, pace)
         await _within(loop, limits.timeout_s)
         await score(rollout, episode)
     except EngineDead:
@@ -124,6 +126,7 @@ class _Loop:
     sampling: Sampling
     episode: Episode | None
     readings: Readings
+    pace: Pace
     _calls_made: list[ToolCall] = field(default_factory=list)
     _task: Task | None = None
     """The task as tools see it: theirs to change."""
@@ -178,6 +181,7 @@ class _Loop:
         )
         session = self.rollout.rollout_id
         completion = await self.engine.generate(sent, sampling, session=session)
+        await self.pace.turn()
         if not completion.token_ids:
             raise EngineError(f"rollout {session}: the engine returned no token ({completion})")
         self.rollout.append_sampled(completion, sent)
@@ -192,6 +196,7 @@ class _Loop:
         if not stops and (reason := self._refusal(turn, calls, completion)):
             return reason
         results = await self._execute(calls)
+        await self.pace.turn()
         self._raise_if_unavailable(results)
         reason = StopReason.stop_tool if stops else self._limit_reached(results)
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
@@ -302,7 +307,7 @@ class _Loop:
         runnable = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
         ran = iter(await self.tools.execute(runnable, self._context))
         results = [
-            next(ran) if refusal is None else _refused(call, refusal)
+            next(ran) if refusal is None else limit_result(call, refusal)
             for call, refusal in zip(calls, refused, strict=True)
         ]
         self.rollout.tool_results.extend(results)
@@ -383,10 +388,6 @@ def _end_of(completion: Completion) -> StopReason | None:
     if completion.finish is Finish.length:
         return StopReason.max_tokens
     return StopReason.aborted if completion.finish is Finish.abort else None
-
-
-def _refused(call: ToolCall, text: str) -> ToolResult:
-    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
 
 
 def _reply(result: ToolResult) -> Message:

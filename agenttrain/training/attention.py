@@ -22,6 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.training.attend import Scoring, attend
 from agenttrain.training.layout import Block
+from agenttrain.training.varlen import Varlen, attend_varlen, in_format, takes
+from agenttrain.training.varlen import kernel as varlen_kernel
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
@@ -57,11 +59,13 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     blocks: tuple[Block, ...] | None = None,
+    varlen: Varlen | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """As transformers' attention functions: [1, T, heads, head size] and no weights.
 
-    `sliding_window` counts the token itself, `s_aux` [heads] are the sinks' scores. Raises
+    `sliding_window` counts the token itself, `s_aux` [heads] are the sinks' scores; with `varlen`
+    the layers that the kernel takes are one call. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
     """
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
@@ -76,6 +80,10 @@ def packed_attention(
         )
     scoring = Scoring(scale=scaling, window=window, softcap=softcap, sinks=s_aux)
     states = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if varlen is not None and (kernel := varlen_kernel()) is not None:
+        short = in_format(*states)
+        if takes(short[0], short[2], scoring):
+            return attend_varlen(*short, varlen, scaling, kernel)[None], None
     outputs = [_attend_block(block, *states, scoring=scoring) for block in blocks]
     return torch.cat(outputs)[None], None
 

@@ -62,18 +62,24 @@ class Checkpoints:
     ``state = checkpoints.load_latest(policy)`` with ``state["step"] == 10``.
     """
 
-    def __init__(self, folder: Path, *, tokenizer: Any, keep: int) -> None:
-        """`keep` newest checkpoints stay. The tokenizer is saved with the chat template it has."""
+    def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
+        """`keep` newest checkpoints stay. The tokenizer is saved with the chat template it has.
+
+        Of a run's processes the `main` one alone clears away what an earlier run left over: another
+        may come when a new checkpoint is already being written.
+        """
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
         self.folder = folder
-        recover(folder)
+        self._main = main
+        if main:
+            recover(folder)
         self._tokenizer = tokenizer
         self._keep = keep
 
     def beside(self, folder: Path) -> Checkpoints:
         """The same, in another folder, which keeps one."""
-        return Checkpoints(folder, tokenizer=self._tokenizer, keep=1)
+        return Checkpoints(folder, tokenizer=self._tokenizer, keep=1, main=self._main)
 
     @property
     def empty(self) -> bool:
@@ -152,7 +158,9 @@ class Checkpoints:
         random states of its own. Raises CheckpointError, before anything is changed, when a file is
         not what was written.
         """
-        verify(path)
+        with policy.world.together(f"{path.name}: its files", CheckpointError, patient=True):
+            if policy.world.is_main:
+                verify(path)
         if is_adapted(policy.model):
             load_adapter(policy.model, path)
         else:
@@ -170,7 +178,10 @@ class Checkpoints:
         Newer ones that are not whole become `.corrupt-step-<step>`: the run will write those steps
         anew. Raises CheckpointError, and moves nothing, if there is none.
         """
-        path = latest(self.folder)
+        world, found = policy.world, None
+        with world.together("the newest checkpoint", CheckpointError, patient=True):
+            found = latest(self.folder).name if world.is_main else None
+        path = self.folder / str(world.broadcast(found, "the newest checkpoint"))
         state = self.load(policy, path)
         # Who is later must find the same folder: nothing moves before all have looked.
         policy.world.barrier(f"{path.name}: read")

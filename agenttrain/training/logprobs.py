@@ -27,6 +27,7 @@ from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_p
 from agenttrain.training.layout import one_after_the_other
 from agenttrain.training.sharding import settle
 from agenttrain.training.share import bundle_rows, least_prompt
+from agenttrain.training.varlen import has_kernel
 from agenttrain.types import AgenttrainError
 
 LOGIT_BYTES = 4
@@ -44,8 +45,9 @@ class Scorer(nn.Module):
     """Microbatch -> (logprobs_S, entropy_S), both fp32.
 
     A module, so that accelerate can wrap what is called. A model whose attention or layers cannot
-    be packed runs one forward pass per rollout, and a warning says so. The entropy carries a
-    gradient only with `entropy_grad`.
+    be packed runs one forward pass per rollout, and a warning says so. On a GPU whose kernel for
+    sequences of any length gives the same as separate passes, attention is one call. The entropy
+    carries a gradient only with `entropy_grad`.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class Scorer(nn.Module):
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
         check_head(model)
-        reason = why_not_packed(model)
+        self.varlen = has_kernel(model.device) and why_not_packed(model, varlen=True) is None
+        reason = None if self.varlen else why_not_packed(model)
         self.packed = reason is None
         if reason is not None:
             self._say_separate(reason, share_prefix)
@@ -111,8 +114,11 @@ class Scorer(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability of every sampled token and entropy where it was sampled, [S] each."""
-        hidden = packed_hidden if self.packed else separate_hidden
-        hidden_TH = hidden(self.model, microbatch.token_ids_T, microbatch.segments)
+        layout = microbatch.token_ids_T, microbatch.segments
+        if self.packed:
+            hidden_TH = packed_hidden(self.model, *layout, varlen=self.varlen)
+        else:
+            hidden_TH = separate_hidden(self.model, *layout)
         return head_logprobs(
             hidden_TH[microbatch.targets_S],
             self.model.get_output_embeddings(),

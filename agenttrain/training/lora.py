@@ -114,8 +114,14 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             assign(parameter, state[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"])
 
 
+def base_of(folder: Path) -> Path:
+    """The folder of the model that a folder of adapters is for; of a whole model, itself."""
+    if not (folder / CONFIG_FILE).is_file():
+        return folder
+    return Path(LoraConfig.from_pretrained(str(folder)).base_model_name_or_path)
+
+
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """The base model of a folder of adapters with them merged into its weights."""
-    config = LoraConfig.from_pretrained(str(folder))
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype=dtype)
     return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()

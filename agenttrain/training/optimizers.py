@@ -110,36 +110,55 @@ class Together(_Wrapper):
 
 
 class MasterWeights(_Wrapper):
-    """An optimizer of float32 copies: gradients are copied to them, new weights back, rounded."""
+    """An optimizer of float32 copies: gradients are added to theirs, new weights rounded back."""
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """`pairs`: (the model's weight, the copy that `optimizer` updates)."""
-        self._pairs = list(pairs)
+        self.pairs = list(pairs)
         super().__init__([optimizer])
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """What the optimizer updates: the copies, and float32 weights, which need none."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Add the weights' gradients to those of the copies; after every backward pass.
+
+        A sum of microbatches in bfloat16 would lose what is below 1/256 of it.
+        """
+        for weight, master in self.pairs:
+            if weight.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of the copies, then of the model's weights."""
-        for weight, master in self._pairs:
-            master.grad = None if weight.grad is None else weight.grad.float()
+        self.fold()
         super().step(closure)
-        for weight, master in self._pairs:
+        for weight, master in self.pairs:
             weight.copy_(master)
             master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's weights, and of those that have no copy."""
         super().zero_grad(set_to_none)
-        for weight, _ in self._pairs:
+        for weight, _ in self.pairs:
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the copies."""
-        return {**super().state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+        return {**super().state_dict(), "masters": [master.detach() for _, master in self.pairs]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         super().load_state_dict(state_dict)
-        for (_, master), saved in zip(self._pairs, state_dict["masters"], strict=True):
+        for (_, master), saved in zip(self.pairs, state_dict["masters"], strict=True):
             assign(master, saved)

@@ -26,7 +26,7 @@ from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
-from agenttrain.training.optimizers import build_optimizer
+from agenttrain.training.optimizers import MasterWeights, build_optimizer
 from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
@@ -98,7 +98,9 @@ class Policy:
         self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
-        self.optimizer = self.accelerator.prepare_optimizer(build_optimizer(self.model, optimizer))
+        built = build_optimizer(self.model, optimizer)
+        self._masters = built if isinstance(built, MasterWeights) else None
+        self.optimizer = self.accelerator.prepare_optimizer(built)
 
     def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
@@ -243,12 +245,16 @@ class Policy:
     ) -> Part:
         """Forward and backward of a microbatch."""
         accelerator = self.accelerator
-        with contextlib.nullcontext() if last else accelerator.no_sync(self._wrapped):
+        # Sums in float32 copies meet those of the other processes by themselves, in `_clip`.
+        meets = last and self._masters is None
+        with contextlib.nullcontext() if meets else accelerator.no_sync(self._wrapped):
             logprobs_S, entropy_S = self._wrapped(microbatch)
             inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
             loss, metrics = policy_loss(inputs, self._algorithm)
             # Processes average their gradients; the loss is their sum.
             accelerator.backward(loss * accelerator.num_processes)
+        if self._masters is not None:
+            self._masters.fold()
         entropy_S = entropy_S.detach()
         for name, part in {**metrics, "entropy": mean_parts(entropy_S)}.items():
             # The row that stands in is no rollout: it is in no mean of rollouts.
@@ -288,14 +294,24 @@ class Policy:
 
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; its norm before, or None when it or a loss is not finite."""
-        norm = whole(
-            self.accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
-        )
+        parameters = list(self._wrapped.parameters())
+        if self._masters is not None:
+            parameters = self._masters.copies
+            self._average(parameters)
+        norm = whole(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
         # The scaler of fp16 probes for overflows itself and skips such updates.
         probing = self.accelerator.scaler is not None
         finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
         # The norm is everybody's, a loss is not.
         return None if self._total(int(not finite)) else float(norm)
+
+    def _average(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over the processes; those of sharded weights are already."""
+        if self.world.size == 1 or self._sharding is not None:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
 
     def _step(self, losses: Tensor, norm: float, averages: Averages) -> None:
         """Update the weights with the clipped gradient."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.config.schema import WeightSyncConfig
 from agenttrain.engine.base import Engine, Separate
-from agenttrain.training.lora import ADAPTER, is_adapted
+from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharded_state import is_sharded
 from agenttrain.training.sharding import whole
@@ -41,7 +41,11 @@ async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncC
         policy.refresh_sampler()
         await engine.update((), version)
         return
-    await engine.update(named_weights(policy.model), version)
+    as_adapters = engine.takes_adapters and is_adapted(policy.model)
+    await engine.update(
+        adapter_weights(policy.model).items() if as_adapters else named_weights(policy.model),
+        version,
+    )
     probe_ids = probe(policy.model, engine.max_context)
     sharded = is_sharded(policy.model)
     expected_T = torch.tensor(

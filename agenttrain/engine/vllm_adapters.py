@@ -1,0 +1,53 @@
+"""Low-rank adapters in vLLM: loaded under requests in flight, over base weights that stay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agenttrain.engine.vllm_weights import folder_for
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM makes room (0.32, `MaxLoRARanks`)."""
+NAME, NUMBER = "policy", 1
+
+
+def room_for(rank: int) -> dict[str, Any]:
+    """vLLM's arguments for one set of adapters; a rank that is too large is vLLM's to refuse."""
+    room = next((one for one in RANKS if one >= rank), rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
+    """Replace the adapters by `weights`, which have peft's names; the request's part that asks
+    for them.
+
+    Requests in flight go on with them. vLLM reads adapters from a folder only.
+    """
+    from vllm.lora.request import LoRARequest
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+    with folder_for(tensors) as name:
+        folder = Path(name)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(_config(tensors, alpha)))
+        llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
+    # Without load_inplace, or every step would read the folder again.
+    return LoRARequest(NAME, NUMBER, name)
+
+
+def _config(tensors: dict[str, Tensor], alpha: float) -> dict[str, Any]:
+    """What peft saves beside them; e.g. "….q_proj.lora_A.weight" of 16 rows: rank 16."""
+    below = [name for name in tensors if ".lora_A." in name]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": len(tensors[below[0]]),
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".lora_A.")[0].split(".")[-1] for name in below}),
+    }

@@ -1,0 +1,169 @@
+"""Which setting makes a run fit, found by estimating with each one turned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from agenttrain.config.distributed import DistributedName
+from agenttrain.config.schema import Dtype, ModelConfig, RunConfig
+from agenttrain.plan.estimate import Estimate, Machine, estimate
+from agenttrain.plan.sizes import Sizes
+
+Turn = tuple[str, Any]
+"""A setting and its new value."""
+Choices = list[tuple[Turn, ...]]
+"""Values of a setting, the mildest first, each with what has to go with it."""
+FSDP2: Turn = ("distributed.name", DistributedName.fsdp2)
+LAST: list[Choices] = [[(("model.lora.rank", 16),)]]
+"""What changes what is learnt, where nothing else is enough."""
+GPUS_PER_NODE, MOST = 8, 1024
+"""GPUs that are proposed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """Settings that make the run smaller, and its peak with them."""
+
+    turns: tuple[Turn, ...]
+    peak: int
+
+    @property
+    def overrides(self) -> str:
+        """As they are typed: ``training.token_budget=8192``."""
+        return " ".join(_typed(key, value) for key, value in self.turns)
+
+
+def _typed(key: str, value: Any) -> str:
+    key = key.removesuffix(".name")  # a group's choice
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+class Planner:
+    """Estimates of one configuration and of variations of it."""
+
+    def __init__(self, config: RunConfig, machine: Machine, prompt_tokens: int) -> None:
+        self.config, self.machine, self.prompt_tokens = config, machine, prompt_tokens
+        self._sizes: dict[str, Sizes] = {}
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        """Of a model; each is traced once."""
+        if (key := repr(model)) not in self._sizes:
+            self._sizes[key] = Sizes(model)
+        return self._sizes[key]
+
+    def estimate(self, turns: tuple[Turn, ...] = ()) -> Estimate:
+        """With these settings turned."""
+        config = deepcopy(self.config)
+        for key, value in turns:
+            _set(config, key, value)
+        return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
+
+    def remedies(self) -> list[Remedy]:
+        """Settings of which each alone is enough; if none is, several together; more GPUs, too.
+
+        The several may still be too large: then nothing that is known here helps.
+        """
+        limit = self.machine.memory
+        assert limit is not None
+        settings = list(self._settings())
+        alone = self._enough(settings, limit) or [self._together([*settings, *LAST], limit)]
+        return [*alone, *self._enough([self._more_devices()], limit)]
+
+    def _enough(self, settings: list[Choices], limit: int) -> list[Remedy]:
+        """The mildest value that is enough of each setting that has one."""
+        found = []
+        for choices in settings:
+            peaks = ((turns, self.estimate(turns).peak) for turns in choices)
+            enough = next((pair for pair in peaks if pair[1] <= limit), None)
+            if enough is not None:
+                found.append(Remedy(turns=enough[0], peak=enough[1]))
+        return found
+
+    def _together(self, settings: list[Choices], limit: int) -> Remedy:
+        chosen: dict[str, Any] = {}
+        for choices in settings:
+            for turns in choices:
+                tried = {**chosen, **dict(turns)}
+                if self._smaller(tried, chosen):
+                    chosen = tried
+                if self._peak(chosen) <= limit:
+                    return self._pruned(chosen, limit)
+        return Remedy(turns=tuple(chosen.items()), peak=self._peak(chosen))
+
+    def _smaller(self, tried: dict[str, Any], chosen: dict[str, Any]) -> bool:
+        one, other = (self.estimate(tuple(turns.items())) for turns in (tried, chosen))
+        return sum(p.bytes for p in one.parts) < sum(p.bytes for p in other.parts)
+
+    def _peak(self, turns: dict[str, Any]) -> int:
+        return self.estimate(tuple(turns.items())).peak
+
+    def _pruned(self, chosen: dict[str, Any], limit: int) -> Remedy:
+        """Without what the later ones made needless."""
+        for key in list(chosen):
+            rest = {k: v for k, v in chosen.items() if k != key}
+            if self._peak(rest) <= limit:
+                chosen = rest
+        return Remedy(turns=tuple(chosen.items()), peak=self._peak(chosen))
+
+    def _settings(self) -> Iterator[Choices]:
+        """Per setting its values, from mild to strong."""
+        config, load = self.config, self.estimate().load
+        training, engine = config.training, config.engine
+        if not training.gradient_checkpointing:
+            yield [(("training.gradient_checkpointing", True),)]
+        yield _each("training.token_budget", _halves(training.token_budget, load.context))
+        if engine.name == "vllm":
+            if not engine.vllm.sleep:
+                yield [(("engine.vllm.sleep", True),)]
+            if engine.vllm.kv_cache_mb is None:
+                shares = (0.4, 0.3, 0.2, 0.1)
+                lower = [share for share in shares if share < engine.vllm.memory_share]
+                yield _each("engine.vllm.memory_share", lower)
+        elif engine.max_context is None or engine.max_context > load.context:
+            yield _each("engine.max_context", [load.context])
+        if engine.name != "vllm":
+            yield _each("engine.max_rows", _halves(min(engine.max_rows, load.rows), 8))
+        yield _each("training.logits_budget_mb", _halves(training.logits_budget_mb, 64))
+        if config.model.dtype is Dtype.float32:
+            yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
+        if config.distributed.name is DistributedName.ddp:
+            yield [(FSDP2,)]
+        if config.distributed.name is DistributedName.fsdp2:
+            yield [(("distributed.cpu_offload", True),)]
+
+    def _more_devices(self) -> Choices:
+        if self.config.engine.name == "vllm":  # its engine is in one process's own
+            return []
+        now = self.estimate().load.devices
+        counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
+        return [(FSDP2, *_gpus(count)) for count in counts]
+
+
+def _gpus(count: int) -> tuple[Turn, ...]:
+    if count <= GPUS_PER_NODE:
+        return (("distributed.processes", count),)
+    nodes = count // GPUS_PER_NODE
+    return ("distributed.processes", GPUS_PER_NODE), ("distributed.nodes", nodes)
+
+
+def _each(key: str, values: list[Any]) -> Choices:
+    return [((key, value),) for value in values]
+
+
+def _halves(value: int, least: int) -> list[int]:
+    """``_halves(16384, 3000)`` -> [8192, 4096]"""
+    found = []
+    while value // 2 >= least:
+        value //= 2
+        found.append(value)
+    return found
+
+
+def _set(config: Any, key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        config = getattr(config, part)
+    setattr(config, name, value)

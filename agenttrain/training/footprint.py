@@ -1,0 +1,202 @@
+"""Bytes that training takes, from a model's config alone: nothing of the model's size is allocated.
+
+The model stands on the meta device, so its weights have shapes and no contents. What the backward
+pass keeps is what autograd saves in a forward pass over fake tensors, of the model's own code and
+the attention that training uses. Shapes: T tokens of a microbatch, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.optim import SGD, Muon, Optimizer
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from agenttrain.config.schema import LoraSettings, OptimizerConfig
+from agenttrain.training.attention import packing
+from agenttrain.training.head import CPU_TILE, GPU_TILE
+from agenttrain.training.hidden import backbone
+from agenttrain.training.layout import make_blocks, one_after_the_other
+from agenttrain.training.lora import add_lora
+from agenttrain.training.optimizers import MasterWeights, build_optimizer
+
+FLOAT32 = 4
+"""Bytes of a number in it."""
+STEP_COUNT = 4
+"""Bytes of AdamW's count of steps, one per parameter."""
+LAYER_GRADIENTS = 4 / 3
+"""What a layer's backward pass holds at the most, over what its forward pass kept: 1.2 to 1.3 as
+measured on a small Qwen3."""
+TILES = 3
+"""Tiles of logits at once: the product, unless it is kept, and two made of it."""
+TRACED, TRACED_SCORES = 256, 2048
+"""Tokens of the longer of two traced rollouts; longer microbatches follow the line through both.
+The second where scores stand in memory, which is no line before."""
+
+
+def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
+    """A model of a transformers config without storage; with adapters, if `lora` has a rank."""
+    with init_empty_weights(include_buffers=True):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if lora.rank:
+            add_lora(model, lora)
+            # Where weights are real, peft gives an adapter the format of the layer that it is for.
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters; tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updating:
+    """What an optimizer update holds beside the weights, in bytes."""
+
+    gradients: int
+    """In the format of the weights; where there are copies a sum in float32 beside them."""
+    masters: int
+    """Float32 copies of weights in another format."""
+    moments: int
+    """AdamW's two, Muon's one, none of SGD."""
+
+
+def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
+    """The sizes of a model's gradients and of its optimizer's state."""
+    optimizer = build_optimizer(model, config)
+    copied = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
+    masters = sum(_bytes(master) for _, master in copied)
+    trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
+    return Updating(gradients=trained + masters, masters=masters, moments=_moments(optimizer))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _moments(optimizer: Optimizer) -> int:
+    parts = getattr(optimizer, "parts", None)
+    if parts is not None:
+        return sum(map(_moments, parts))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, SGD):
+        return 0
+    if isinstance(optimizer, Muon):
+        return sum(map(_bytes, parameters))
+    return sum(2 * _bytes(p) + STEP_COUNT for p in parameters)
+
+
+class Saved:
+    """Bytes kept for the backward pass by a forward pass over one rollout.
+
+    Without the head, and without what is a weight already. They grow by the same amount per token:
+    attention keeps no square of scores, but for soft-capped ones, up to a few thousand tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
+        self._model, self._autocast = model, autocast
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        self._longest = TRACED if capped is None else TRACED_SCORES
+        self._traced: dict[int, int] = {}
+
+    def __call__(self, tokens: int) -> int:
+        """Of a rollout of so many tokens."""
+        longest = self._longest
+        if tokens <= longest:
+            return self._trace(tokens)
+        half, whole = self._trace(longest // 2), self._trace(longest)
+        return whole + round((whole - half) / (longest - longest // 2) * (tokens - longest))
+
+    def _trace(self, tokens: int) -> int:
+        if tokens not in self._traced:
+            self._traced[tokens] = _trace(self._model, tokens, self._autocast)
+        return self._traced[tokens]
+
+
+def _trace(model: PreTrainedModel, tokens: int, autocast: torch.dtype | None) -> int:
+    # Made before the mode: where a block's tokens stand depends on lengths, which fakes have not.
+    blocks = make_blocks(one_after_the_other([tokens]), torch.device("cpu"))
+    net = backbone(model)
+    mode = FakeTensorMode()
+    with mode:
+        state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+        state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        positions = torch.arange(tokens)[None]
+    weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    keywords = {"position_ids": positions, "blocks": blocks, "use_cache": False}
+    with packing(model), mode, cast, saved_tensors_hooks(keep, lambda tensor: tensor):
+        # What it returns is held until the sum is taken, or storages would be freed and used again.
+        output = functional_call(net, state, (ids,), keywords)
+        total = sum(storage.nbytes() for storage in kept.values())
+        del output
+    return total
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """(numbers of a token's key, of its value) for every layer that keeps them."""
+    net = backbone(model)
+    with FakeTensorMode(), torch.no_grad():
+        state: Mapping[str, Tensor] = {
+            name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
+        }
+        cache = DynamicCache()
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        keywords = {"past_key_values": cache, "use_cache": True}
+        functional_call(net, dict(state), (ids,), keywords)
+        return [
+            (
+                layer.keys.shape[1] * layer.keys.shape[3],
+                layer.values.shape[1] * layer.values.shape[3],
+            )
+            for layer in cache.layers
+        ]
+
+
+def head_bytes(
+    model: PreTrainedModel, tokens: int, *, budget_mb: int, autocast: bool, device: str
+) -> int:
+    """Most bytes that log-probabilities and their backward pass add, over `tokens` sampled ones.
+
+    Logits are kept up to the budget and computed again above it, so a microbatch with fewer sampled
+    tokens may take as much as a full one.
+    """
+    head: Any = model.get_output_embeddings()
+    entries, hidden = head.weight.shape
+    size = 2 if autocast else head.weight.element_size()
+    chunk, logits = CPU_TILE if device == "cpu" else GPU_TILE
+    rows = max(1, min(chunk, tokens))
+    tile = rows * min(entries, max(1, logits // rows)) * FLOAT32
+    wanted, budget = tokens * entries * FLOAT32, budget_mb * 2**20
+    tiles = (TILES if wanted > budget else TILES - 1) * tile
+    weight = head.weight.numel() if head.weight.requires_grad else 0
+    # The weight's gradient is summed in float32, and cast to the weight's format after the tiles.
+    cast = weight * size if size != FLOAT32 else 0
+    states = tokens * hidden * (size + FLOAT32)
+    return min(wanted, budget) + weight * FLOAT32 + max(tiles, cast) + states
