@@ -118,9 +118,10 @@ class Trainer:
             self.tracker.phase("train")
             with clock("train"):
                 await rest(self.collector.engine)
-                training = self.policy.update(drawn.trained)
+                with self.world.collective(f"the update of step {number}"):
+                    training = self.policy.update(drawn.trained)
             check_weights(self.policy.model, f"after the update of step {number}", self.world)
-        with clock("sync"):
+        with clock("sync"), self.world.collective(f"the weight sync of step {number}"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
         if self.curriculum is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 
@@ -42,7 +43,13 @@ def lead(order: Order) -> int:
 
 def dismiss(code: int) -> None:
     """The first rank, at its end: the others end too, if they were told nothing before."""
-    store = _store()
+    with suppress(
+        dist.DistNetworkError
+    ):  # who started the processes is gone, and the store with it
+        _dismiss(_store(), code)
+
+
+def _dismiss(store: dist.Store, code: int) -> None:
     if store.check([KEY]):
         return
     store.set(KEY, str(code))

@@ -30,6 +30,7 @@ class Pulse:
         is reached by a connection of its own, which nobody's wait occupies."""
         self._store = store.clone()
         self._rank, self._limit_s = rank, limit_s
+        self._every_s = min(limit_s / 8, 5.0)
         self._seen: dict[int, _Seen] = {}
         self._before = time.monotonic()
         self._over = threading.Event()
@@ -53,18 +54,27 @@ class Pulse:
         self._before = now
         return [rank for rank in ranks if self._look(rank, passed) > self._limit_s]
 
+    def still(self, ranks: Iterable[int]) -> list[int]:
+        """Those that show no life while this looks, for some seconds."""
+        before = {rank: self._counter(rank) for rank in ranks}
+        time.sleep(3 * self._every_s)
+        return [rank for rank, count in before.items() if self._counter(rank) == count]
+
     def _look(self, rank: int, passed: float) -> float:
         """Seconds that the counter has been seen standing still."""
         seen = self._seen.setdefault(rank, _Seen())
-        count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        count = self._counter(rank)
         seen.idle_s = seen.idle_s + passed if count is not None and count == seen.count else 0.0
         seen.count = count
         return seen.idle_s
 
+    def _counter(self, rank: int) -> bytes | None:
+        return self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+
     def _count(self) -> None:
-        every, count = min(self._limit_s / 8, 5.0), 0
+        count = 0
         with suppress(dist.DistError):  # who cannot reach the store is not waited for in it
-            while not self._over.wait(every if count else 0):
+            while not self._over.wait(self._every_s if count else 0):
                 count += 1
                 self._store.set(_key(self._rank), str(count))
 

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from agenttrain.training.pulse import Pulse
+from agenttrain.training.pulse import LONGEST_LOOK_S, Pulse
 from agenttrain.types import AgenttrainError
 
 Value = TypeVar("Value")
 WAKE = timedelta(seconds=0.5)
 """How long a wait keeps the interpreter from its signals."""
+LATE = "Timed out waiting"
+"""What gloo says of another process that does not come."""
 TIMEOUT_S = 600.0
 """As long as torch's own collectives wait."""
 
@@ -133,6 +135,23 @@ class World:
             failure = error
         self.exchange((), what, failure, patient=patient)
 
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Within, processes meet in torch's own collectives, whose timeout names nobody: raises
+        WorldTimeout in its place."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or LATE not in str(error):
+                raise
+            still = self._pulse.still(rank for rank in range(self.size) if rank != self.rank)
+            who = f"{_ranks(still)} stood still" if still else "no rank stands still now"
+            raise WorldTimeout(
+                f"rank {self.rank} waited {self.timeout_s:g} s for another one in {what}: {who} "
+                "(distributed.timeout_s)",
+                missing=still,
+            ) from error
+
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""
         if self.size == 1:
@@ -168,7 +187,8 @@ class World:
         """Wait for every process; `what` says for what, in a sentence of WorldTimeout.
 
         Signals are handled while it waits. Raises WorldTimeout after `timeout_s` (None: the
-        world's), and when the process that holds the store is gone.
+        world's), not counting time in which this process was stopped, and when the process that
+        holds the store is gone.
         """
         if self.size == 1:
             return
@@ -190,17 +210,20 @@ class World:
             # Everybody is here, so nobody waits for the one before any more.
             for name in ("came", "all"):
                 self._store.delete_key(f"{name}/{number - 1}")
-        self._wait(f"all/{number}", time.monotonic() + limit_s)
+        self._wait(f"all/{number}", limit_s)
 
-    def _wait(self, key: str, deadline: float) -> None:
+    def _wait(self, key: str, limit_s: float) -> None:
+        waited_s, before = 0.0, time.monotonic()
         while True:
             try:
                 self._store.wait([key], WAKE)
                 return
             except dist.DistStoreError:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                waited_s, before = waited_s + min(now - before, LONGEST_LOOK_S), now
+                if waited_s > limit_s:
                     raise
-                if deadline == math.inf:
+                if limit_s == math.inf:
                     self._check_life()
 
     def _check_life(self) -> None:
