@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED
 from agenttrain.sweep import process
 from agenttrain.sweep.record import read_record
 from agenttrain.sweep.status import standings
@@ -101,9 +101,12 @@ def wait_for_step(running: subprocess.Popen[str], metrics: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "code", "left"),
+    [(signal.SIGINT, INTERRUPTED, "interrupted"), (signal.SIGTERM, PREEMPTED, "preempted")],
+)
 def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, code: int, left: str, tmp_path: Path
 ) -> None:
     long = ("-m", *TINY, "seed=0,1", "steps=100000", "eval.questions=0", "hydra.sweep.dir=s")
     running = subprocess.Popen(
@@ -121,9 +124,9 @@ def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
     finally:
         running.terminate()
         running.wait()
-    assert running.returncode == 130 if number is signal.SIGINT else running.returncode > 0
+    assert running.returncode == code, said
     assert "1 never started" in said and "agenttrain -m resume=s\n" in said
-    assert status(tmp_path / "s" / "0") in ("interrupted", "preempted")
+    assert status(tmp_path / "s" / "0") == left
     assert not (tmp_path / "s" / "1").exists()
 
     steps = (tmp_path / "s" / "0" / "metrics.jsonl").read_text().count("\n") + 1
@@ -138,8 +141,7 @@ def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_other_launchers_run_the_jobs(launcher: str, tmp_path: Path) -> None:
     plugin = f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher"
-    if importlib.util.find_spec(plugin) is None:
-        pytest.skip(f"{plugin} is not installed: pip install 'agenttrain[sweep,slurm]'")
+    pytest.importorskip(plugin, reason=f"{plugin}: pip install 'agenttrain[sweep,slurm]'")
     arguments = (*TINY, "seed=0,1", f"hydra/launcher={launcher}", "hydra.sweep.dir=s")
     done = agenttrain("-m", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,8 +160,9 @@ def test_other_launchers_run_the_jobs(launcher: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweeper_that_searches_sees_the_objective(tmp_path: Path) -> None:
-    if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
-        pytest.skip("the sweeper is not installed: pip install 'agenttrain[optuna]'")
+    pytest.importorskip(
+        "hydra_plugins.hydra_optuna_sweeper", reason="pip install 'agenttrain[optuna]'"
+    )
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
     choice = ("optimizer.lr=interval(1e-4, 1e-3)", "hydra.sweeper.direction=maximize")
     refused = agenttrain("-m", *TINY, *optuna, *choice, cwd=tmp_path)
