@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -15,12 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agenttrain import watchdog as module
 from agenttrain.cli import main
 from agenttrain.config.exit_codes import STALLED
 from agenttrain.config.watchdog import WatchdogConfig
 from agenttrain.watchdog import Watchdog
 
-HANG_S = 240
+pytestmark = pytest.mark.timeout(1200)  # whole runs, and what hangs is ended after HANG_S
+HANG_S = 600
 """Only a run that the watchdog does not end takes this long."""
 MARK = "AGENTTRAIN_TEST_STALL"
 CODE = '''
@@ -213,6 +217,30 @@ def test_a_heartbeat_says_what_the_run_does(tmp_path):
             beat = json.loads((tmp_path / "heartbeat.json").read_text())
         assert (beat["phase"], beat["step"], beat["pid"]) == ("rollout", 3, os.getpid())
     assert not list(tmp_path.glob("stall-*"))
+
+
+def test_the_timer_of_c_is_set_again_whatever_the_heartbeat(tmp_path, monkeypatch):
+    """It ends the process when it is not: a heartbeat rarer than a deadline must not let it."""
+    set_again, times = threading.Event(), []
+
+    def later(timeout: float, **settings: object) -> None:
+        times.append(timeout)
+        if len(times) == 3:
+            set_again.set()
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    monkeypatch.setattr(module, "ARM_S", 0.0)
+    with Watchdog(tmp_path, WatchdogConfig(rollout_s=600.0, heartbeat_s=1e6)) as watchdog:
+        watchdog.begin("rollout", step=1)
+        assert set_again.wait(60)
+    assert set(times) <= {660.0, 3660.0}
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "longest_s"), [(None, 2.0), (3600.0, 2.0), (4.0, 1.0), (0.4, 0.25)]
+)
+def test_a_pause_of_the_whole_process_alone_is_no_stall(deadline_s, longest_s):
+    assert module._longest_tick_s(deadline_s) == longest_s
 
 
 def test_the_deadline_of_each_phase():
