@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
 RUN = (
     *("debug=tiny", "steps=12", "checkpoint.every=2", "eval.questions=0", "tracker=none"),
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),
+    *("rollout.max_turns=2", "rollout.max_turn_tokens=16"),
 )
 
 

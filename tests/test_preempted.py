@@ -60,9 +60,29 @@ def newest(folder: Path) -> str:
     return (folder / "checkpoints" / "latest").resolve().name
 
 
+def test_a_run_that_is_preempted_twice_equals_one_that_was_not(whole, tmp_path):
+    """In rollouts, which are discarded, and in an update, which is finished."""
+    folder = tmp_path / "run"
+    # The forwards of the first evaluation are fewer than those of it and one step's rollouts.
+    ended = at(folder, Moment(kind="decode", steps=1, nth=40, number=signal.SIGUSR1))
+    assert ended.code == PREEMPTED, ended.said
+    assert "SIGUSR1: the run stops at the next safe point" in ended.said
+    assert (len(metrics(folder)), newest(folder)) == (1, "step-000001")
+    assert read_summary(folder)["status"] == "preempted"
+
+    ended = at(folder, Moment(kind="update", steps=1, number=signal.SIGTERM))  # of step 3
+    assert ended.code == PREEMPTED, ended.said
+    assert f"with checkpoints/step-000003; to go on: agenttrain resume={folder}" in ended.said
+    assert (len(metrics(folder)), newest(folder)) == (3, "step-000003")
+
+    ended = at(folder, None)
+    assert ended.code == DONE, ended.said
+    assert_same(folder, whole)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, tmp_path):
-    """In the first evaluation, rollouts, an update, an evaluation between steps, and while a
-    checkpoint is written."""
+    """In the first evaluation, an evaluation between steps, and while a checkpoint is written."""
     folder = tmp_path / "run"
     term, user = signal.SIGTERM, signal.SIGUSR1
 
@@ -74,17 +94,7 @@ def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, 
     assert metrics(folder) == []
     assert read_summary(folder)["status"] == "preempted"
 
-    # The forwards of the first evaluation are fewer than those of it and one step's rollouts.
-    ended = at(folder, Moment(kind="decode", steps=1, nth=40, number=user))
-    assert ended.code == PREEMPTED, ended.said
-    assert "SIGUSR1: the run stops at the next safe point" in ended.said
-    assert (len(metrics(folder)), newest(folder)) == (1, "step-000001")
-
-    ended = at(folder, Moment(kind="update", steps=1, number=term))  # of step 3
-    assert ended.code == PREEMPTED, ended.said
-    assert (len(metrics(folder)), newest(folder)) == (3, "step-000003")
-
-    ended = at(folder, Moment(kind="decode", steps=1, nth=40, number=term))  # after step 4
+    ended = at(folder, Moment(kind="decode", steps=4, nth=40, number=term))  # after step 4
     assert ended.code == PREEMPTED, ended.said
     assert (len(metrics(folder)), newest(folder)) == (4, "step-000004")
     assert "step-4/sampled" not in ended.said

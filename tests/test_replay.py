@@ -350,6 +350,7 @@ def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypa
     assert main(["replay", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_limits_of_its_own_is_replayed(tmp_path, capsys):
     own = ("eval.tools=[sql]", "eval.max_turns=2")
     folder = evaluation(tmp_path / "run", "shop", *own, "eval.questions=3")

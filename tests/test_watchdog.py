@@ -60,12 +60,8 @@ def backtracks(rollout, **columns) -> float:
 DEADLINE = 15
 """Seconds without progress: longer than a slow machine takes for anything healthy in between."""
 TOOL = ("tools=[final_answer]", "tools.sql.timeout_s=9000", f"watchdog.rollout_s={DEADLINE}")
-CASES = {
-    "an async tool that blocks": (*TOOL, "tools.sql._target_=stalling.holds_the_loop"),
-    "an async tool that never returns": (
-        *(*TOOL, "tools.sql._target_=stalling.never_returns", "tracker=trackio"),
-    ),
-}
+NEVER_RETURNS = (*TOOL, "tools.sql._target_=stalling.never_returns")
+BLOCKS = (*TOOL, "tools.sql._target_=stalling.holds_the_loop", "tracker=trackio")
 DEADLOCK = (
     *("reward=[]", "reward.r._target_=stalling.deadlock", "tools.sql.isolation=process"),
     f"watchdog.train_s={DEADLINE}",
@@ -130,11 +126,9 @@ def finish(started: tuple[subprocess.Popen[str], Path, str]) -> Stalled:
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory) -> dict[str, Stalled]:
-    """Both at once: most of their time they wait."""
-    folder = tmp_path_factory.mktemp("stalls")
-    started = {n: start(folder / str(i), *o) for i, (n, o) in enumerate(CASES.items())}
-    return {name: finish(run) for name, run in started.items()}
+def stalled(tmp_path_factory) -> Stalled:
+    """An async tool that never returns."""
+    return finish(start(tmp_path_factory.mktemp("stalls") / "a", *NEVER_RETURNS))
 
 
 def check(run: Stalled, phase: str, frame: str) -> None:
@@ -156,15 +150,14 @@ def check(run: Stalled, phase: str, frame: str) -> None:
     assert (sum(beat["in_flight"].values()) > 0) == (phase == "rollout")
 
 
-@pytest.mark.parametrize(
-    ("name", "frame"),
-    [
-        ("an async tool that blocks", "holds_the_loop"),
-        ("an async tool that never returns", "_execute"),
-    ],
-)
-def test_a_stalled_run_ends_with_the_evidence(stalled, name, frame):
-    check(stalled[name], "rollout", frame)
+def test_a_tool_that_never_returns_ends_with_the_evidence(stalled):
+    check(stalled, "rollout", "_execute")
+
+
+@pytest.mark.slow
+def test_a_tool_that_holds_the_event_loop_ends_with_the_evidence(tmp_path):
+    """The process of the dashboard goes, too."""
+    check(finish(start(tmp_path / "a", *BLOCKS)), "rollout", "holds_the_loop")
 
 
 @pytest.mark.slow
@@ -174,7 +167,7 @@ def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
 
 def test_the_table_says_which_tool_rollouts_wait_for(stalled):
     """No rollout can go on: the engine gives no turn until a stuck rollout is back."""
-    text = (stalled["an async tool that never returns"].run / "stall-0.txt").read_text()
+    text = (stalled.run / "stall-0.txt").read_text()
     table = text.partition("\nrollouts in flight: ")[2].partition("\n\n")[0].splitlines()
     rows = [line.split() for line in table[1:]]
     assert len(rows) == int(table[0]) > 0
@@ -188,7 +181,7 @@ def test_the_table_says_which_tool_rollouts_wait_for(stalled):
 
 
 def test_a_stalled_run_goes_on(stalled, monkeypatch):
-    run = stalled["an async tool that never returns"].run
+    run = stalled.run
     monkeypatch.syspath_prepend(str(run.parent))
     code = CODE.replace("await asyncio.Event().wait()", "return '7'")
     (run.parent / "stalling.py").write_text(code)
