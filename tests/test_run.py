@@ -148,7 +148,7 @@ def test_the_run_folder(uninterrupted):
     assert len(config["provenance"]["template_certificate"]) == 64
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6)
-    assert set(summary["eval"]) == {"before", "after"}
+    assert set(summary["eval"]) == {"before", "after", "best"}
     assert summary["eval"]["after"]["questions"] == 2
     assert (uninterrupted / summary["latest_checkpoint"]).is_dir()
     assert sorted(path.name for path in (uninterrupted / "rollouts").iterdir()) == [

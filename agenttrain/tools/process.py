@@ -85,7 +85,8 @@ class Worker:
         finally:
             theirs.close()
             os.close(read_end)
-        threading.Thread(target=self._keep_tail, daemon=True).start()
+        self._reader = threading.Thread(target=self._keep_tail, daemon=True)
+        self._reader.start()
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
         if problem is not None:
@@ -156,6 +157,9 @@ class Worker:
             self._process.wait(1.0)
         code = self._process.returncode
         self.kill()
+        self._reader.join(
+            1.0
+        )  # its last words; a process of its own that it left may hold the pipe
         if code is None:
             how = "hangs"
         elif code < 0:
