@@ -23,6 +23,8 @@ from agenttrain.tracking.run_folder import write_config
 from agenttrain.trainer import Trainer
 from agenttrain.types import Completion, NotFinite, Sampling
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 SETTINGS = ("debug=tiny", "eval.questions=0", "tracker=none")
 REWARDS = """
 def nan(rollout, answer: str) -> float:

@@ -22,6 +22,8 @@ from agenttrain.data.shop import row as shop_row
 from agenttrain.data.source import GeneratedRows, TaskSource
 from agenttrain.types import Rollout, Task
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 
 def source(rows: int, *, shuffle: bool = False) -> TaskSource:
     return TaskSource([{"prompt": str(i)} for i in range(rows)], shuffle=shuffle, seed=3)

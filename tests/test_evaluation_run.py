@@ -10,6 +10,8 @@ import pytest
 
 from agenttrain.cli import main
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 CODE = """
 import random
 

@@ -15,6 +15,8 @@ from agenttrain.config.validate import validate
 from agenttrain.guards import Guards, GuardTripped
 from agenttrain.types import Rollout, Task
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 TASK = Task(task_id="t", messages=())
 GAP = "sampling/logprob_gap_max"
 

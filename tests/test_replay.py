@@ -26,6 +26,8 @@ from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.rollouts_read import completions, read_rollout, tool_results
 from agenttrain.types import Completion, Done, Finish, Rollout, Sampling
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 EVALUATION = ("eval.questions=10", "eval.greedy=false", "tracker=none")
 
 

@@ -15,6 +15,8 @@ from agenttrain.config.source_code import code_of
 from agenttrain.data.source import TaskSource
 from agenttrain.fingerprints import _files, _json, _rows, check_unchanged, read, write
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 MINE = '''
 RATE = 3
 

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from agenttrain.cli import main
 from agenttrain.config.model_path import model_folder
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 TINY = ("sft", "experiment=shop_warmstart", "debug=tiny", "tracker=none")
 
 
@@ -187,7 +189,7 @@ def test_bundled_models_know_their_demonstrations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_a_short_warm_start_leaves_something_to_learn_and_reinforcement_learns_it(
     tmp_path: Path,
 ) -> None:
