@@ -225,6 +225,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.endswith(clocks)} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_draws_what_it_would_have(tmp_path):
     """With groups that are replaced, so that steps draw different numbers of tasks."""
     file = tmp_path / "rows.jsonl"

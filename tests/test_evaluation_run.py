@@ -59,6 +59,7 @@ def test_evaluation_changes_nothing_of_training(tmp_path, rewards):
     assert json.loads((without / "summary.json").read_text())["eval"]["best"] is None
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_told_and_kept_over_a_resume(tmp_path, rewards, capsys):
     """Only what the policy of version 2 samples gets a reward."""
     run = tmp_path / "run"

@@ -109,6 +109,7 @@ def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, 
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_the_run_at_once(tmp_path):
     """While a checkpoint is written: it never comes to be, and the one before it stands."""
     folder = tmp_path / "run"

@@ -338,6 +338,7 @@ def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools)
     assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypatch, capsys):
     """Live it is another world now; its recorded replies are what they were."""
     folder = Path(shutil.copytree(quiz, tmp_path / "run"))
