@@ -171,7 +171,8 @@ def kill_at_operations(folder: Path, stride: int) -> None:
         if code == 0:
             break
     # The new one takes its place at one moment, after it has been written and before others go.
-    assert steps == sorted(steps) and steps.count(1) > 10 // stride and steps.count(2) > 3 // stride, steps
+    assert steps == sorted(steps), steps
+    assert steps.count(1) > 10 // stride and steps.count(2) > 3 // stride, steps
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
