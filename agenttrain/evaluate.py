@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean
@@ -138,10 +139,23 @@ def _of_all(label: str, share: Collected, group_by: str | None, world: World) ->
     """The figures over all processes; World of one: of the share."""
     shares = world.to_main([share], "the rollouts of an evaluation")
     mine = summarise(label, merge(shares), group_by) if world.is_main else None
+    if mine:
+        _tell_unscored(mine)
     told = world.broadcast(mine and replace(mine, rollouts=[]), "the figures of an evaluation")
     whole = mine or told
     assert whole is not None  # the main process told it
     return whole
+
+
+def _tell_unscored(evaluation: Evaluation) -> None:
+    """Say why rollouts that ended well have no reward."""
+    reasons = [r.error for r in evaluation.rollouts if may_be_scored(r) and r.error is not None]
+    if reasons:
+        print(
+            f"note: {evaluation.label} evaluation: {len(reasons)} of {len(evaluation.rollouts)} "
+            f"rollouts have no reward and count in no figure; the first: {reasons[0]}",
+            file=sys.stderr,
+        )
 
 
 def for_evaluation(collector: Collector, config: EvalConfig) -> Collector:

@@ -174,8 +174,10 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):
             continue
         for argument in FILE_ARGUMENTS:
-            if section.get(argument) is not None:
-                found[f"tools.{name}.{argument}"] = _tree(Path(section[argument]).expanduser())
+            given = section.get(argument)
+            path = None if given is None else Path(given).expanduser()
+            if path is not None and path.exists():  # a bundled corpus is no path
+                found[f"tools.{name}.{argument}"] = _tree(path)
     return found
 
 

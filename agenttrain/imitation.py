@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from agenttrain.clock import Clock
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
 from agenttrain.config.schema import OnBadRow, RunConfig
 from agenttrain.data.source import TaskSource
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.tracker import Tracker
-from agenttrain.trainer import Clock
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.types import Rollout, Task

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from agenttrain.build import Prepared, curriculum_of, load, prepare
+from agenttrain.clock import Clock
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import DONE, FAILED
 from agenttrain.config.model_path import model_folder
@@ -44,7 +45,7 @@ from agenttrain.tracking.run_folder import (
 )
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
-from agenttrain.trainer import Clock, Trainer
+from agenttrain.trainer import Trainer
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout

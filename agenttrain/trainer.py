@@ -7,13 +7,12 @@ trains on it together with the others.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from agenttrain.clock import Clock
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.data.curriculum import Curriculum
@@ -22,10 +21,10 @@ from agenttrain.evaluate import Best, Evaluation, evaluate
 from agenttrain.guards import Guards, GuardTripped
 from agenttrain.rollout.collect import Collected, Collector
 from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.figures import step_figures
 from agenttrain.rollout.peers import merge
 from agenttrain.rollout.resample import Drawn, draw
 from agenttrain.signals import StopRequest
-from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.blame import check_logprobs, check_weights
@@ -36,8 +35,6 @@ from agenttrain.training.weight_sync import rest, sync
 from agenttrain.training.world import World
 from agenttrain.types import Sampling
 from agenttrain.watchdog import Watchdog
-
-Within = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class Trainer:
     costs: Costs = field(default_factory=Costs)
     _states: dict[str, Any] = field(default_factory=random_states)
     """Of the random generators after the last finished step."""
-    _clock: Clock = field(default_factory=lambda: Clock())
+    _clock: Clock = field(default_factory=Clock)
 
     async def train(self) -> None:
         """The steps that are left, with evaluations and checkpoints on the way.
@@ -153,32 +150,13 @@ class Trainer:
         shares, clocks, stuck = zip(*told, strict=True)
         seconds = {phase: max(one[phase] for one in clocks) for phase in clock.seconds}
         collected = merge(shares)
-        metrics = self._metrics(collected, training, seconds)
+        metrics = {**step_figures(self.collector, collected, seconds), **training}
         metrics["tools/stuck"] = sum(stuck)
-        more = drawn.metrics() if self.config.algorithm.resamples else {}
-        return {**metrics, **more}, collected
-
-    def _metrics(
-        self, collected: Collected, training: dict[str, float], seconds: dict[str, float]
-    ) -> dict[str, float]:
-        tokens = sum(rollout.sampled_length for rollout in collected.rollouts)
-        return {
-            **rollout_metrics(
-                collected.groups,
-                tools=self.collector.tool_names,
-                rewards=self.collector.rubric.names,
-            ),
-            **training,
-            **({} if self.curriculum is None else self.curriculum.metrics()),
-            "rollout/dropped": collected.dropped,
-            "rollout/ledger_breaks": collected.broken,
-            "time/loop_lag_max_s": collected.loop_lag_s,
-            "data/overlong": collected.overlong,
-            "data/uneven_prompts": collected.uneven_prompts,
-            "time/reward_s": collected.reward_s,
-            **{f"time/{phase}_s": value for phase, value in seconds.items()},
-            "tokens_per_s": tokens / seconds["rollout"],
-        }
+        if self.curriculum is not None:
+            metrics |= self.curriculum.metrics()
+        if self.config.algorithm.resamples:
+            metrics |= drawn.metrics()
+        return metrics, collected
 
     async def evaluate(self, label: str) -> list[Evaluation]:
         """Evaluate on the first `eval.questions` test tasks; empty if there are to be none.
@@ -251,25 +229,3 @@ class Trainer:
         self.best.found = state["best"]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
-
-
-class Clock:
-    """Wall seconds by phase.
-
-    Example: ``with clock("train"): …`` adds to ``clock.seconds["train"]``.
-    """
-
-    def __init__(self, within: Within = nullcontext) -> None:
-        """`within(phase)` is entered for each phase: who else wants to know of it."""
-        self.seconds: dict[str, float] = {}
-        self._within = within
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            with self._within(phase):
-                yield
-        finally:
-            elapsed = time.perf_counter() - started
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed

@@ -336,7 +336,8 @@ class Rollout:
     error: str | None = None
     """What failed, when stop_reason is `error`; or why a reward function could not score it."""
     environment_reward: float | None = None
-    """What the environment's own `reward` gave; None: not applicable, or it has none."""
+    """What the environment's own `reward` gave, perhaps NaN; None: not applicable, or it has
+    none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By reward function; None: not applicable."""
     reward: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import signal
 import socket
 import threading
@@ -30,6 +31,8 @@ TICK_S = 0.25
 HELD_S = 60.0
 """What C code that keeps the interpreter to itself gets on top of a deadline: no thread of ours
 runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
+ARM_S = 5.0
+"""Between two settings of that timer, whatever the heartbeat: it must never find a healthy run."""
 LONGEST_TICK_S = 2.0
 """A look that comes later than this finds that the whole process had been stopped, not the run."""
 
@@ -121,20 +124,21 @@ class Watchdog:
             embeddings.register_forward_hook(progressed)
 
     def _watch(self) -> None:
-        heartbeat_s = self._config.heartbeat_s
         seen, idle_s = -1, 0.0
         before = time.monotonic()
-        progressed, beaten = time.time(), 0.0
+        progressed, beaten, armed = time.time(), -math.inf, -math.inf
         while not self._over.wait(TICK_S):
             now = time.monotonic()
-            idle_s += min(now - before, LONGEST_TICK_S)
+            name, deadline_s = self._config.deadline_of(self._phase)
+            idle_s += min(now - before, _longest_tick_s(deadline_s))
             before = now
             if (count := self._signs()) != seen:
                 seen, idle_s, progressed = count, 0.0, time.time()
-            name, deadline_s = self._config.deadline_of(self._phase)
-            if now - beaten >= heartbeat_s:
+            if now - beaten >= self._config.heartbeat_s:
                 beaten = now
                 self._beat(progressed)
+            if now - armed >= ARM_S:
+                armed = now
                 _arm(deadline_s)
             if deadline_s is not None and idle_s > deadline_s and self._signs() == seen:
                 self._stall(name, deadline_s, idle_s)
@@ -186,6 +190,11 @@ class Watchdog:
         end(Stall(told=told, waiting=self._waiting(), tasks=tasks), path, record)
 
 
+def _longest_tick_s(deadline_s: float | None) -> float:
+    """Most that counts of the time between two looks: a pause alone is no stall."""
+    return min(LONGEST_TICK_S, max(TICK_S, (deadline_s or math.inf) / 4))
+
+
 def _arm(deadline_s: float | None) -> None:
     if deadline_s is None:
         faulthandler.cancel_dump_traceback_later()
@@ -195,7 +204,7 @@ def _arm(deadline_s: float | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ctrl-Z: the timer of C would count on; the next heartbeat after it sets it again."""
+    """Ctrl-Z: the timer of C would count on; the watchdog sets it again soon after."""
     faulthandler.cancel_dump_traceback_later()
     kill(getpid(), signal.SIGSTOP)
 

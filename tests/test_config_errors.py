@@ -129,6 +129,7 @@ UNUSABLE = {
     "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
     "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
     # Combinations without a meaning.
+    "eval.tools=[sqll]": "eval.tools=[sqll]: is not a tool of this run (did you mean 'sql'?)",
     "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
     "algorithm.kl_in=reward": "has no effect here; it needs algorithm.beta above 0",
     "algorithm.tau_pos=2": "it needs algorithm.surrogate=sapo",

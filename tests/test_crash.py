@@ -23,6 +23,8 @@ from agenttrain.tracking.run_folder import write_config
 from agenttrain.trainer import Trainer
 from agenttrain.types import Completion, NotFinite, Sampling
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 SETTINGS = ("debug=tiny", "eval.questions=0", "tracker=none")
 REWARDS = """
 def nan(rollout, answer: str) -> float:
@@ -78,6 +80,16 @@ def test_a_planted_reward(tmp_path, rewards, capsys, name, stage, culprits, caus
     assert f"replayed  {crash['error']}\nthe same culprit: {', '.join(culprits)}\n" in told
     # The bundle is a folder of rollouts too.
     assert main(["replay", str(bundle), "rollout=train-2-1-0"]) == 0
+    if stage == "reward":
+        does_not_fail_again(Path(shutil.copytree(bundle, tmp_path / "sent to a friend")), capsys)
+
+
+def does_not_fail_again(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = (bundle / "config.yaml").read_text()
+    (bundle / "config.yaml").write_text(config.replace("rewards.nan", "rewards.huge"))
+    capsys.readouterr()
+    assert main(["replay", str(bundle)]) == 1
+    assert capsys.readouterr().out.endswith("replayed  nothing failed this time\n")
 
 
 class Planting:
@@ -155,11 +167,12 @@ def _spoil(trainer: Trainer, where: str) -> None:
             "before step 2: weights are not finite: model.norm.weight (1 of",
         ),
         ("logprob", "logprobs", ["train-2-0-1"], "in 1 of 4 rollouts: train-2-0-1 (token "),
-        (
+        pytest.param(
             "optimizer",
             "weights",
             ["model.norm.weight"],
             "after the update of step 2: weights are not finite: model.norm.weight (2 of",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -171,15 +184,3 @@ def test_a_planted_weight_and_logprob(tmp_path, capsys, where, stage, culprits, 
     assert (crash["stage"], crash["culprits"]) == (stage, culprits)
     assert main(["replay", str(run / "crash" / "step-000002")]) == 0
     assert f"the same culprit: {', '.join(culprits)}" in capsys.readouterr().out
-
-
-def test_what_does_not_fail_again_is_told(tmp_path, rewards, capsys):
-    run = tmp_path / "run"
-    reward = ["reward=[]", "reward.r._target_=planted_rewards.nan"]
-    assert main([*SETTINGS, *reward, f"hydra.run.dir={run}"]) == 1
-    bundle = Path(shutil.copytree(run / "crash" / "step-000002", tmp_path / "sent to a friend"))
-    config = (bundle / "config.yaml").read_text()
-    (bundle / "config.yaml").write_text(config.replace("rewards.nan", "rewards.huge"))
-    capsys.readouterr()
-    assert main(["replay", str(bundle)]) == 1
-    assert capsys.readouterr().out.endswith("replayed  nothing failed this time\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import threading
 import time
 from collections import Counter
@@ -28,6 +30,9 @@ from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import StuckTools
+from agenttrain.tracking.json_lines import dumps
+from agenttrain.tracking.rollouts_file import rollout_record
+from agenttrain.tracking.rollouts_read import read_rollout
 from agenttrain.types import (
     Origin,
     Rollout,
@@ -356,6 +361,23 @@ def test_a_reward_that_fails_stops_the_run_as_other_rewards_do():
     with pytest.raises(RewardError, match=r"reward 'environment' .*'much'; a reward is a finite"):
         run(BYE, worlds_=environments(worlds.BadReward))
     assert life() == ["made", "closed"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_judged_as_that_of_a_function(value):
+    class Odd(worlds.Life):
+        def reward(self, rollout) -> float:
+            return value
+
+    done = run(BYE, worlds_=environments(Odd))
+    rubric = Rubric({"environment": environment})
+    with pytest.raises(RewardError, match=r"reward 'environment' .* a reward is a finite number"):
+        asyncio.run(rubric.score([done]))
+    (reason,) = asyncio.run(rubric.lenient().score([done]))  # in an evaluation
+    assert f"it returned {value}" in reason and done.reward is None
+    # So it is again where a crash is replayed.
+    again = read_rollout(json.loads(dumps(rollout_record(done))), done.task)
+    assert again.environment_reward is not None and math.isnan(again.environment_reward)
 
 
 def test_everything_blocking_runs_in_one_thread_off_the_event_loop():

@@ -158,7 +158,7 @@ def test_nothing_measured_is_null_in_json_and_nan_again(tmp_path):
     assert math.isnan(greedy.by_group["b"].mean)
 
 
-def test_a_reward_that_is_no_number_ends_no_evaluation():
+def test_a_reward_that_is_no_number_ends_no_evaluation(capsys):
     """Task 0 gets NaN, task 1 scores 1 and 0, task 2 scores 0 twice: (1/2 + 0) / 2."""
 
     def spoilt(rollout) -> float:
@@ -171,6 +171,12 @@ def test_a_reward_that_is_no_number_ends_no_evaluation():
     assert (sampled.unscored, sampled.dropped, sampled.questions) == (2, 2, 3)
     assert all(map(math.isfinite, sampled.metrics().values()))
     assert "it returned nan" in str(sampled.rollouts[0].error)
+    told = capsys.readouterr().err
+    assert "sampled evaluation: 2 of 6 rollouts have no reward" in told and "nan" in told
+    nothing = replace(mine, rubric=Rubric({"nothing": lambda rollout: math.inf}))
+    (sampled,) = asyncio.run(evaluate(nothing, TASKS, config, seed=0))
+    assert (sampled.reward.n, sampled.unscored) == (0, 6)
+    assert not Best().look(3, [sampled])
     # In training it is an error, and the function may still raise in an evaluation.
     with pytest.raises(RewardError, match="it returned nan"):
         asyncio.run(mine.rubric.score(sampled.rollouts))

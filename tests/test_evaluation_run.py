@@ -10,6 +10,8 @@ import pytest
 
 from agenttrain.cli import main
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 CODE = """
 import random
 
@@ -25,7 +27,7 @@ def lucky(rollout) -> float:
     return float("eval" in rollout.rollout_id and versions == {2})
 """
 SETTINGS = ("debug=tiny", "tracker=none", "reward=[]", "steps=3")
-IN_LOOP = ("eval.every=1", "eval.questions=2", "eval.samples=2")
+IN_LOOP = ("eval.every=1", "eval.questions=2", "eval.samples=2", "eval.greedy=false")
 
 
 @pytest.fixture
@@ -57,11 +59,12 @@ def test_evaluation_changes_nothing_of_training(tmp_path, rewards):
     assert json.loads((without / "summary.json").read_text())["eval"]["best"] is None
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_told_and_kept_over_a_resume(tmp_path, rewards, capsys):
     """Only what the policy of version 2 samples gets a reward."""
     run = tmp_path / "run"
     reward = "reward.r._target_=evaluation_rewards.lucky"
-    assert main([*SETTINGS, reward, *IN_LOOP, "eval.greedy=false", f"hydra.run.dir={run}"]) == 0
+    assert main([*SETTINGS, reward, *IN_LOOP, f"hydra.run.dir={run}"]) == 0
     told = capsys.readouterr().out
     assert "step-2/sampled: reward 1 [0.342, 1]" in told
     assert "best       reward 1.00 after step 2" in told

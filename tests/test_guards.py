@@ -15,6 +15,8 @@ from agenttrain.config.validate import validate
 from agenttrain.guards import Guards, GuardTripped
 from agenttrain.types import Rollout, Task
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 TASK = Task(task_id="t", messages=())
 GAP = "sampling/logprob_gap_max"
 
@@ -93,6 +95,7 @@ def test_a_guard_that_has_no_meaning_is_refused(override):
     assert REFUSED[override] in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_that_a_guard_stops_goes_on(tmp_path, monkeypatch, capsys):
     """All rewards are equal; the entropy bonus alone changes the policy."""
     (tmp_path / "equal_rewards.py").write_text("def one(rollout) -> float:\n    return 1.0\n")

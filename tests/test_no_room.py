@@ -160,6 +160,7 @@ def test_a_folder_that_may_no_longer_be_written_is_told(tmp_path: Path) -> None:
     assert_goes_on(folder)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_vanishes_is_told_and_nothing_is_written_in_its_place(tmp_path) -> None:
     folder = tmp_path / "runs" / "run"
     moved = tmp_path / "moved"

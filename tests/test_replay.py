@@ -26,6 +26,8 @@ from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.rollouts_read import completions, read_rollout, tool_results
 from agenttrain.types import Completion, Done, Finish, Rollout, Sampling
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 EVALUATION = ("eval.questions=10", "eval.greedy=false", "tracker=none")
 
 
@@ -336,6 +338,7 @@ def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools)
     assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypatch, capsys):
     """Live it is another world now; its recorded replies are what they were."""
     folder = Path(shutil.copytree(quiz, tmp_path / "run"))
@@ -350,6 +353,7 @@ def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypa
     assert main(["replay", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_limits_of_its_own_is_replayed(tmp_path, capsys):
     own = ("eval.tools=[sql]", "eval.max_turns=2")
     folder = evaluation(tmp_path / "run", "shop", *own, "eval.questions=3")

@@ -12,6 +12,8 @@ from agenttrain.cli import main
 from agenttrain.rescore import Rescored, report
 from agenttrain.types import Rollout, Task
 
+pytestmark = pytest.mark.timeout(1200)  # whole runs
+
 TASK = Task(task_id="t", messages=())
 MINE = """
 def by_sample(rollout, answer: str) -> float:

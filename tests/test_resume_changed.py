@@ -13,7 +13,9 @@ import yaml
 from agenttrain.cli import main
 from agenttrain.config.source_code import code_of
 from agenttrain.data.source import TaskSource
-from agenttrain.fingerprints import _json, _rows, check_unchanged, read, write
+from agenttrain.fingerprints import _files, _json, _rows, check_unchanged, read, write
+
+pytestmark = pytest.mark.timeout(1200)  # whole runs
 
 MINE = '''
 RATE = 3
@@ -92,6 +94,19 @@ def test_rows_are_their_number_order_and_content():
     }
     assert len(found) == 4
     assert _rows(TaskSource(list(ROWS))) == _rows(TaskSource(ROWS))
+
+
+def test_the_files_of_bundled_tools_are_their_content(tmp_path):
+    (tmp_path / "a.md").write_text("The Oss is a river.")
+
+    def found(path: object) -> dict[str, str]:
+        return _files({"search": {"_target_": "agenttrain.tools.search.Search", "path": path}})
+
+    before = found(str(tmp_path))
+    assert list(before) == ["tools.search.path"]
+    (tmp_path / "a.md").write_text("The Oss is a lake.")
+    assert found(str(tmp_path)) != before
+    assert found("bundled:encyclopedia") == found(None) == {}
 
 
 def test_values_that_json_does_not_know_have_no_address_in_them():

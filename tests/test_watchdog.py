@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -15,12 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agenttrain import watchdog as module
 from agenttrain.cli import main
 from agenttrain.config.exit_codes import STALLED
 from agenttrain.config.watchdog import WatchdogConfig
 from agenttrain.watchdog import Watchdog
 
-HANG_S = 240
+pytestmark = pytest.mark.timeout(1200)  # whole runs, and what hangs is ended after HANG_S
+HANG_S = 600
 """Only a run that the watchdog does not end takes this long."""
 MARK = "AGENTTRAIN_TEST_STALL"
 CODE = '''
@@ -56,12 +60,8 @@ def backtracks(rollout, **columns) -> float:
 DEADLINE = 15
 """Seconds without progress: longer than a slow machine takes for anything healthy in between."""
 TOOL = ("tools=[final_answer]", "tools.sql.timeout_s=9000", f"watchdog.rollout_s={DEADLINE}")
-CASES = {
-    "an async tool that blocks": (*TOOL, "tools.sql._target_=stalling.holds_the_loop"),
-    "an async tool that never returns": (
-        *(*TOOL, "tools.sql._target_=stalling.never_returns", "tracker=trackio"),
-    ),
-}
+NEVER_RETURNS = (*TOOL, "tools.sql._target_=stalling.never_returns")
+BLOCKS = (*TOOL, "tools.sql._target_=stalling.holds_the_loop", "tracker=trackio")
 DEADLOCK = (
     *("reward=[]", "reward.r._target_=stalling.deadlock", "tools.sql.isolation=process"),
     f"watchdog.train_s={DEADLINE}",
@@ -126,11 +126,9 @@ def finish(started: tuple[subprocess.Popen[str], Path, str]) -> Stalled:
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory) -> dict[str, Stalled]:
-    """Both at once: most of their time they wait."""
-    folder = tmp_path_factory.mktemp("stalls")
-    started = {n: start(folder / str(i), *o) for i, (n, o) in enumerate(CASES.items())}
-    return {name: finish(run) for name, run in started.items()}
+def stalled(tmp_path_factory) -> Stalled:
+    """An async tool that never returns."""
+    return finish(start(tmp_path_factory.mktemp("stalls") / "a", *NEVER_RETURNS))
 
 
 def check(run: Stalled, phase: str, frame: str) -> None:
@@ -152,15 +150,14 @@ def check(run: Stalled, phase: str, frame: str) -> None:
     assert (sum(beat["in_flight"].values()) > 0) == (phase == "rollout")
 
 
-@pytest.mark.parametrize(
-    ("name", "frame"),
-    [
-        ("an async tool that blocks", "holds_the_loop"),
-        ("an async tool that never returns", "_execute"),
-    ],
-)
-def test_a_stalled_run_ends_with_the_evidence(stalled, name, frame):
-    check(stalled[name], "rollout", frame)
+def test_a_tool_that_never_returns_ends_with_the_evidence(stalled):
+    check(stalled, "rollout", "_execute")
+
+
+@pytest.mark.slow
+def test_a_tool_that_holds_the_event_loop_ends_with_the_evidence(tmp_path):
+    """The process of the dashboard goes, too."""
+    check(finish(start(tmp_path / "a", *BLOCKS)), "rollout", "holds_the_loop")
 
 
 @pytest.mark.slow
@@ -170,7 +167,7 @@ def test_a_deadlocked_update_ends_with_the_evidence(tmp_path):
 
 def test_the_table_says_which_tool_rollouts_wait_for(stalled):
     """No rollout can go on: the engine gives no turn until a stuck rollout is back."""
-    text = (stalled["an async tool that never returns"].run / "stall-0.txt").read_text()
+    text = (stalled.run / "stall-0.txt").read_text()
     table = text.partition("\nrollouts in flight: ")[2].partition("\n\n")[0].splitlines()
     rows = [line.split() for line in table[1:]]
     assert len(rows) == int(table[0]) > 0
@@ -184,7 +181,7 @@ def test_the_table_says_which_tool_rollouts_wait_for(stalled):
 
 
 def test_a_stalled_run_goes_on(stalled, monkeypatch):
-    run = stalled["an async tool that never returns"].run
+    run = stalled.run
     monkeypatch.syspath_prepend(str(run.parent))
     code = CODE.replace("await asyncio.Event().wait()", "return '7'")
     (run.parent / "stalling.py").write_text(code)
@@ -213,6 +210,30 @@ def test_a_heartbeat_says_what_the_run_does(tmp_path):
             beat = json.loads((tmp_path / "heartbeat.json").read_text())
         assert (beat["phase"], beat["step"], beat["pid"]) == ("rollout", 3, os.getpid())
     assert not list(tmp_path.glob("stall-*"))
+
+
+def test_the_timer_of_c_is_set_again_whatever_the_heartbeat(tmp_path, monkeypatch):
+    """It ends the process when it is not: a heartbeat rarer than a deadline must not let it."""
+    set_again, times = threading.Event(), []
+
+    def later(timeout: float, **settings: object) -> None:
+        times.append(timeout)
+        if len(times) == 3:
+            set_again.set()
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    monkeypatch.setattr(module, "ARM_S", 0.0)
+    with Watchdog(tmp_path, WatchdogConfig(rollout_s=600.0, heartbeat_s=1e6)) as watchdog:
+        watchdog.begin("rollout", step=1)
+        assert set_again.wait(60)
+    assert set(times) <= {660.0, 3660.0}
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "longest_s"), [(None, 2.0), (3600.0, 2.0), (4.0, 1.0), (0.4, 0.25)]
+)
+def test_a_pause_of_the_whole_process_alone_is_no_stall(deadline_s, longest_s):
+    assert module._longest_tick_s(deadline_s) == longest_s
 
 
 def test_the_deadline_of_each_phase():

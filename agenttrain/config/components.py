@@ -22,7 +22,7 @@ from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
 from agenttrain.config.tool_limits import is_number, limit_problems
-from agenttrain.config.tool_names import stop_tool_problems
+from agenttrain.config.tool_names import named_tool_problems
 
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
@@ -43,7 +43,7 @@ def tool_problems(config: RunConfig) -> Iterator[str]:
         if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER:
             timeout_s = section.get("timeout_s", ToolLimits.timeout_s)
             yield from interpreter_problems(f"tools.{name}", section, timeout_s, limits)
-    yield from stop_tool_problems(config)
+    yield from named_tool_problems(config)
 
 
 def environment_problems(config: RunConfig) -> Iterator[str]:

@@ -35,7 +35,8 @@ def check_row_file(path: object, split: object = None, limit: object = None) -> 
         _check_saved(file, path, split)
         return file
     if not file.is_file():
-        raise ValueError(f"path={path}: there is no such file")
+        where = "" if file.is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"path={path}: there is no such file{where}")
     if file.suffix not in FORMATS:
         raise ValueError(f"path={path}: its ending must be one of {', '.join(FORMATS)}")
     if file.stat().st_size == 0:

@@ -1,4 +1,4 @@
-"""Which tools a run declares, read from sources: a typo in `stop_tools` must not import torch."""
+"""Which tools a run declares, read from sources: a typo must not import torch."""
 
 from __future__ import annotations
 
@@ -37,15 +37,20 @@ def tool_names(config: RunConfig) -> ToolNames:
     return ToolNames(names=tuple(names), complete=all(part.complete for part in found))
 
 
-def stop_tool_problems(config: RunConfig) -> Iterator[str]:
+def named_tool_problems(config: RunConfig) -> Iterator[str]:
+    """Tools that `stop_tools` and `eval.tools` name and no source has."""
     known = tool_names(config)
-    for name in config.stop_tools:
-        if name not in known.names and known.complete:
-            yield (
-                f"stop_tools=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
-                f"its tools are: {', '.join(known.names) or 'none'}; "
-                "stop_tools=[] is none (as with experiment=none)"
-            )
+    if not known.complete:
+        return
+    remedies = {"stop_tools": "stop_tools=[] is none (as with experiment=none)"}
+    remedies["eval.tools"] = "eval.tools=null is all of them"
+    for key, names in (("stop_tools", config.stop_tools), ("eval.tools", config.eval.tools or ())):
+        for name in names:
+            if name not in known.names:
+                yield (
+                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
+                    f"its tools are: {', '.join(known.names) or 'none'}; {remedies[key]}"
+                )
 
 
 def _target(section: Any) -> Target:

@@ -80,12 +80,20 @@ def checked(value: Any) -> float | None:
 
     Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
     """
+    found = number(value)
+    if found is not None and not math.isfinite(found):
+        raise ValueError(f"it returned {value!r}; a reward is a finite number, or None")
+    return found
+
+
+def number(value: Any) -> float | None:
+    """`value` as `checked`, which may also be NaN or infinite."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
         with suppress(Exception):  # an array of several values stays what it is
             value = value.item()
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not isinstance(value, Real):
         raise ValueError(f"it returned {value!r}; a reward is a finite number, or None")
     return float(value)
 

@@ -44,6 +44,8 @@ class Rubric:
                 raise ValueError(f"reward.{name}.weight={weight}: no such function{hint}")
             if not math.isfinite(weight):
                 raise ValueError(f"reward.{name}.weight={weight}: expected a finite number")
+        self.strict = True
+        """Whether NaN ends the run."""
         self.names = tuple(functions)
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
         self._on_unavailable = dict(on_unavailable or {})
@@ -57,6 +59,7 @@ class Rubric:
     def lenient(self) -> Rubric:
         """The same, for evaluation: NaN leaves its rollout unscored and does not end the run."""
         other = copy.copy(self)
+        other.strict = False
         other._scorers = [scorer.lenient() for scorer in self._scorers]
         return other
 

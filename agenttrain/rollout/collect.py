@@ -201,7 +201,7 @@ async def collect(
         raise
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
-    if usable and len(unscored) == len(usable):
+    if collector.rubric.strict and usable and len(unscored) == len(usable):
         told = f"not one of {len(usable)} rollouts could be scored; {unscored[0]}"
         raise NoRollouts(told, collected)
     return collected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agenttrain.environments.kind import Episode, Start
-from agenttrain.rewards.base import checked, failed
+from agenttrain.rewards.base import failed, number
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.types import Rollout, StopReason, ToolUnavailable
@@ -47,13 +47,14 @@ async def begin(
 async def score(rollout: Rollout, episode: Episode | None) -> None:
     """Keep what the environment's reward gives for a rollout that may be scored.
 
-    Raises RewardError when it raises or gives no number, as other reward functions do.
+    Raises RewardError when it raises or gives no number, as other reward functions do. What to do
+    about NaN says the rubric, as with theirs.
     """
     unscored = (StopReason.error, StopReason.aborted)
     if episode is None or not rollout.turns or rollout.stop_reason in unscored:
         return
     try:
-        rollout.environment_reward = checked(await episode.reward(rollout))
+        rollout.environment_reward = number(await episode.reward(rollout))
     except ToolUnavailable:
         raise
     except Exception as error:

@@ -104,6 +104,14 @@ def _call(made: Record, written: Mapping[str, Any]) -> ToolCall:
     )
 
 
+def _environment_reward(record: Record) -> float | None:
+    """Without an environment's reward nothing stands there; null is NaN, which JSON has not."""
+    if "environment_reward" not in record:
+        return None
+    value: float | None = record["environment_reward"]
+    return math.nan if value is None else value
+
+
 def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = ()) -> Rollout:
     """The rollout of a record; its task is not in the file.
 
@@ -118,7 +126,7 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
-        environment_reward=record.get("environment_reward"),
+        environment_reward=_environment_reward(record),
         rewards=dict(record["rewards"]),
         reward=record["reward"],
         advantage=record["advantage"],

@@ -191,6 +191,7 @@ class Checkpoints:
                     break
                 put_aside(corrupt, f".corrupt-{corrupt.name}")
             self._link(LATEST, path)
+            self._prune(path)  # a run that was killed between the writing and that left one more
         policy.world.barrier(f"{path.name}: the newest")
         return state
 
