@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import tiny
 import torch
 from children import Moment, agenttrain, arm, in_child
-from safetensors.torch import load_file
+from same_run import assert_same, metrics
 from training_cases import policy, random_groups
 
 from agenttrain.config.exit_codes import DONE
@@ -28,25 +27,6 @@ RUN = (
     *("reward=[]", "+reward.drawn._target_=drawing.drawn"),
     *("rollout.max_turns=2", "rollout.max_turn_tokens=16"),
 )
-
-
-def metrics(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl without what depends on the clock; a torn last one is left out."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
-
-
-def assert_same(folder: Path, reference: Path) -> None:
-    """Metrics and final weights, to the bit."""
-    assert metrics(folder) == metrics(reference)
-    mine, theirs = (
-        load_file(path / "checkpoints" / "latest" / "model.safetensors")
-        for path in (folder, reference)
-    )
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from children import Ended, Moment, agenttrain, arm
-from safetensors.torch import load_file
+from same_run import assert_same, metrics
 
 from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.tracking.run_folder import read_summary
@@ -20,24 +18,6 @@ RUN = (
     *("debug=tiny", "steps=6", "checkpoint.every=5", "eval.every=4", "eval.questions=2"),
     *("eval.greedy=false", "tracker=none", "reward=[]", "+reward.drawn._target_=drawing.drawn"),
 )
-
-
-def metrics(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl, if there is one, without what depends on the clock."""
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
-
-
-def assert_same(folder: Path, reference: Path) -> None:
-    """Metrics and final weights, to the bit."""
-    assert metrics(folder) == metrics(reference)
-    mine, theirs = (
-        load_file(path / "checkpoints" / "latest" / "model.safetensors")
-        for path in (folder, reference)
-    )
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,28 @@
+"""Two runs compared to the bit: what a run that was stopped must share with one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what depends on the clock; a torn last one is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in rows]
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    """Metrics and final weights, to the bit."""
+    assert metrics(folder) == metrics(reference) != []
+    mine, theirs = (
+        load_file(path / "checkpoints" / "latest" / "model.safetensors")
+        for path in (folder, reference)
+    )
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
