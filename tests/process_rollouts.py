@@ -14,10 +14,12 @@ import parts
 from parts import LIMITS, call, ids
 
 from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.exit_codes import DONE
 from agenttrain.config.schema import EvalConfig
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.evaluate import evaluate
+from agenttrain.processes.worker import leave
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.deal import Costs
@@ -162,3 +164,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(DONE)

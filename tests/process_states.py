@@ -17,7 +17,9 @@ import torch
 from training_cases import random_groups
 from two_processes import Case, make
 
+from agenttrain.config.exit_codes import DONE
 from agenttrain.crash import Evidence
+from agenttrain.processes.worker import leave
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
@@ -136,3 +138,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(DONE)

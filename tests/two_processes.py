@@ -29,7 +29,9 @@ from agenttrain.config.algorithm import (
     Scale,
     Surrogate,
 )
+from agenttrain.config.exit_codes import DONE
 from agenttrain.config.schema import LoraSettings, OptimizerName
+from agenttrain.processes.worker import leave
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharded_state import whole_weights
@@ -199,3 +201,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(DONE)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 
+from agenttrain.config.exit_codes import DONE
+from agenttrain.processes.worker import leave
 from agenttrain.training.world import PeerFailed, World, WorldTimeout
 
 
@@ -45,3 +47,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(DONE)
