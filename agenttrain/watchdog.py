@@ -100,6 +100,8 @@ class Watchdog:
         self._step = step
         self._phase = phase
         self._count += 1
+        if self._thread is not None:  # here: the phase may keep the interpreter from its first line
+            _arm(self._config.deadline_of(phase)[1])
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
