@@ -63,6 +63,7 @@ class Trainer:
     """Last step after which there was an evaluation."""
     world: World = field(default_factory=World)
     costs: Costs = field(default_factory=Costs)
+    """Of the rollouts of finished steps: which process gets which task is the same after a resume."""
     _states: dict[str, Any] = field(default_factory=random_states)
     """Of the random generators after the last finished step."""
     _clock: Clock = field(default_factory=Clock)
@@ -107,9 +108,10 @@ class Trainer:
         self._clock = clock = Clock(partial(self.watchdog.phase, step=number))
         with self.evidence.of(number) as seen:
             check_weights(self.policy.model, f"before step {number}", self.world)
+            costs = self.costs.copy()
             self.tracker.phase("rollout")
             with clock("rollout"):
-                drawn = await self._draw(number)
+                drawn = await self._draw(number, costs)
             seen.rollouts = drawn.collected.rollouts
             check_logprobs(seen.rollouts, self.world)
             self.tracker.phase("train")
@@ -121,12 +123,13 @@ class Trainer:
         with clock("sync"), self.world.collective(f"the weight sync of step {number}"):
             await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
         self.cursor += drawn.tasks
+        self.costs = costs
         if self.curriculum is not None:
             mine = self.curriculum.results(drawn.collected.groups)
             self.curriculum.learn(self.cursor, self.world.gather(mine, "a step's results"))
         return self._told(drawn, training, clock)
 
-    async def _draw(self, number: int) -> Drawn:
+    async def _draw(self, number: int, costs: Costs) -> Drawn:
         source = self.curriculum or self.train_tasks
         return await draw(
             self.collector,
@@ -136,7 +139,7 @@ class Trainer:
             sampling=Sampling(temperature=self.config.rollout.temperature),
             seed_path=(self.config.seed, "train", number),
             peers=self.world,
-            costs=self.costs,
+            costs=costs,
         )
 
     def _told(
@@ -175,7 +178,7 @@ class Trainer:
                 self.config.eval,
                 seed=self.config.seed,
                 world=self.world,
-                costs=self.costs,
+                costs=self.costs.copy(),
             )
         set_random_states(self._states)
         for evaluation in evaluations:
@@ -218,6 +221,7 @@ class Trainer:
             "streak": self.guards.streak,
             "best": self.best.found,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
+            "costs": self.costs.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -229,3 +233,4 @@ class Trainer:
         self.best.found = state["best"]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
+        self.costs.load_state_dict(state["costs"])

@@ -56,6 +56,23 @@ def test_what_a_kind_cost_is_expected_of_the_next_of_its_kind() -> None:
     assert costs.expected(task("c")) == 300.0  # the mean of all groups
 
 
+def test_costs_are_the_same_after_a_checkpoint_and_a_copy_learns_alone() -> None:
+    costs = Costs("kind")
+    costs.learn([("None/a", 300.1), ("None/a", 500.7), ("None/b", 0.1)])
+    kept = json.loads(json.dumps(costs.state_dict()))
+    apart = costs.copy()
+    apart.learn([("None/a", 10.0)])
+    again = Costs("kind")
+    again.load_state_dict(kept)
+    tasks = [Task(task_id="t", messages=(), columns={"kind": kind}) for kind in "abc"]
+    expected = [(300.1 + 500.7) / 2, 0.1, (300.1 + 500.7 + 0.1) / 3]
+    for one in (costs, again):
+        assert [one.expected(task) for task in tasks] == expected
+    assert apart.expected(tasks[0]) == (300.1 + 500.7 + 10.0) / 3
+    again.learn([("None/b", 0.3)])
+    assert again.expected(tasks[1]) == (0.1 + 0.3) / 2
+
+
 def test_shares_merge_in_task_order_and_the_slowest_counts() -> None:
     one = Collected(groups=[["a"], ["d"]], places=[0, 3], dropped=1, reward_s=2.0, loop_lag_s=0.1)
     two = Collected(groups=[["b"], ["c"]], places=[1, 2], dropped=2, reward_s=3.0, loop_lag_s=0.3)

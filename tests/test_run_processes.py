@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from same_run import assert_same
 
 pytestmark = pytest.mark.slow
 TINY = [
@@ -89,6 +90,15 @@ def test_a_run_goes_on_with_another_number_of_processes(
     agenttrain(*TINY, "steps=2", *first, f"hydra.run.dir={folder}")
     agenttrain(f"resume={folder}", "steps=4", *then)
     same(folder, whole, 4)
+
+
+def test_two_processes_that_were_stopped_equal_two_that_were_not(tmp_path: Path) -> None:
+    """To the bit: also which of them gets which task is as it would have been."""
+    run = (*TINY, "tasks_per_step=7", "distributed=ddp", TWO)
+    agenttrain(*run, "steps=6", f"hydra.run.dir={tmp_path / 'whole'}")
+    agenttrain(*run, "steps=2", f"hydra.run.dir={tmp_path / 'run'}")
+    agenttrain(f"resume={tmp_path / 'run'}", "steps=6")
+    assert_same(tmp_path / "run", tmp_path / "whole")
 
 
 def test_two_processes_teach_the_shop_agent_to_chain_queries(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def logs(work: Path) -> str:
 
 
 def test_before_its_wall_time_ends_a_run_is_saved_requeued_and_goes_on(work):
-    """Both of its processes, in a folder whose name needs quotes."""
+    """Both of its processes, in a folder whose name needs quotes; to the bit, as without SLURM."""
+    agenttrain(work, *RUN, *DDP, "hydra.run.dir=whole")
     (work / "hold").write_text("all")
     job = submit(work, *DDP, "slurm.time=00:01:00", "slurm.signal_s=50", "hydra.run.dir='my run=1'")
     wait(
@@ -119,13 +120,14 @@ def test_before_its_wall_time_ends_a_run_is_saved_requeued_and_goes_on(work):
     folder = work / "my run=1"
     assert read_summary(folder)["status"] == "finished"
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    assert_same(folder, work / "whole")
     log = logs(work)
     assert "JOB REQUEUE" in log
     assert re.findall(r"^step (\d)/6 ", log, re.MULTILINE) == [*"123456"], log
 
 
 def test_a_preempted_run_gives_way_and_goes_on_exactly(work):
-    """To the bit: one process, as a whole run without SLURM."""
+    """To the bit, as a whole run without SLURM."""
     agenttrain(work, *RUN, "hydra.run.dir=whole")
     (work / "hold").write_text("all")
     job = submit(work, "slurm.cpus=96", "hydra.run.dir=run")

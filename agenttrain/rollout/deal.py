@@ -6,8 +6,10 @@ nothing is asked, nothing waits, and who came first decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from agenttrain.types import Rollout, Task
 
@@ -39,6 +41,20 @@ class Costs:
         for kind, tokens in costs:
             total, count = self._seen.get(kind, (0.0, 0))
             self._seen[kind] = (total + tokens, count + 1)
+
+    def copy(self) -> Self:
+        """One that may learn more, and leaves this one as it is."""
+        apart = copy(self)
+        apart._seen = dict(self._seen)
+        return apart
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt; JSON."""
+        return {"seen": {kind: list(seen) for kind, seen in self._seen.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Expect what those of `state_dict()` did."""
+        self._seen = {kind: (total, count) for kind, (total, count) in state["seen"].items()}
 
     def expected(self, task: Task) -> float:
         """Tokens of a rollout of the task, its prompt included."""
