@@ -192,6 +192,14 @@ REFUSED = [
         },
         "set algorithm.correction=token or sequence",
     ),
+    (
+        {"top_entropy": 0.5, "ratio": Ratio.sequence_mean},
+        "algorithm.top_entropy=0.5: the gradient of algorithm.ratio=sequence_mean reaches all",
+    ),
+    (
+        {"top_entropy": 0.5, "surrogate": Surrogate.geometric_mean},
+        "algorithm.top_entropy=0.5: algorithm.surrogate=geometric_mean has one loss",
+    ),
     *(
         ({key: value, **needed}, f"algorithm.{key}={value}: must be {wanted}")
         for key, value, wanted, needed in (
@@ -240,6 +248,8 @@ ACCEPTED = [
     {"group_size": 1, **BATCH},
     {**EACH, "scale": Scale.batch},
     {"dynamic_sampling": 2, "oversample": 1.5},
+    {"top_entropy": 0.5, "surrogate": Surrogate.cispo, "ratio": Ratio.sequence_mean},
+    {"top_entropy": 0.5, "surrogate": Surrogate.vespo},
 ]
 
 
