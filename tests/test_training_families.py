@@ -120,6 +120,8 @@ UNPACKABLE = {
         "intermediate_size_mlp": 48,
         "layer_types": ["chunked_attention", "full_attention"],
     },
+    # short convolutions: three tokens, less than bfloat16 rounds
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
 }
 
 
@@ -131,6 +133,16 @@ def test_models_that_cannot_be_packed_are_found(name: str, reason: str) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     assert reason in (why_not_packed(model) or "")
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
+def test_models_that_cannot_be_packed_are_found_in_bfloat16(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNPACKABLE[name]})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
+    assert why_not_packed(model) is not None
+    # A model whose layers mix nothing is still packed.
+    assert why_not_packed(tiny_family("Qwen3Moe").bfloat16()) is None
 
 
 LONG_ROPE = {
