@@ -192,6 +192,24 @@ REFUSED = [
         },
         "set algorithm.correction=token or sequence",
     ),
+    *(
+        (
+            {
+                "correction": Correction.token,
+                "behaviour": Behaviour.recomputed,
+                "correction_mode": CorrectionMode.mask,
+                **bound,
+            },
+            expected,
+        )
+        for bound, expected in (
+            (
+                {"correction_max": 0.5},
+                "algorithm.correction_max=0.5: must be at least 1, the ratio",
+            ),
+            ({"correction_min": 1.5}, "algorithm.correction_min=1.5: must be at most 1, the ratio"),
+        )
+    ),
     (
         {"top_entropy": 0.5, "ratio": Ratio.sequence_mean},
         "algorithm.top_entropy=0.5: the gradient of algorithm.ratio=sequence_mean reaches all",

@@ -299,6 +299,15 @@ def _correction(a: AlgorithmConfig) -> Iterator[str]:
         )
     elif low is not None and high is not None and low >= high:
         yield (f"algorithm.correction_min={low}: must be below algorithm.correction_max={high}")
+    for key, bound, beyond, wanted in (
+        ("max", high, high is not None and high < 1, "at least"),
+        ("min", low, low is not None and low > 1, "at most"),
+    ):
+        if beyond:
+            yield (
+                f"algorithm.correction_{key}={bound}: must be {wanted} 1, the ratio of tokens that "
+                "trainer and engine find equally likely"
+            )
     if a.surrogate is Surrogate.vespo and a.correction is Correction.geometric:
         yield (
             "algorithm.correction=geometric: algorithm.surrogate=vespo multiplies the rollout's "
