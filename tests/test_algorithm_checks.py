@@ -193,6 +193,32 @@ REFUSED = [
         "set algorithm.correction=token or sequence",
     ),
     *(
+        (
+            {
+                "correction": Correction.token,
+                "behaviour": Behaviour.recomputed,
+                "correction_mode": CorrectionMode.mask,
+                **bound,
+            },
+            expected,
+        )
+        for bound, expected in (
+            (
+                {"correction_max": 0.5},
+                "algorithm.correction_max=0.5: must be at least 1, the ratio",
+            ),
+            ({"correction_min": 1.5}, "algorithm.correction_min=1.5: must be at most 1, the ratio"),
+        )
+    ),
+    (
+        {"top_entropy": 0.5, "ratio": Ratio.sequence_mean},
+        "algorithm.top_entropy=0.5: the gradient of algorithm.ratio=sequence_mean reaches all",
+    ),
+    (
+        {"top_entropy": 0.5, "surrogate": Surrogate.geometric_mean},
+        "algorithm.top_entropy=0.5: algorithm.surrogate=geometric_mean has one loss",
+    ),
+    *(
         ({key: value, **needed}, f"algorithm.{key}={value}: must be {wanted}")
         for key, value, wanted, needed in (
             ("num_epochs", 0, "at least 1", {}),
@@ -240,6 +266,8 @@ ACCEPTED = [
     {"group_size": 1, **BATCH},
     {**EACH, "scale": Scale.batch},
     {"dynamic_sampling": 2, "oversample": 1.5},
+    {"top_entropy": 0.5, "surrogate": Surrogate.cispo, "ratio": Ratio.sequence_mean},
+    {"top_entropy": 0.5, "surrogate": Surrogate.vespo},
 ]
 
 

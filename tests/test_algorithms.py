@@ -267,6 +267,39 @@ def test_kl_in_the_reward_is_not_in_the_loss_too() -> None:
     assert "kl" not in metrics
 
 
+@pytest.mark.parametrize(
+    ("advantage", "settings_", "expected"),
+    [
+        (1.0, {}, -1.2),  # min(inf, 1.2)
+        (-1.0, {"clip_dual": 3.0}, 3.0),  # min(inf, 3)
+        (1.0, {"surrogate": Surrogate.sapo}, -4.0),  # a gate that is wholly open: 4 / tau
+    ],
+)
+def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
+    advantage: float, settings_: dict, expected: float
+) -> None:
+    """e^200 is no float32: the clip leaves its bound, and no gradient."""
+    logprobs = torch.zeros(400, requires_grad=True)
+    algorithm = config(ratio=Ratio.sequence_sum, aggregation=Aggregation.sequence_mean, **settings_)
+    inputs = LossInputs(
+        logprobs_S=logprobs,
+        behaviour_S=torch.full((400,), -0.5),
+        row_S=torch.zeros(400, dtype=torch.long),
+        advantages_B=torch.tensor([advantage]),
+        weights_B=torch.tensor([1 / 400]),
+    )
+    loss, _ = policy_loss(inputs, algorithm)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert logprobs.grad.abs().max() == 0
+
+
+def test_what_is_no_number_is_no_ratio() -> None:
+    new = torch.tensor([0.1, torch.nan])
+    ratio = importance_ratio(new, torch.zeros(2), torch.arange(2), rollouts=2, level=Ratio.token)
+    assert ratio.isnan().tolist() == [False, True]
+
+
 def test_clip_ratios_count_rollouts_where_ratios_are_of_rollouts() -> None:
     rows = [
         row(new=[0.2, 0.2], old=[0.0, 0.0], ref=[0.0, 0.0], advantage=1.0),  # clipped

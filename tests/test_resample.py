@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parts import LIMITS, toolbox
 
-from agenttrain.config.algorithm import AlgorithmConfig, Rewards
+from agenttrain.config.algorithm import AlgorithmConfig, Rewards, Scale
 from agenttrain.config.arithmetic import tasks_of_round
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.scripted import ScriptedEngine
@@ -32,8 +32,15 @@ def task(number: int) -> Task:
     )
 
 
-def collector(informative_tasks: set[int], engine: ScriptedEngine | None = None) -> Collector:
-    """Rollouts whose first sample alone is rewarded, for these tasks; the others all get 1."""
+def collector(
+    informative_tasks: set[int],
+    engine: ScriptedEngine | None = None,
+    measured: dict[str, Callable] | None = None,
+) -> Collector:
+    """Rollouts whose first sample alone is rewarded, for these tasks; the others all get 1.
+
+    `measured` are functions of weight 0.
+    """
 
     def first(rollout: Rollout, number: int) -> float:
         return float(rollout.sample == 0 or number not in informative_tasks)
@@ -42,7 +49,7 @@ def collector(informative_tasks: set[int], engine: ScriptedEngine | None = None)
         engine=engine or ScriptedEngine(parts.script(BYE), max_context=4096),
         chat=parts.chat(),
         toolbox=toolbox(),
-        rubric=Rubric({"first": first}),
+        rubric=Rubric({"first": first, **(measured or {})}, dict.fromkeys(measured or {}, 0.0)),
         limits=LIMITS,
     )
 
@@ -53,11 +60,12 @@ def drawn(
     count: int = 3,
     engine: ScriptedEngine | None = None,
     tasks: Callable[[int, int], list[Task]] | None = None,
+    measured: dict[str, Callable] | None = None,
     **settings: object,
 ) -> Drawn:
     return asyncio.run(
         draw(
-            collector(informative_tasks, engine),
+            collector(informative_tasks, engine, measured),
             tasks or (lambda start, n: [task(i) for i in range(start, start + n)]),
             count=count,
             config=AlgorithmConfig(name="test", group_size=2, **settings),
@@ -182,6 +190,22 @@ def test_functions_that_cancel_are_informative_where_each_counts_alone() -> None
     both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 0.0, "g": 1.0}
     assert not informative(both, Rewards.sum)
     assert informative(both, Rewards.normalize_each)
+
+
+def test_a_function_that_is_only_measured_teaches_nothing() -> None:
+    both = group(1.0, 1.0)
+    both[0].rewards, both[1].rewards = {"f": 1.0, "g": 0.0}, {"f": 1.0, "g": 1.0}
+    assert informative(both, Rewards.normalize_each, {"f": 1.0})
+    assert not informative(both, Rewards.normalize_each, {"f": 1.0, "g": 0.0})
+
+
+def test_groups_in_which_only_a_measured_function_differs_are_drawn_again() -> None:
+    def differs(rollout: Rollout) -> float:
+        return float(rollout.sample)
+
+    settings = {"rewards": Rewards.normalize_each, "scale": Scale.batch, "dynamic_sampling": 2}
+    result = drawn({1, 3}, count=2, measured={"differs": differs}, **settings)
+    assert numbers(result.trained) == [1, 3]
 
 
 @given(

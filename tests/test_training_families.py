@@ -6,12 +6,18 @@ import pytest
 import torch
 import transformers
 from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
-from training_cases import one_microbatch, with_tool
+from training_cases import one_microbatch, rollout, with_tool
 
+from agenttrain.config.schema import SharePrefix
 from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
+from agenttrain.training.batch import make_row
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import Segment, one_after_the_other
 from agenttrain.training.logprobs import Scorer, check_head, logit_transform
+from agenttrain.training.scoring import score
+from agenttrain.types import Origin
+
+CPU = torch.device("cpu")
 
 LAYOUT = (
     Segment(0, 30),
@@ -114,6 +120,8 @@ UNPACKABLE = {
         "intermediate_size_mlp": 48,
         "layer_types": ["chunked_attention", "full_attention"],
     },
+    # short convolutions: three tokens, less than bfloat16 rounds
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
 }
 
 
@@ -125,6 +133,50 @@ def test_models_that_cannot_be_packed_are_found(name: str, reason: str) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     assert reason in (why_not_packed(model) or "")
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
+def test_models_that_cannot_be_packed_are_found_in_bfloat16(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNPACKABLE[name]})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
+    assert why_not_packed(model) is not None
+    # A model whose layers mix nothing is still packed.
+    assert why_not_packed(tiny_family("Qwen3Moe").bfloat16()) is None
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [5.0] * 4,
+    "factor": 6.4,
+}
+
+
+@pytest.mark.parametrize("share", SharePrefix)
+def test_a_rollout_is_scored_alike_beside_one_that_is_longer_than_the_pretraining(share) -> None:
+    """LongRoPE (Phi) has other frequencies beyond 40 tokens: for those rollouts, and no others."""
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        **SMALL, rope_parameters=LONG_ROPE, original_max_position_embeddings=40
+    )
+    model = transformers.Phi3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim == 2 else 1)
+    prompt = list(range(3, 33))
+    rollouts = [
+        rollout([(Origin.prompt, prompt), (Origin.sampled, [5 + sample] * own)], sample=sample)
+        for sample, own in enumerate((4, 30, 10, 11))
+    ]
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, share_prefix=share)
+    with scorer.ready():
+        found = score(scorer, scorer.pack([make_row(one) for one in rollouts], 1000, CPU))
+    for one in rollouts:
+        ids = torch.tensor(one.token_ids)
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)[29:-1].gather(1, ids[30:, None])[:, 0]
+        assert torch.allclose(found[one.rollout_id][0], logprobs, atol=1e-4), one.rollout_id
 
 
 def test_masks_of_the_models_own_are_refused() -> None:

@@ -16,9 +16,9 @@ from agenttrain.training.export import export
 from agenttrain.training.lora import adapter_weights, add_lora, save_adapter
 
 
-def base(folder: Path) -> Path:
+def base(folder: Path, **settings: object) -> Path:
     """The tiny model on disk, as a user's."""
-    tiny.model().save_pretrained(folder)
+    tiny.model(**settings).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return folder
 
@@ -122,6 +122,41 @@ def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> Non
         adapted(base(tmp_path), targets=["query"])
 
 
+def test_one_target_that_the_model_does_not_have_is_refused_beside_one_that_it_has(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"has no module v_prj \(did you mean 'v_proj'\?\)"):
+        adapted(base(tmp_path), targets=["q_proj", "v_prj"])
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_weight_that_two_layers_share_is_refused(
+    target: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="embedding and head of Qwen3ForCausalLM are one weight"):
+        adapted(base(tmp_path), targets=["q_proj", target])
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_adapters_of_embedding_and_head_are_saved_resumed_and_exported(tmp_path: Path) -> None:
+    folder = base(tmp_path / "m", tie_word_embeddings=False)
+    targets = ["embed_tokens", "lm_head", "v_proj"]
+    checkpoints = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+    trained = policy(adapted(folder, targets=targets), lr=1e-2)
+    for seed in range(2):
+        trained.update(random_groups(seed))
+    path = checkpoints.save(trained, step=1)
+    resumed = policy(adapted(folder, targets=targets), lr=1e-2)
+    checkpoints.load_latest(resumed)
+    assert torch.equal(logits(resumed.model), logits(trained.model))
+    assert not torch.equal(
+        logits(resumed.model), logits(AutoModelForCausalLM.from_pretrained(folder))
+    )
+    export(path, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 8}, {"rank": 4, "alpha": 8.0}])
 def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
     model = adapted(base(tmp_path / "base"))
@@ -130,3 +165,12 @@ def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path
     with pytest.raises(ValueError, match=expected):
         adapted(tmp_path / "adapters", **settings)
     assert any(p.requires_grad for p in adapted(tmp_path / "adapters", rank=4).parameters())
+
+
+def test_loaded_adapters_of_other_modules_than_asked_for_are_refused(tmp_path: Path) -> None:
+    model = adapted(base(tmp_path / "base"), targets=["q_proj", "v_proj"])
+    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
+    with pytest.raises(ValueError, match=r"holds adapters of q_proj, v_proj; leave it out"):
+        adapted(tmp_path / "adapters", targets=["k_proj"])
+    for targets in (["v_proj", "q_proj"], ["all-linear"]):
+        adapted(tmp_path / "adapters", targets=targets)

@@ -9,7 +9,8 @@ import tiny
 import torch
 from training_cases import policy, random_groups, weights
 
-from agenttrain.config.schema import OptimizerConfig, OptimizerName, Schedule
+from agenttrain.config.optimizer_checks import optimizer_problems
+from agenttrain.config.schema import OptimizerConfig, OptimizerName, RunConfig, Schedule
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.optimizers import MasterWeights, Together, build_optimizer
 from agenttrain.training.schedule import learning_rate
@@ -189,3 +190,41 @@ def test_schedules(schedule: Schedule, options: dict, expected: list[float]) -> 
     config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule, schedule_options=options)
     rates = [learning_rate(config, step, 6) for step in range(1, 7)]
     assert rates == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "problem"),
+    [
+        (
+            Schedule.cosine_with_min_lr,
+            {"min_lr": 0.02},
+            "min_lr=0.02: must be at most optimizer.lr",
+        ),
+        (Schedule.cosine_with_min_lr, {"min_lr_rate": 1.5}, "min_lr_rate=1.5: is a share"),
+        (
+            Schedule.warmup_stable_decay,
+            {"num_decay_steps": 2, "min_lr_ratio": 2},
+            "min_lr_ratio=2: is a share of optimizer.lr, so it is at most 1",
+        ),
+        (Schedule.polynomial, {"lr_end": 0.01}, "lr_end=0.01: must be below optimizer.lr=0.01"),
+        (Schedule.inverse_sqrt, {"timescale": 0}, "timescale=0: must be more than 0"),
+        (Schedule.cosine_with_min_lr, {"min_lr": 0.01}, None),
+        (Schedule.polynomial, {}, None),
+        (Schedule.inverse_sqrt, {"timescale": 0.5}, None),
+    ],
+)
+def test_schedules_that_would_not_fall_are_refused(
+    schedule: Schedule, options: dict, problem: str | None
+) -> None:
+    config = OptimizerConfig(lr=0.01, schedule=schedule, schedule_options=options)
+    told = "\n".join(optimizer_problems(RunConfig(optimizer=config, steps=6)))
+    assert told == "" if problem is None else f"optimizer.schedule_options.{problem}" in told
+    if problem is None:
+        rates = [learning_rate(config, step, 6) for step in range(1, 7)]
+        assert rates[0] <= 0.01 and rates == sorted(rates, reverse=True)
+
+
+def test_the_end_of_a_polynomial_schedule_has_a_default_that_a_rate_may_be_below() -> None:
+    config = OptimizerConfig(lr=1e-7, schedule=Schedule.polynomial)
+    (told,) = optimizer_problems(RunConfig(optimizer=config))
+    assert told.startswith("optimizer.schedule_options.lr_end=1e-07: must be below optimizer.lr=1e")

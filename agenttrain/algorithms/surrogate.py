@@ -6,6 +6,8 @@ rollout after the other; row_S names each token's.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,12 +28,20 @@ def importance_ratio(
     (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole rollout, RLOO.
 
     Example: log ratios [.1, .3] of one rollout give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
+
+    A ratio too large for its type is infinite and has no gradient: where a clip takes its gradient
+    away, exp's own would be 0 times infinity.
     """
     log_ratio_S = logprobs_S - behaviour_S
     if level is Ratio.token:
-        return log_ratio_S.exp()
+        return _exp(log_ratio_S)
     reduce = row_mean if level is Ratio.sequence_mean else row_sum
-    return reduce(log_ratio_S, row_S, rollouts).exp()[row_S]
+    return _exp(reduce(log_ratio_S, row_S, rollouts))[row_S]
+
+
+def _exp(values: Tensor) -> Tensor:
+    large = values > math.log(torch.finfo(values.dtype).max) - 1
+    return values.masked_fill(large, 0.0).exp().masked_fill(large, torch.inf)
 
 
 def clipped_surrogate(

@@ -267,6 +267,20 @@ def _entropy(a: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.entropy_bonus={a.entropy_bonus}: starts above "
             f"algorithm.entropy_bonus_max={a.entropy_bonus_max}; lower one or raise the other"
         )
+    if a.top_entropy == 1:
+        return
+    if a.surrogate is Surrogate.geometric_mean:
+        yield (
+            f"algorithm.top_entropy={a.top_entropy}: algorithm.surrogate=geometric_mean has one "
+            "loss for all tokens of a rollout, so that none can be left out; set "
+            "algorithm.top_entropy=1, or algorithm.surrogate=clip"
+        )
+    if a.surrogate in (Surrogate.clip, Surrogate.sapo) and a.ratio is not Ratio.token:
+        yield (
+            f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.ratio={a.ratio} "
+            "reaches all tokens of a rollout, so that none can be left out; set "
+            "algorithm.top_entropy=1, or algorithm.ratio=token"
+        )
 
 
 def _correction(a: AlgorithmConfig) -> Iterator[str]:
@@ -285,6 +299,15 @@ def _correction(a: AlgorithmConfig) -> Iterator[str]:
         )
     elif low is not None and high is not None and low >= high:
         yield (f"algorithm.correction_min={low}: must be below algorithm.correction_max={high}")
+    for key, bound, beyond, wanted in (
+        ("max", high, high is not None and high < 1, "at least"),
+        ("min", low, low is not None and low > 1, "at most"),
+    ):
+        if beyond:
+            yield (
+                f"algorithm.correction_{key}={bound}: must be {wanted} 1, the ratio of tokens that "
+                "trainer and engine find equally likely"
+            )
     if a.surrogate is Surrogate.vespo and a.correction is Correction.geometric:
         yield (
             "algorithm.correction=geometric: algorithm.surrogate=vespo multiplies the rollout's "

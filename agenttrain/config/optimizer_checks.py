@@ -23,6 +23,8 @@ OPTIONS: dict[Schedule, tuple[str, ...]] = {
     Schedule.warmup_stable_decay: ("num_decay_steps", "min_lr_ratio", "num_cycles"),
 }
 """What `optimizer.schedule_options` may hold, by schedule."""
+POLYNOMIAL_END = 1e-7
+"""What `lr_end` is where it is not given."""
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
@@ -63,6 +65,7 @@ def _schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
         elif value < 0:
             yield f"{key}: must be 0 or more"
     options = optimizer.schedule_options
+    yield from _rates(optimizer)
     if optimizer.schedule is Schedule.warmup_stable_decay:
         decay = options.get("num_decay_steps")
         left = steps - optimizer.warmup_steps
@@ -79,6 +82,23 @@ def _schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
             "optimizer.schedule=cosine_with_min_lr: set one of "
             "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
         )
+
+
+def _rates(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Options that would raise the learning rate where it is to fall, or divide by nothing."""
+    defaults = {"lr_end": POLYNOMIAL_END} if optimizer.schedule is Schedule.polynomial else {}
+    for name, value in {**defaults, **optimizer.schedule_options}.items():
+        key, lr = f"optimizer.schedule_options.{name}={value}", optimizer.lr
+        if name not in OPTIONS.get(optimizer.schedule, ()) or not is_number(value, whole=False):
+            continue
+        if name in ("min_lr_rate", "min_lr_ratio") and value > 1:
+            yield f"{key}: is a share of optimizer.lr, so it is at most 1"
+        if name == "min_lr" and value > lr:
+            yield f"{key}: must be at most optimizer.lr={lr}; lower it or raise the rate"
+        if name == "lr_end" and not value < lr:
+            yield f"{key}: must be below optimizer.lr={lr}, from which the rate falls to it"
+        if name == "timescale" and value == 0:
+            yield f"{key}: must be more than 0"
 
 
 def weight_problems(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ whole groups would bias what is left: of rewards [1, 0, 0, 0] only the 1 differs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agenttrain.config.algorithm import AlgorithmConfig, Rewards
@@ -73,6 +73,7 @@ async def draw(
     `collect`, for the first round only.
     """
     peers, costs = peers or Alone(), costs or Costs()
+    weights = collector.rubric.weights
     drawn, notes = Drawn(), list[Note]()
     missing = count
     for number in range(config.dynamic_sampling + 1):
@@ -86,7 +87,7 @@ async def draw(
                 samples=config.group_size,
                 sampling=sampling,
                 seed_path=(*seed_path, f"r{number}") if number else seed_path,
-                look=lambda group: informative(group, config.rewards),
+                look=lambda group: informative(group, config.rewards, weights),
                 parts=config.minibatches,
                 may_be_empty=number > 0,
             )
@@ -106,14 +107,18 @@ async def draw(
     return drawn
 
 
-def informative(group: Sequence[Rollout], rewards: Rewards) -> bool:
+def informative(
+    group: Sequence[Rollout], rewards: Rewards, weights: Mapping[str, float] | None = None
+) -> bool:
     """Whether some rewards of a group differ; those of single functions, where each counts alone.
 
-    Example: rewards 1, 1, None do not; 1, 0, None do; one alone does not.
+    A function of weight 0 is only measured; one that `weights` lacks has weight 1. Example: rewards
+    1, 1, None do not differ; 1, 0, None do; one alone does not.
     """
     if rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
-    names = {name for rollout in group for name in rollout.rewards}
+    weights = weights or {}
+    names = {name for r in group for name in r.rewards if weights.get(name, 1.0) != 0}
     return any(
         len({value for r in group if (value := r.rewards.get(name)) is not None}) > 1
         for name in names

@@ -80,6 +80,7 @@ def why_not_packed(model: PreTrainedModel, *, varlen: bool = False) -> str | Non
             separate_TH = separate_hidden(model, token_ids_T, TRIAL)
             with packing(model):
                 packed_TH = packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
+                mixed = _mixes(model, token_ids_T, varlen=varlen)
     except UnsupportedAttention as error:
         return str(error)
     except TypeError as error:
@@ -91,7 +92,33 @@ def why_not_packed(model: PreTrainedModel, *, varlen: bool = False) -> str | Non
     finally:
         model.train(training)
     exact = model.dtype in (torch.float32, torch.float64) and not cast
-    return _difference(packed_TH.float(), separate_TH.float(), 1e-4 if exact else 5e-2)
+    gap = _difference(packed_TH.float(), separate_TH.float(), 1e-4 if exact else 5e-2)
+    return gap or ("packed, a rollout's hidden states depend on its neighbours" if mixed else None)
+
+
+@torch.enable_grad()
+def _mixes(model: PreTrainedModel, token_ids_T: Tensor, *, varlen: bool) -> bool:
+    """Whether one rollout of the trial has a gradient from another's tokens.
+
+    What a short convolution or a state carries over may be less than bfloat16 rounds, which
+    `_difference` has to allow; a gradient is exactly zero or there is a way.
+    """
+    embedded: list[Tensor] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda _, __, output: embedded.append(output.requires_grad_())
+    )
+    try:
+        hidden_TH = packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
+    finally:
+        hook.remove()
+    alone, _, first, second = TRIAL
+    weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
+    for own_TH, other in ((hidden_TH[alone.end :], alone), (hidden_TH[second.start :], first)):
+        loss = (own_TH * weights_H).sum()
+        (slope,) = torch.autograd.grad(loss, embedded[0], retain_graph=True, allow_unused=True)
+        if slope is not None and slope[0, other.start : other.end].any():
+            return True
+    return False
 
 
 def _difference(packed_TH: Tensor, separate_TH: Tensor, allowed: float) -> str | None:

@@ -25,6 +25,7 @@ from agenttrain.training.batch import Microbatch, Row, pack
 from agenttrain.training.head import LogitTransform, linear_logprobs
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import one_after_the_other
+from agenttrain.training.rotary import length_limits
 from agenttrain.training.sharding import settle
 from agenttrain.training.share import bundle_rows, least_prompt
 from agenttrain.training.varlen import has_kernel
@@ -71,6 +72,7 @@ class Scorer(nn.Module):
         if reason is not None:
             self._say_separate(reason, share_prefix)
         self.least_shared = _least_shared(model, share_prefix) if self.packed else None
+        self.lengths = length_limits(model)
 
     def _say_separate(self, reason: str, share_prefix: SharePrefix) -> None:
         name = type(self.model).__name__
@@ -88,12 +90,21 @@ class Scorer(nn.Module):
     ) -> list[Microbatch]:
         """Microbatches of at most `token_budget` tokens each, in the layout that the model takes.
 
-        Groups whose prompt is worth it share it; its tokens count once.
+        Groups whose prompt is worth it share it; its tokens count once. Rows whose lengths have
+        rotary frequencies of their own are apart.
         """
-        share = self.least_shared is not None
-        return pack(
-            bundle_rows(rows, share=share, least=self.least_shared or 1), token_budget, device
-        )
+        share, least = self.least_shared is not None, self.least_shared or 1
+        kinds: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            kinds.setdefault(self.lengths.kind(row.length), []).append(row)
+        made = [
+            microbatch
+            for alike in kinds.values()
+            for microbatch in pack(
+                bundle_rows(alike, share=share, least=least), token_budget, device
+            )
+        ]
+        return sorted(made, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
     def ready(self) -> Iterator[None]:

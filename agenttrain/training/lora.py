@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import load_peft_weights
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agenttrain.config.schema import LoraSettings
+from agenttrain.config.suggest import did_you_mean
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import assign, whole
@@ -30,12 +32,13 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
 
     The model stays the object that it is, so that an engine may sample from it. A model that was
     loaded with adapters goes on with them. Raises ValueError for targets that it does not have, and
-    for loaded adapters of another rank or alpha.
+    for loaded adapters of another rank or alpha, or of other targets than were asked for.
     """
     if is_adapted(model):
         _check_loaded(model, settings)
     else:
         named = settings.targets
+        _check_targets(model, named)
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is as good
@@ -46,8 +49,35 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             model.add_adapter(config, ADAPTER)
         except ValueError as error:
             raise ValueError(f"model.lora.targets={named}: {error}") from error
+    _check_tied(model, settings)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """peft says nothing of a target that is not there as long as another one is."""
+    modules = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if target != "all-linear" and not any(
+            f".{name}".endswith(f".{target}") for name in modules
+        ):
+            known = {name.rpartition(".")[2] for name in modules}
+            raise ValueError(
+                f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
+                f"{did_you_mean(target, sorted(known))}"
+            )
+
+
+def _check_tied(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """An adapter of one of two layers with one weight is no part of that weight."""
+    outer: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    adapted = any(isinstance(module, BaseTunerLayer) for module in outer)
+    if adapted and outer[0].weight is outer[1].weight:
+        raise ValueError(
+            f"model.lora.targets={settings.targets}: embedding and head of {type(model).__name__} "
+            "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
+            "merged; leave both out"
+        )
 
 
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
@@ -58,6 +88,13 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
             f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
             f"holds other adapters; set {own} to go on with them, or merge them first "
             "(agenttrain export)"
+        )
+    chosen = settings.targets != LoraSettings().targets
+    if chosen and set(settings.targets) != set(loaded.target_modules):
+        raise ValueError(
+            f"model.lora.targets={settings.targets}: model.path holds adapters of "
+            f"{', '.join(sorted(loaded.target_modules))}; leave it out to go on with them, or "
+            "merge them first (agenttrain export)"
         )
 
 
@@ -111,7 +148,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     state = load_peft_weights(str(folder), device="cpu")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            assign(parameter, state[f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"])
+            # Of a linear layer …lora_A.default.weight, of an embedding …lora_embedding_A.default.
+            saved = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
+            assign(parameter, state[f"base_model.model.{saved}"])
 
 
 def base_of(folder: Path) -> Path:
