@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,13 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
             "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
             "training.mixed_precision=bf16 or no."
         )
-    return Accelerator(cpu=not gpu, mixed_precision=mixed_precision)
+    return Accelerator(
+        cpu=not gpu,
+        mixed_precision=mixed_precision,
+        # Named, because the environment (ACCELERATE_…) would decide them else.
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    )
 
 
 def share_weights(model: nn.Module, world: World) -> None:
