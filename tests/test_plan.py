@@ -82,8 +82,24 @@ def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
         assert parts(ddp)[name] == parts(one)[name]
     assert parts(ddp)["buckets"] == parts(one)["gradients"]
     assert parts(four)["engine's weights"] == parts(one)["weights"]
-    # 400 rollouts of an evaluation are 100 for each of 4
-    assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 100, 100]
+    # 200 sampled rollouts of an evaluation, before 200 greedy ones, are 50 for each of 4
+    assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 50, 50]
+
+
+def test_the_cache_holds_what_is_in_flight_and_an_evaluation_that_is_longer(capsys, short):
+    rows = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=4096")
+    _, as_trained = plan(capsys, short, *rows)
+    longer = ("eval.max_completion_tokens=8192", "rollout.max_completion_tokens=1024")
+    _, evaluated = plan(capsys, short, *rows, *longer)
+    _, fewer = plan(capsys, short, *rows, "rollout.deterministic=false", "rollout.concurrency=3")
+    _, unused = plan(capsys, short, *rows, *longer, "eval.questions=0")
+    cache = TOKEN_CACHE // 28 * 2 * 2  # bytes of a token in two layers
+    # prompts have 1,024 tokens and rows the engine's context of 4,096, which rows double up to
+    assert parts(as_trained)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(evaluated)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(unused)["keys and values"] == (4 * 2048 + 1) * cache
+    assert parts(fewer)["keys and values"] == (3 * 4096 + 1) * cache
+    assert evaluated["tokens"]["rollout"] == unused["tokens"]["rollout"] == 2048
 
 
 def test_weights_in_the_hosts_memory_are_not_counted(capsys, short):
