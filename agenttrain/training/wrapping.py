@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +50,9 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     if sharding is not None:
         shard(scorer, accelerator, sharding)
         return scorer
+    if scorer.model.config.get_text_config() is not scorer.model.config:
+        # Text leaves the weights for pictures without a gradient, which DDP would wait for.
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     wrapped = accelerator.prepare_model(scorer)
     if isinstance(wrapped, DistributedDataParallel):
         # Buffers are constants here; to broadcast them would tie every forward pass to the others.
