@@ -126,6 +126,20 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
 
 
+def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
+    run = (
+        *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
+        *("training.gradient_checkpointing=true", "training.logits_budget_mb=64"),
+    )
+    code, found = plan(capsys, short, *run)
+    assert code == 1
+    (nodes,) = [
+        r["overrides"] for r in found["remedies"] if "distributed.nodes=2" in r["overrides"]
+    ]
+    code, again = plan(capsys, short, *run, *nodes.split())
+    assert (code, again["devices"]) == (0, 16)
+
+
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1
@@ -143,7 +157,7 @@ def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     assert got["engine's weights"] + got["keys and values"] == 4 * GIB
     # (4 GiB - 374090752) / (3072 tokens x 8192 bytes) = 155.8
     (why,) = [p["why"] for p in found["parts"] if p["name"] == "keys and values"]
-    assert "holds 155 of 256 rollouts of 3,072 tokens" in why
+    assert "holds 155 of 200 rollouts of 3,072 tokens" in why
     # asleep, its memory is the update's
     _, asleep = plan(capsys, short, *settings, "engine.vllm.sleep=true")
     assert found["update_bytes"] - asleep["update_bytes"] == 4 * GIB
