@@ -18,6 +18,7 @@ from agenttrain.sweep.record import (
     SweepJob,
     SweepRecord,
     chosen,
+    held,
     is_job,
     is_sweep,
     read_record,
@@ -37,7 +38,8 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
     write_record(folder, record)
     overrides = record.shared if listed else command.overrides
     sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
-    return run_listed(sweep) if listed else run_searched(sweep)
+    with held(folder):
+        return run_listed(sweep) if listed else run_searched(sweep)
 
 
 def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord, bool]:
@@ -74,6 +76,17 @@ def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed
     folder = command.saved
     assert folder is not None, "go_on() is for resume="
     record = read_record(folder)
+    with held(folder):
+        return _go_on(folder, record, command, compose)
+
+
+def _go_on(
+    folder: Path,
+    record: SweepRecord,
+    command: Command,
+    compose: Callable[[Sequence[str], Command], Composed],
+) -> int:
+    """`go_on` where nobody else does."""
     found = standings(folder, record)
     typed = OverridesParser.create().parse_overrides(command.overrides)
     hydras = [o.input_line or "" for o in typed if o.is_hydra_override()]

@@ -111,7 +111,7 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
 def _run(job: Job, verb: str, work: Work[Any]) -> int:
     """`launch` in a folder that is held; errors are told and recorded by the main process."""
     try:
-        with Watchdog(job.folder, job.config.watchdog, rank=job.world.rank) as watchdog:
+        with Watchdog(job.folder, job.config.watchdog, job.world) as watchdog:
             job = replace(job, watchdog=watchdog)
             watchdog.begin("load")
             asyncio.run(work.run(job, _prepare(job, work.prepare)))

@@ -1,9 +1,10 @@
-"""SIGTERM and SIGUSR1: stop at the next point from which the run can go on.
+"""SIGTERM, SIGUSR1 and SIGHUP: stop at the next point from which the run can go on.
 
-Schedulers send them some time before they kill. While nothing would be lost (imports, the model is
-being loaded) the first one interrupts at once, as Ctrl-C does. Within `deferred` it is noted:
-`cut_short` ends what is to be done again anyway, everything else is finished first, and `check`
-stands where the run can stop. A second SIGTERM interrupts at once, wherever the run is.
+Schedulers send the first two some time before they kill, a closed terminal the third. While nothing
+would be lost (imports, the model is being loaded) the first one interrupts at once, as Ctrl-C does.
+Within `deferred` it is noted: `cut_short` ends what is to be done again anyway, everything else is
+finished first, and `check` stands where the run can stop. A second SIGTERM interrupts at once,
+wherever the run is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from agenttrain.types import AgenttrainError
 
-HEARD = (signal.SIGTERM, signal.SIGUSR1)
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTED = "{}: the run stops at the next safe point, with a checkpoint; SIGTERM again: at once\n"
 
 Result = TypeVar("Result")
@@ -34,6 +35,10 @@ def _alone(told: bool) -> bool:
     return told
 
 
+def _nobody() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Done(Generic[Result]):
     value: Result
@@ -45,6 +50,8 @@ class StopRequest:
 
     name: str | None = None
     """Of the first signal, e.g. ``"SIGTERM"``; None: there was none."""
+    passed_on: Callable[[], str | None] = _nobody
+    """The signal that who sends this one was told with, if it passes one on under another name."""
     insisted: bool = False
     """Whether there was a second SIGTERM."""
     at_once: bool = False
@@ -60,7 +67,8 @@ class StopRequest:
         """A signal's handler. Raises KeyboardInterrupt, or has asyncio cancel its main task, where
         the run is to end at once."""
         first = self.name is None
-        self.name = self.name or signal.Signals(number).name
+        self.name = self.name or self.passed_on() or signal.Signals(number).name
+        leave_terminal()
         self._terms += number == signal.SIGTERM
         if number == signal.SIGTERM and self._terms > 1:
             self.insisted = True
@@ -141,21 +149,33 @@ def _interrupt() -> None:
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
 
 
+def leave_terminal() -> None:
+    """Where it is closed: whatever is written there from now on would be an error."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+
 _heard_by: StopRequest | None = None
 
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Within, SIGTERM and SIGUSR1 are heard by the request that this gives; the outermost counts.
+    """Within, HEARD are heard by the request that this gives; the outermost counts.
 
-    Signals are the main thread's: elsewhere nothing is heard.
+    Signals are the main thread's: elsewhere nothing is heard. Nor is a SIGHUP that nohup ignores.
     """
     global _heard_by
     if _heard_by is not None or current_thread() is not main_thread():
         yield _heard_by or StopRequest()
         return
     _heard_by = request = StopRequest()
-    before = {number: signal.signal(number, request.arrive) for number in HEARD}
+    heard = [n for n in HEARD if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request.arrive) for number in heard}
     try:
         yield request
     finally:

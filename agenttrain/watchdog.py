@@ -23,6 +23,7 @@ from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.in_flight import ENGINE, OTHER, TOOL, Waiting
 from agenttrain.stall import Stall, end
 from agenttrain.tracking.run_folder import update_summary, write_atomically
+from agenttrain.training.world import World
 
 LOOKS = 100
 """At a table that changes while it is read."""
@@ -59,9 +60,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, folder: Path | None = None, config: WatchdogConfig | None = None, *, rank: int = 0
+        self,
+        folder: Path | None = None,
+        config: WatchdogConfig | None = None,
+        world: World | None = None,
     ) -> None:
-        self._folder, self._config, self.rank = folder, config or WatchdogConfig(), rank
+        """`world` are the run's processes: one that waits for another is judged by that one's."""
+        self._folder, self._config = folder, config or WatchdogConfig()
+        self._world, self.rank = world, 0 if world is None else world.rank
         self._phase: str | None = None
         self._step: int | None = None
         self._since = time.time()
@@ -147,7 +153,9 @@ class Watchdog:
 
     def _signs(self) -> int:
         collector = self._collector
-        return self._count + (0 if collector is None else collector.in_flight.progress)
+        rollouts = 0 if collector is None else collector.in_flight.progress
+        waits = 0 if self._world is None else self._world.looks
+        return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
         collector = self._collector

@@ -67,6 +67,13 @@ def terminated(rollout: Rollout, **columns: object) -> float:
     return plain(rollout)
 
 
+def hung_up(rollout: Rollout, **columns: object) -> float:
+    """The launcher's terminal is closed."""
+    if RANK == "0" and once_in_step_2(rollout):
+        os.kill(os.getppid(), signal.SIGHUP)
+    return plain(rollout)
+
+
 def abandoned(rollout: Rollout, **columns: object) -> float:
     """The launcher is killed."""
     if RANK == "0" and once_in_step_2(rollout):

@@ -17,6 +17,7 @@ from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
+HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(["--help"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
         *(["data.test.split=typo"], ["data=file", "data.train.path=a.csv", "data.test.path=b.csv"]),
         ["-m", "seed=1,2", "steps=0"],
+        pytest.param(["distributed=ddp"], marks=pytest.mark.skipif(HAS_GPU, reason="a GPU")),
     ],
     ids=" ".join,
 )

@@ -82,8 +82,24 @@ def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
         assert parts(ddp)[name] == parts(one)[name]
     assert parts(ddp)["buckets"] == parts(one)["gradients"]
     assert parts(four)["engine's weights"] == parts(one)["weights"]
-    # 400 rollouts of an evaluation are 100 for each of 4
-    assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 100, 100]
+    # 200 sampled rollouts of an evaluation, before 200 greedy ones, are 50 for each of 4
+    assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 50, 50]
+
+
+def test_the_cache_holds_what_is_in_flight_and_an_evaluation_that_is_longer(capsys, short):
+    rows = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=4096")
+    _, as_trained = plan(capsys, short, *rows)
+    longer = ("eval.max_completion_tokens=8192", "rollout.max_completion_tokens=1024")
+    _, evaluated = plan(capsys, short, *rows, *longer)
+    _, fewer = plan(capsys, short, *rows, "rollout.deterministic=false", "rollout.concurrency=3")
+    _, unused = plan(capsys, short, *rows, *longer, "eval.questions=0")
+    cache = TOKEN_CACHE // 28 * 2 * 2  # bytes of a token in two layers
+    # prompts have 1,024 tokens and rows the engine's context of 4,096, which rows double up to
+    assert parts(as_trained)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(evaluated)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(unused)["keys and values"] == (4 * 2048 + 1) * cache
+    assert parts(fewer)["keys and values"] == (3 * 4096 + 1) * cache
+    assert evaluated["tokens"]["rollout"] == unused["tokens"]["rollout"] == 2048
 
 
 def test_weights_in_the_hosts_memory_are_not_counted(capsys, short):
@@ -110,6 +126,20 @@ def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, shor
         assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
 
 
+def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
+    run = (
+        *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
+        *("training.gradient_checkpointing=true", "training.logits_budget_mb=64"),
+    )
+    code, found = plan(capsys, short, *run)
+    assert code == 1
+    (nodes,) = [
+        r["overrides"] for r in found["remedies"] if "distributed.nodes=2" in r["overrides"]
+    ]
+    code, again = plan(capsys, short, *run, *nodes.split())
+    assert (code, again["devices"]) == (0, 16)
+
+
 def test_several_settings_together_where_no_one_is_enough(capsys, short):
     code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
     assert code == 1
@@ -127,7 +157,7 @@ def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     assert got["engine's weights"] + got["keys and values"] == 4 * GIB
     # (4 GiB - 374090752) / (3072 tokens x 8192 bytes) = 155.8
     (why,) = [p["why"] for p in found["parts"] if p["name"] == "keys and values"]
-    assert "holds 155 of 256 rollouts of 3,072 tokens" in why
+    assert "holds 155 of 200 rollouts of 3,072 tokens" in why
     # asleep, its memory is the update's
     _, asleep = plan(capsys, short, *settings, "engine.vllm.sleep=true")
     assert found["update_bytes"] - asleep["update_bytes"] == 4 * GIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,12 +14,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agenttrain.config.command import parse
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.distributed import DistributedConfig, DistributedName
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 from agenttrain.config.schema import RunPart
-from agenttrain.processes.count import adopt, node_rank, resolve
+from agenttrain.config.validate import validate
+from agenttrain.processes.count import (
+    adopt,
+    check_processes,
+    foreign_problems,
+    is_later_node,
+    node_rank,
+    resolve,
+)
 from agenttrain.processes.exchange import Order
 
 HERE = Path(__file__).parent
@@ -141,6 +151,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
     [
         ("interrupted", INTERRUPTED, "interrupted"),
         ("terminated", PREEMPTED, "preempted"),
+        ("hung_up", PREEMPTED, "preempted"),
         ("faulty", FAILED, "failed"),
         ("hung", FAILED, "failed"),
         ("abandoned", -9, "failed"),
@@ -149,6 +160,7 @@ def test_a_run_whose_rank_was_killed_goes_on_exactly(tmp_path):
 def test_all_processes_end_together(tmp_path, name, code, status):
     limit = "distributed.timeout_s=20"  # for the one that hangs
     overrides = (*TINY, *TWO, limit, "steps=50", *rewarded_by(name), "hydra.run.dir=run")
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be
     with subprocess.Popen(
         command(*overrides), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
     ) as process:
@@ -159,6 +171,7 @@ def test_all_processes_end_together(tmp_path, name, code, status):
             psutil.wait_procs(left, timeout=60)
             assert [each for each in left if each.is_running()] == []
         finally:
+            signal.signal(signal.SIGHUP, inherited)
             for each in of_folder(tmp_path):
                 each.kill()
     assert process.returncode == code, said
@@ -167,6 +180,8 @@ def test_all_processes_end_together(tmp_path, name, code, status):
     if name == "faulty":
         assert "rank 1: LookupError: a bug of rank 1" in said
         assert "LookupError: a bug of rank 1" in str(found["error"])
+    if name == "hung_up":
+        assert "stopped by SIGHUP with checkpoints/step-000001; to go on: " in said
     if name == "hung":
         assert "rank 1" in str(found["error"])
 
@@ -262,14 +277,41 @@ def test_settings_follow_the_processes_that_there_are(monkeypatch):
     adopt(run, [])
     assert run.plain["distributed"]["name"] == "ddp"
     section = run.config.distributed
-    assert (section.name, section.processes, section.nodes) == (DistributedName.ddp, 2, 2)
-    adopt(run, ["distributed=ddp", "distributed.processes=2", "distributed.nodes=2"])
-    for typed in (["distributed=single"], [*TWO], ["distributed=ddp", "distributed.processes=3"]):
-        with pytest.raises(ConfigError, match=r"4 processes were started \(WORLD_SIZE\)"):
+    assert (section.name, section.processes) == (DistributedName.ddp, 2)
+    validate(run.config)  # so that the run can go on, whoever starts it then
+    for typed in (
+        ["distributed=fsdp2"],
+        ["distributed=ddp", "distributed.processes=2"],  # on each node
+        [*TWO, "distributed.nodes=2", "distributed.rendezvous=node1:29500"],
+    ):
+        adopt(composed(*typed), typed)
+    for typed in (["distributed=single"], ["distributed=ddp", "distributed.processes=4"]):
+        with pytest.raises(ConfigError, match=r"4 processes were started \(WORLD_SIZE\), 2 on"):
             adopt(composed(*typed), typed)
-    saved = composed(*TWO)  # what a run says that is gone on with
+    saved = composed("distributed=ddp", "distributed.processes=3")  # what a run that goes on says
     adopt(saved, ["steps=3"])
-    assert (saved.config.distributed.processes, saved.config.distributed.nodes) == (2, 2)
+    assert saved.config.distributed.processes == 2
+
+
+def test_what_torchrun_started_is_checked_as_it_is(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_NODEID", "1")  # torchrun numbers the machines as it likes
+    run = composed()
+    check_processes(parse([]), [run])
+    assert not is_later_node(run.config.distributed)
+    with pytest.raises(ConfigError, match=r"engine=vllm: .* with distributed=ddp set engine="):
+        check_processes(parse([]), [composed("engine=vllm")])
+
+
+def test_what_accelerate_was_told_is_not_left_out(monkeypatch):
+    assert list(foreign_problems("no")) == []
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match=r"ACCELERATE_USE_FSDP=true: say distributed=fsdp2"):
-        adopt(composed(), [])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    fsdp, precision, backend = foreign_problems("no")
+    assert fsdp == "ACCELERATE_USE_FSDP=true: say distributed=fsdp2 instead"
+    assert precision.startswith("ACCELERATE_MIXED_PRECISION=bf16: the run has training.mixed_")
+    assert backend.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR: ")
+    assert list(foreign_problems("bf16")) == [fsdp, backend]

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,7 @@ def run(finished, tmp_path) -> Path:
         ("SIGINT", INTERRUPTED, "interrupted", "interrupted; to go on"),
         ("SIGTERM", PREEMPTED, "preempted", "stopped by SIGTERM before the first step; to go on"),
         ("SIGUSR1", PREEMPTED, "preempted", "stopped by SIGUSR1 before the first step; to go on"),
+        ("SIGHUP", PREEMPTED, "preempted", "stopped by SIGHUP before the first step; to go on"),
     ],
 )
 def test_a_signal_leaves_a_run_that_goes_on(
@@ -70,9 +72,10 @@ def test_a_signal_leaves_a_run_that_goes_on(
     module = f"stops_by_{name}"
     (tmp_path / f"{module}.py").write_text(STOPS.format(name=name))
     monkeypatch.syspath_prepend(str(tmp_path))
-    # Started in the background by a shell, a process inherits that SIGINT is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    # A process inherits from a shell's background that SIGINT is ignored, from nohup SIGHUP.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in handlers.items():
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))
     folder = tmp_path / "my run"
     assert start(folder, "reward=[]", f"+reward.stop._target_={module}.stop") == code
     assert f"{told}: agenttrain resume='{folder}'" in capsys.readouterr().err

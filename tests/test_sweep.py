@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from agenttrain import cli
 from agenttrain.config.compose import Source, hydra_session
@@ -27,7 +30,7 @@ from agenttrain.sweep.record import (
     varying,
     write_record,
 )
-from agenttrain.sweep.run import note
+from agenttrain.sweep.run import note, run_job
 from agenttrain.sweep.status import counted, standing, standings
 from agenttrain.sweep.table import compared
 from agenttrain.tracking.run_folder import update_summary
@@ -136,6 +139,8 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("compare nope --jsn", "--jsn: no such option (did you mean '--json'?)"),
         ("compare nope --json --markdown", "compare: give a sweep's folder"),
         ("compare nope --plot", "--plot: where to?"),
+        ("compare nope --plot nowhere/x.svg", "--plot nowhere/x.svg: "),
+        ('-m sweep.runs=["algorithm=\'grpo"]', "sweep.runs: algorithm='grpo: No closing quota"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -240,6 +245,41 @@ def test_compare_tells_results_and_how_to_go_on(
         finish(sweep / number, 0.5)
     assert compare([str(sweep)]) == 0
     assert "resume" not in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_is_told_before_the_table(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        assert "pip install 'agenttrain[sweep]'" in refused(
+            capsys, "compare", str(sweep), "--plot", str(sweep / "x.svg")
+        )
+    pytest.importorskip("matplotlib", reason="pip install 'agenttrain[sweep]'")
+    (sweep / "x.svg").mkdir()
+    assert cli.main(["compare", str(sweep), "--plot", str(sweep / "x.svg")]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_sweep_that_runs_is_left_alone(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep.parent)
+    with (sweep / ".running").open("w") as file:  # another process has it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "sweep: another process runs this sweep" in refused(capsys, "-m", "resume=sweep")
+    assert not (sweep / "3").exists()
+
+
+def test_a_job_that_was_finished_meanwhile_is_not_run_again(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(sweep / "3", 0.75)
+    hydra = {"runtime": {"output_dir": str(sweep / "3")}, "overrides": {"task": []}}
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
+    before = (sweep / "3" / "summary.json").read_text()
+    assert run_job(OmegaConf.create(), sweep=sweep, shows=True, changes=()) == 0.75
+    assert (sweep / "3" / "summary.json").read_text() == before
 
 
 def test_compare_for_other_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

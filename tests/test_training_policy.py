@@ -125,6 +125,12 @@ def test_same_rollouts_same_bits_in_any_order_of_arrival() -> None:
         assert torch.equal(tensor, weights(second)[name]), name
 
 
+def test_what_the_environment_tells_accelerate_changes_no_update(monkeypatch) -> None:
+    expected = policy().update(random_groups(0))["grad_norm"]
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert policy().update(random_groups(0))["grad_norm"] == expected
+
+
 def test_metrics_of_an_update() -> None:
     trained = policy()
     metrics = trained.update(on_policy(trained, [pair(20, 21)]))

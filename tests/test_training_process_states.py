@@ -14,6 +14,8 @@ from training_cases import random_groups
 from transformers import AutoModelForCausalLM
 
 from agenttrain.crash import read_batch
+from agenttrain.training.sharded_state import read_state
+from agenttrain.training.sharding import assign
 from agenttrain.training.weight_sync import policy_logprobs
 from agenttrain.training.world import World
 
@@ -74,6 +76,19 @@ def test_one_process_goes_on_from_what_two_saved(
 ) -> None:
     found = process_states.loaded(CASES[name], "single", WORLD, folder / mode / name)
     close(found, of_two[mode][name]["saved"], name)
+
+
+def test_parts_are_put_together_where_they_are_used(tmp_path: Path) -> None:
+    for rank, part in enumerate(([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]])):
+        state = {"step": 3, "moment": {"part": torch.tensor(part), "shape": [3, 2]}}
+        torch.save(state, tmp_path / f"policy-{rank}.pt")
+    found = read_state(tmp_path)
+    assert found["step"] == 3
+    # Of 8 processes each would hold all of the optimizer's state, which they share.
+    assert not isinstance(found["moment"], torch.Tensor)
+    whole = torch.zeros(3, 2)
+    assign(whole, found["moment"])
+    assert whole.tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 
 
 @pytest.mark.slow

@@ -50,3 +50,4 @@ def test_a_meeting_that_one_misses_names_it(of_two: dict[int, dict]) -> None:
         "rank 0 waited 1 s for the update: rank 1 did not come "
         "(rank 1 was last at the end of the rollouts; distributed.timeout_s)"
     )
+    assert of_two[0]["looks"] > 0  # which tells the watchdog that it waits for another one

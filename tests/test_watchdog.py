@@ -21,6 +21,7 @@ from agenttrain import watchdog as module
 from agenttrain.cli import main
 from agenttrain.config.exit_codes import STALLED
 from agenttrain.config.watchdog import WatchdogConfig
+from agenttrain.training.world import World
 from agenttrain.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs, and what hangs is ended after HANG_S
@@ -210,6 +211,18 @@ def test_a_heartbeat_says_what_the_run_does(tmp_path):
             beat = json.loads((tmp_path / "heartbeat.json").read_text())
         assert (beat["phase"], beat["step"], beat["pid"]) == ("rollout", 3, os.getpid())
     assert not list(tmp_path.glob("stall-*"))
+
+
+def test_a_process_that_waits_for_another_one_is_not_judged(tmp_path):
+    world = World()
+    with Watchdog(tmp_path, WatchdogConfig(rollout_s=600.0, heartbeat_s=0.05), world) as watchdog:
+        watchdog.begin("rollout", step=3)
+        until, seen = time.monotonic() + 60, set()
+        while len(seen) < 3:  # signs of progress: that of the beginning, and two more
+            assert time.monotonic() < until
+            world.looks += 1
+            with suppress(OSError):
+                seen.add(json.loads((tmp_path / "heartbeat.json").read_text())["last_progress"])
 
 
 def test_the_timer_of_c_is_set_again_whatever_the_heartbeat(tmp_path, monkeypatch):

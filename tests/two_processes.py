@@ -14,6 +14,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState
 from training_cases import policy, random_groups
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from agenttrain.config.algorithm import (
     Advantage,
@@ -56,6 +57,8 @@ class Case:
     lora: bool = False
     dtype: torch.dtype = torch.float32
     offload: bool = False
+    pictures: bool = False
+    """A model that could see, of rollouts of text."""
     tolerance: float = 1e-4
     """Relative, of metrics: AdamW makes more of a gradient's rounding."""
 
@@ -81,6 +84,7 @@ HOW = {
     ),
     "adapters": Case(lora=True, algorithm={"beta": 0.1}),
     "offload": Case(offload=True),
+    "weights for pictures": Case(**RECORDED, pictures=True),
     "muon": Case(optimizer={"name": OptimizerName.muon}),
     "bf16": Case(**BF16),
     "adapters in bf16": Case(**BF16, lora=True),
@@ -155,10 +159,28 @@ def groups(seed: int) -> list[list[Rollout]]:
     return made
 
 
+def seeing(seed: int) -> Gemma3ForConditionalGeneration:
+    """A tiny model with a part for pictures."""
+    text = tiny.model().config
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={
+            **{"vocab_size": text.vocab_size, "hidden_size": 32, "intermediate_size": 48},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"head_dim": 8, "query_pre_attn_scalar": 8},
+        },
+        vision_config={**sizes, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        **{"boi_token_index": 3, "eoi_token_index": 4, "image_token_index": 5},  # in no rollout
+    )
+    torch.manual_seed(seed)
+    return Gemma3ForConditionalGeneration(config).float().eval()
+
+
 def make(case: Case, mode: str, world: World, *, sampled: bool = False) -> Policy:
     """The case's policy; each process begins with other weights, of which the first one's count."""
     AcceleratorState._reset_state()  # another mixed precision than the case before
-    model = tiny.model(seed=world.rank).to(case.dtype)
+    model = (seeing if case.pictures else tiny.model)(seed=world.rank).to(case.dtype)
     if case.lora:
         add_lora(model, LoraSettings(rank=4))
         torch.manual_seed(9)  # adapters that do something: B begins with zeros

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+LONGEST_TIMEOUT_S = 10_000_000
+"""Four months: torch counts nanoseconds, and has no infinity."""
+
 
 class DistributedName(StrEnum):
     """How the processes of a run share the policy."""
@@ -44,6 +47,13 @@ def distributed_problems(config: Any) -> Iterator[str]:
     section: DistributedConfig = config.distributed
     yield from _counts(section)
     yield from _nodes(section)
+    several = section.nodes > 1 or section.processes != 1
+    yield from shared_problems(config, several and section.name is not DistributedName.single)
+
+
+def shared_problems(config: Any, several: bool) -> Iterator[str]:
+    """What goes with no such way to share a policy; `several`: by more than one process."""
+    section: DistributedConfig = config.distributed
     if section.cpu_offload and section.name is not DistributedName.fsdp2:
         yield (
             f"distributed.cpu_offload=true: has no effect with distributed={section.name}; add "
@@ -54,8 +64,7 @@ def distributed_problems(config: Any) -> Iterator[str]:
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
         )
-    several = section.nodes > 1 or section.processes != 1
-    if section.name is not DistributedName.single and several and config.engine.name == "vllm":
+    if several and config.engine.name == "vllm":
         yield (
             f"engine=vllm: runs in the trainer's process, as the only one there is; with "
             f"distributed={section.name} set engine=transformers"
@@ -72,8 +81,11 @@ def _counts(section: DistributedConfig) -> Iterator[str]:
                 f"distributed.{key}={value}: distributed=single is one process; add "
                 "distributed=ddp or distributed=fsdp2"
             )
-    if not section.timeout_s > 0:
-        yield f"distributed.timeout_s={section.timeout_s}: must be more than 0"
+    if not 0 < section.timeout_s <= LONGEST_TIMEOUT_S:
+        yield (
+            f"distributed.timeout_s={section.timeout_s}: must be more than 0, and at most "
+            f"{LONGEST_TIMEOUT_S}"
+        )
 
 
 def _nodes(section: DistributedConfig) -> Iterator[str]:

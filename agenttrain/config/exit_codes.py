@@ -15,7 +15,7 @@ REFUSED = 2
 STALLED = 70
 """The watchdog ended a phase that overran (EX_SOFTWARE of sysexits.h)."""
 PREEMPTED = 75
-"""SIGTERM or SIGUSR1: the run has saved what it did and goes on with resume= (EX_TEMPFAIL)."""
+"""SIGTERM, SIGUSR1, SIGHUP: the run has saved its work and goes on with resume= (EX_TEMPFAIL)."""
 INTERRUPTED = 130
 """Ctrl-C, as shells have it."""
 TERMINATED = 143

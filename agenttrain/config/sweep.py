@@ -44,13 +44,20 @@ def expand(overrides: Sequence[str], source: Source) -> list[list[str]]:
         params = [f"{key}={value}" for key, value in (raw.hydra.sweeper.params or {}).items()]
         found = [*parser.parse_overrides(open_keys(params)), *parsed]
         combinations = _drawn(found, raw) if raw.sweep.trials is not None else _all(found)
-        listed = [open_keys(shlex.split(text)) for text in raw.sweep.runs] or [[]]
+        listed = [open_keys(_words(text)) for text in raw.sweep.runs] or [[]]
     return [[*first, *rest] for first, rest in product(listed, combinations)]
 
 
 def is_listed(raw: DictConfig) -> bool:
     """Whether all runs are known before the first, by settings composed with Hydra's own."""
     return str(raw.hydra.sweeper["_target_"]).endswith(".BasicSweeper")
+
+
+def _words(run: str) -> list[str]:
+    try:
+        return shlex.split(run)
+    except ValueError as error:
+        raise ConfigError(f"sweep.runs: {run}: {error}; quotes come in pairs") from error
 
 
 def _parser() -> OverridesParser:

@@ -10,7 +10,8 @@ class WatchdogConfig:
     """Seconds that a phase may pass without any progress; None: as long as it likes.
 
     Progress is a completion asked for or had, a rollout that ended, a forward pass of the policy,
-    and the beginning of the phase. Time in which the whole process is stopped does not count.
+    and the beginning of the phase. A process that waits for another one is not judged: that one is,
+    by its own watchdog. Time in which the whole process is stopped does not count.
     """
 
     load_s: float | None = 3600.0

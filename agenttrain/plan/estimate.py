@@ -66,6 +66,8 @@ class Load:
     prompt: int
     context: int
     """Most tokens of one rollout: prompt and completion, within the engine's context."""
+    sampled: int
+    """As many of one that the engine holds: an evaluation may let its rollouts grow longer."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     rows: int
@@ -123,18 +125,31 @@ def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int)
     wanted = prompt_tokens + config.rollout.max_completion_tokens
     limit = config.engine.max_context or sizes.max_context or wanted
     context = min(wanted, limit)
+    evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
+    longest = max(context, min(evaluated, limit)) if config.eval.questions else context
     devices = processes(config.distributed, machine)
-    at_once = max(sums.most_tasks_per_step * sums.group_size, sums.rollouts_per_evaluation)
+    # An evaluation's greedy rollouts come after its sampled ones.
+    samples, greedy = config.eval.samples, config.eval.greedy
+    evaluation = sums.rollouts_per_evaluation * samples // (samples + greedy)
+    at_once = max(sums.most_tasks_per_step * sums.group_size, evaluation)
     update = ceil(sums.rollouts_per_update / devices)
     return Load(
         arithmetic=sums,
         devices=devices,
         prompt=min(prompt_tokens, context),
         context=context,
+        sampled=longest,
         limit=limit,
-        rows=min(config.engine.max_rows, ceil(at_once / devices)),
+        rows=min(_most_rows(config), ceil(at_once / devices)),
         packed=min(max(config.training.token_budget, context), update * context),
     )
+
+
+def _most_rows(config: RunConfig) -> int:
+    """Sequences that an engine may hold at once."""
+    rollout, rows = config.rollout, config.engine.max_rows
+    in_step = config.engine.name == "transformers" and rollout.deterministic is not False
+    return rows if in_step else min(rows, rollout.concurrency)
 
 
 def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
@@ -206,12 +221,12 @@ def _transformers(config: RunConfig, sizes: Sizes, machine: Machine, load: Load)
     if config.distributed.name is DistributedName.fsdp2:
         why = "engine=transformers samples from weights that are whole"
         yield Part(name="engine's weights", bytes=sizes.weights, why=why)
-    tokens = final_capacity(load.prompt, load.context, load.limit)
-    grown = f", in rows that grew to {tokens:,}" if tokens > load.context else ""
+    tokens = final_capacity(load.prompt, load.sampled, load.limit)
+    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
     yield Part(
         name="keys and values",
         bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
-        why=f"{load.rows:,} rollouts of {load.context:,} tokens{grown}, "
+        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
         f"{sizes.token_cache:,} bytes each",
     )
 
@@ -222,15 +237,15 @@ def _vllm(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iter
     by = settings.tensor_parallel_size
     weights = sizes.weights // by
     yield Part(name="engine's weights", bytes=weights, why="vLLM has its own", when=when)
-    wanted = load.rows * load.context * sizes.token_cache // by
+    wanted = load.rows * load.sampled * sizes.token_cache // by
     if settings.kv_cache_mb is not None:
         cache, why = settings.kv_cache_mb * 2**20, "engine.vllm.kv_cache_mb"
     elif machine.memory is not None:
         cache = max(0, int(machine.memory * settings.memory_share) - weights)
         why = f"what engine.vllm.memory_share={settings.memory_share:g} leaves"
     else:
-        cache, why = wanted, f"{load.rows:,} rollouts of {load.context:,} tokens"
-    holds = cache * by // (load.context * sizes.token_cache)
+        cache, why = wanted, f"{load.rows:,} rollouts of {load.sampled:,} tokens"
+    holds = cache * by // (load.sampled * sizes.token_cache)
     if holds < load.rows:
-        why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.context:,} tokens"
+        why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
     yield Part(name="keys and values", bytes=cache, why=why, when=when)

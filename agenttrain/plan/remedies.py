@@ -19,6 +19,8 @@ Choices = list[tuple[Turn, ...]]
 FSDP2: Turn = ("distributed.name", DistributedName.fsdp2)
 LAST: list[Choices] = [[(("model.lora.rank", 16),)]]
 """What changes what is learnt, where nothing else is enough."""
+FIRST_NODE: Turn = ("distributed.rendezvous", "first-node:29500")
+"""Without which several nodes are refused."""
 GPUS_PER_NODE, MOST = 8, 1024
 """GPUs that are proposed."""
 
@@ -122,8 +124,8 @@ class Planner:
                 shares = (0.4, 0.3, 0.2, 0.1)
                 lower = [share for share in shares if share < engine.vllm.memory_share]
                 yield _each("engine.vllm.memory_share", lower)
-        elif engine.max_context is None or engine.max_context > load.context:
-            yield _each("engine.max_context", [load.context])
+        elif engine.max_context is None or engine.max_context > load.sampled:
+            yield _each("engine.max_context", [load.sampled])
         if engine.name != "vllm":
             yield _each("engine.max_rows", _halves(min(engine.max_rows, load.rows), 8))
         yield _each("training.logits_budget_mb", _halves(training.logits_budget_mb, 64))
@@ -145,8 +147,8 @@ class Planner:
 def _gpus(count: int) -> tuple[Turn, ...]:
     if count <= GPUS_PER_NODE:
         return (("distributed.processes", count),)
-    nodes = count // GPUS_PER_NODE
-    return ("distributed.processes", GPUS_PER_NODE), ("distributed.nodes", nodes)
+    nodes = ("distributed.nodes", count // GPUS_PER_NODE)
+    return ("distributed.processes", GPUS_PER_NODE), nodes, FIRST_NODE
 
 
 def _each(key: str, values: list[Any]) -> Choices:

@@ -6,12 +6,20 @@ They come from `launcher.py`, or from torchrun and its like, which say so in the
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from agenttrain.config.command import Command
 from agenttrain.config.compose import Composed
-from agenttrain.config.distributed import DistributedConfig, DistributedName, process_problems
+from agenttrain.config.distributed import (
+    DistributedConfig,
+    DistributedName,
+    process_problems,
+    shared_problems,
+)
 from agenttrain.config.errors import ConfigError
 from agenttrain.processes.exchange import EXCHANGE
 
@@ -19,11 +27,8 @@ RUNS = ("train", "sft", "eval")
 """Verbs that start processes."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment: every wait for another process that takes its time would be two warnings."""
-FOREIGN = {
-    "ACCELERATE_USE_FSDP": "distributed=fsdp2",
-    "ACCELERATE_USE_DEEPSPEED": "distributed=fsdp2",
-}
-"""What accelerate's launcher would decide over our head -> the setting that takes its place."""
+FOREIGN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+"""What accelerate's launcher would decide over our head; distributed=fsdp2 takes their place."""
 
 
 def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
@@ -45,10 +50,15 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             "start agenttrain itself with distributed.processes=…"
         )
     for run in runs:
+        problems = list[str]()
         if started_by_others() and command.verb in RUNS:
             adopt(run, command.overrides)
+            problems += shared_problems(run.config, several=True)
         section = run.config.distributed
-        if problems := list(process_problems(command.verb, run.config)):
+        problems += process_problems(command.verb, run.config)
+        if command.verb in RUNS:
+            problems += foreign_problems(run.config.training.mixed_precision)
+        if problems:
             raise ConfigError("\n".join(problems))
         if section.nodes > 1 and command.sweep:
             raise ConfigError(
@@ -56,8 +66,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
                 "leave one of the two out"
             )
         if section.name is not DistributedName.single and command.verb in RUNS:
-            node_rank(section)
             resolve(section)
+            if not started_by_others():
+                node_rank(section)
 
 
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
@@ -67,23 +78,40 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
     """
     section = composed.config.distributed
     world = int(os.environ["WORLD_SIZE"])
-    for variable, remedy in FOREIGN.items():
-        if os.environ.get(variable, "false").lower() in ("1", "true"):
-            raise ConfigError(f"{variable}={os.environ[variable]}: say {remedy} instead")
     said = [text for text in typed if text.lstrip("+").partition("=")[0] in OWN]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    wanted = (section.processes or local) * section.nodes
-    if said and (section.name is DistributedName.single or wanted != world):
+    nodes = max(world // local, 1)
+    other = section.processes not in (None, local) or section.nodes not in (1, nodes)
+    if said and (section.name is DistributedName.single or other):
         raise ConfigError(
-            f"{' '.join(said)}: {world} processes were started (WORLD_SIZE); leave it out, or "
-            "start as many as it says"
+            f"{' '.join(said)}: {world} processes were started (WORLD_SIZE), {local} on each of "
+            f"{nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it says"
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
-    section.processes, section.nodes = local, max(world // local, 1)
+    # As `agenttrain resume=` would start them itself: what starts more nodes is not ours to keep.
+    section.processes, section.nodes = local, 1
+    section.rendezvous = section.node_rank = None
     composed.plain["distributed"].update(
-        name=str(section.name), processes=section.processes, nodes=section.nodes
+        name=str(section.name), processes=local, nodes=1, rendezvous=None, node_rank=None
     )
+
+
+def foreign_problems(mixed_precision: str) -> Iterator[str]:
+    """What accelerate's launcher was told, and what to tell us instead."""
+    for variable in FOREIGN:
+        if os.environ.get(variable, "false").lower() in ("1", "true"):
+            yield f"{variable}={os.environ[variable]}: say distributed=fsdp2 instead"
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", "", mixed_precision):
+        yield (
+            f"ACCELERATE_MIXED_PRECISION={precision}: the run has "
+            f"training.mixed_precision={mixed_precision}; say training.mixed_precision=bf16 or "
+            "fp16 instead"
+        )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in ("no", ""):
+        yield f"ACCELERATE_DYNAMO_BACKEND={backend}: nothing is compiled here; leave it out"
 
 
 OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
@@ -92,9 +120,7 @@ OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.
 
 def resolve(section: DistributedConfig) -> int:
     """How many processes this node runs; raises ConfigError."""
-    import torch  # only here: a run of one process does not need it yet
-
-    devices = torch.cuda.device_count()
+    devices = _gpus()
     if section.processes is None and devices == 0:
         raise ConfigError(
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "
@@ -105,6 +131,24 @@ def resolve(section: DistributedConfig) -> int:
             f"distributed.processes={section.processes}: this machine has {devices} GPUs; lower it"
         )
     return section.processes or devices
+
+
+def _gpus() -> int:
+    """Those of this machine. Where there can be none torch, which takes its time, is not asked."""
+    if "torch" not in sys.modules and not _has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _has_driver() -> bool:
+    """Whether CUDA's driver is here, without which there is no GPU for torch, or AMD's."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
 
 
 def node_rank(section: DistributedConfig) -> int:
@@ -128,4 +172,6 @@ def node_rank(section: DistributedConfig) -> int:
 
 def is_later_node(section: DistributedConfig) -> bool:
     """Whether another node has the run folder and the terminal."""
+    if started_by_others():  # the first rank composes, whichever machine it is on
+        return False
     return section.name is not DistributedName.single and node_rank(section) > 0

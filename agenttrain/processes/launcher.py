@@ -35,10 +35,11 @@ from agenttrain.config.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, 
 from agenttrain.processes.count import QUIET, node_rank, resolve
 from agenttrain.processes.exchange import EXCHANGE, Order, read_crash, write_order
 from agenttrain.processes.meeting import NotMet, meet
+from agenttrain.processes.worker import TOLD
 from agenttrain.processes.workers import PASSED_ON, Ended, Workers
 from agenttrain.tracking.run_folder import read_summary, update_summary
 
-ELASTIC = (signal.SIGHUP, signal.SIGQUIT)
+ELASTIC = (signal.SIGQUIT,)
 """What elastic's agent handles by itself: it stops."""
 UNFINISHED = ("running", "interrupted", "failed", None)
 """What summary.json may say of a run that a process did not survive."""
@@ -99,6 +100,7 @@ def _workers(section: DistributedConfig, processes: int, node: int, exchange: Pa
     )
     return Workers(
         lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
+        (exchange / TOLD).write_text,
         spec=spec,
         logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
     )
@@ -109,9 +111,7 @@ def _watch(workers: Workers) -> None:
     logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)  # we tell it
     kept = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
     try:
-        for number in PASSED_ON:
-            with suppress(ValueError):
-                signal.signal(number, workers.pass_on)
+        workers.listen()
         workers.run()
     except SignalException as error:
         workers.asked.append(error.sigval)

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes 
     from agenttrain.processes.exchange import Order
     from agenttrain.training.world import World
 
+TOLD = "signal.txt"
+"""File of the exchange: which signal the launcher passes on, always as the same one."""
 WATCH_S = 1.0
 """Between two looks at whether the launcher still lives."""
 
@@ -32,6 +35,7 @@ def main() -> int:
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with listening() as stop:  # before anything is imported that takes its time
+        stop.passed_on = partial(_told, exchange)
         try:
             return _work(exchange)
         except KeyboardInterrupt:
@@ -43,6 +47,13 @@ def main() -> int:
 
             write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)
+
+
+def _told(exchange: Path) -> str | None:
+    try:
+        return (exchange / TOLD).read_text()
+    except OSError:
+        return None
 
 
 def _work(exchange: Path) -> int:

@@ -17,8 +17,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.signals import leave_terminal
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 15.0
 """Until workers that were told to stop are killed."""
 AGAIN_S = 3.0
@@ -53,8 +54,11 @@ class Ended:
 class Workers(LocalElasticAgent):
     """Elastic's agent, which starts them, and this, which decides when they are to stop."""
 
-    def __init__(self, describe: Callable[[Ended], str], **arguments: Any) -> None:
-        """`describe` tells other nodes how a worker of this one ended; the rest is elastic's."""
+    def __init__(
+        self, describe: Callable[[Ended], str], told: Callable[[str], object], **arguments: Any
+    ) -> None:
+        """`describe` tells other nodes how a worker of this one ended, `told` the workers which
+        signal they are about to get another for; the rest is elastic's."""
         super().__init__(**arguments)
         self.asked: list[signal.Signals] = []
         """Signals that the launcher got."""
@@ -66,6 +70,8 @@ class Workers(LocalElasticAgent):
         """What made another node stop."""
         self.ended: dict[int, Ended] = {}
         self._describe = describe
+        self._announce = told
+        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
         self._alone = True
         self._pids: dict[int, int] = {}
         self._stop_at: float | None = None
@@ -73,10 +79,20 @@ class Workers(LocalElasticAgent):
         self._again_at: float | None = None
         self._look_at = 0.0
 
+    def listen(self) -> None:
+        """Have the signals of this process passed on; a SIGHUP that nohup ignores is not."""
+        for number in PASSED_ON:
+            deaf = number == signal.SIGHUP and not self._hears_hangup
+            with suppress(ValueError):  # in a thread, where signals are somebody else's
+                signal.signal(number, signal.SIG_IGN if deaf else self.pass_on)
+
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
         asked = signal.Signals(number)
         self.asked.append(asked)
+        leave_terminal()
+        with suppress(OSError):
+            self._announce(self.asked[0].name)
         if self._is_urgent:
             self._stop_soon()
         self._signal(self._told)
@@ -95,9 +111,7 @@ class Workers(LocalElasticAgent):
         found = super()._start_workers(worker_group)
         self._alone = worker_group.group_world_size == 1
         self._pids = {w.global_rank: found[w.local_rank] for w in worker_group.workers}
-        for number in PASSED_ON:  # the agent has just made them its own
-            with suppress(ValueError):  # in a thread, where signals are somebody else's
-                signal.signal(number, self.pass_on)
+        self.listen()  # the agent has just made them its own
         if self.asked:  # before there was anyone to tell
             self._signal(self._told)
         return found

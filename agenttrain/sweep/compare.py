@@ -36,6 +36,8 @@ class Typed:
 def compare(arguments: Sequence[str]) -> int:
     """Print the sweep's table; exit code 0. Raises ConfigError."""
     typed = parse(arguments)
+    if typed.plot is not None:
+        plot.check(typed.plot)
     record = read_record(typed.sweep)
     found = compared(typed.sweep, record, typed.metrics)
     unfinished = any(job.unfinished for job in found.jobs)
@@ -48,7 +50,11 @@ def compare(arguments: Sequence[str]) -> int:
         print_table(found)
         _print_missing(found, record, resume)
     if typed.plot is not None:
-        plot.write(found, typed.plot)
+        try:
+            plot.write(found, typed.plot)
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise ConfigError(f"--plot {typed.plot}: {problem}") from error
         if typed.form is None:
             print(f"plot       {typed.plot}")
     return 0

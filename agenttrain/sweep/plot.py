@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,21 @@ def kind(path: Path) -> str:
     return suffix
 
 
+def check(path: Path) -> None:
+    """Raise ConfigError where `write` could not write a picture there."""
+    kind(path)
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: name a file in a folder that there is")
+
+
 def write(comparison: Comparison, path: Path) -> None:
-    """Write the picture; `.html` holds it and the table. Raises ConfigError without matplotlib."""
+    """Write the picture, which `check` allows; `.html` holds it and the table. Raises OSError."""
+    from matplotlib.figure import Figure
+
     wanted = kind(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'"
-        ) from error
+
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
     _draw(comparison, figure)

@@ -13,6 +13,8 @@ from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import IO
 
+from agenttrain.signals import leave_terminal
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 60.0
 """Of a job whose sweep ends with an exception, between SIGTERM and SIGKILL."""
@@ -43,6 +45,7 @@ class _Forward:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.seen.append(number)
+        leave_terminal()
         self._send(number)
 
     def started(self, process: subprocess.Popen[bytes]) -> None:
@@ -88,7 +91,10 @@ def _forwarding() -> Iterator[_Forward]:
     if current_thread() is not main_thread():  # signals are the main thread's
         yield forward
         return
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    # A job inherits that nohup ignores SIGHUP; to forward it would end the sweep with its terminal.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
+    before = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield forward
     finally:

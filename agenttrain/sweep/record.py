@@ -23,9 +23,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from agenttrain.config.errors import ConfigError
-from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.tracking.run_folder import NO_LOCKS, write_atomically
 
 RECORD = "sweep.json"
+RUNNING = ".running"
+"""Locked by the process that runs the jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,26 @@ def add_job(sweep: Path, job: SweepJob) -> None:
         record = read_record(sweep)
         if job.folder not in [known.folder for known in record.jobs]:
             write_record(sweep, replace(record, jobs=[*record.jobs, job]))
+
+
+@contextmanager
+def held(sweep: Path) -> Iterator[None]:
+    """Hold the sweep, so that nobody else starts jobs that wait for their turn.
+
+    Raises ConfigError where another process holds it. A file system without locks lets all in.
+    """
+    with (sweep / RUNNING).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{sweep}: another process runs this sweep, and starts the jobs that wait; wait "
+                f"for it or stop it, and look on with {shown(['compare', str(sweep)])}"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
 
 
 @contextmanager

@@ -171,6 +171,9 @@ def run_job(
     if is_held(folder):
         print(f"{folder}: another process works there; left to it", flush=True)
         return None
+    if standing(folder, job).status == FINISHED:  # since it was put on the list
+        print(f"{folder}: finished meanwhile", flush=True)
+        return None if record.objective is None else result(folder, record.objective)
     chosen = named(varying(record)[number])
     print(f"\njob {number + 1} of {len(record.jobs)}: {chosen} -> {folder}", flush=True)
     if read_summary(folder):

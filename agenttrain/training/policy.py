@@ -168,7 +168,7 @@ class Policy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of any number of processes, its tensors whole."""
+        """Continue from `state_dict()` of any number of processes, its tensors whole or Parted."""
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # within accelerate's
         self.optimizer.load_state_dict(spread(optimizer, state["optimizer"]))

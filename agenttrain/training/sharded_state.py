@@ -4,7 +4,7 @@ policy-0.pt, policy-1.pt, …   what policy.pt holds of a policy that is not sha
                               the process has a part of is ``{"part": tensor, "shape": [all]}``
 
 Parts follow each other along the first dimension, in the order of the processes. Readers map the
-files into memory and put one tensor together at a time.
+files into memory, and put a tensor together where it is used (`Parted`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from agenttrain.training.sharding import spread_like, whole
+from agenttrain.training.sharding import Parted, spread_like, whole
 
 WHOLE = "policy.pt"
 PART = "policy-{}.pt"
@@ -36,7 +36,8 @@ def write_part(state: Any, folder: Path, rank: int) -> None:
 
 
 def read_state(folder: Path) -> Any:
-    """The whole state of a policy, however many processes wrote it; tensors are on the CPU."""
+    """The state of a policy, however many processes wrote it; tensors are on the CPU, and Parted
+    where several processes wrote them."""
     if (folder / WHOLE).exists():
         return torch.load(folder / WHOLE, weights_only=True)
     count = len(list(folder.glob(PART.format("*"))))
@@ -58,7 +59,7 @@ def _parted(state: Any) -> Any:
 def _joined(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
-        return torch.cat([one["part"] for one in parts]).reshape(first["shape"])
+        return Parted(tuple(one["part"] for one in parts), torch.Size(first["shape"]))
     if isinstance(first, dict):
         return {name: _joined([one[name] for one in parts]) for name in first}
     if isinstance(first, list | tuple):
@@ -67,14 +68,14 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's whole state as it lies in this process's part of its parameters."""
+    """An optimizer's state as it lies in this process's part of its parameters."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
         return {**state, "parts": [spread(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def lying(index: int, value: Any) -> Any:
-        alike = isinstance(value, Tensor) and value.shape == parameters[index].shape
+        alike = isinstance(value, Tensor | Parted) and value.shape == parameters[index].shape
         return spread_like(parameters[index], value) if alike else value
 
     kept = {

@@ -60,6 +60,22 @@ class Sharding:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """A tensor in parts, which may lie in files: put together when it is wanted, and then let go.
+
+    So that a process that has a part of every tensor never holds all of them.
+    """
+
+    parts: tuple[Tensor, ...]
+    """They follow each other along the first dimension."""
+    shape: torch.Size
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        return torch.cat(self.parts).reshape(self.shape)
+
+
 def layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, by the names that transformers keeps of modules not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -84,14 +100,15 @@ def refresh(copied: PreTrainedModel, model: PreTrainedModel) -> None:
             targets[name].copy_(whole(parameter))
 
 
-def assign(target: Tensor, values: Tensor) -> None:
+def assign(target: Tensor, values: Tensor | Parted) -> None:
     """Copy all values of a tensor into it, or into the part of it that is in this process."""
     with torch.no_grad():
         target.copy_(spread_like(target, values))
 
 
-def spread_like(target: Tensor, values: Tensor) -> Tensor:
+def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
     """`values`, which every process has, as they would lie in `target`: without communication."""
+    values = values.whole() if isinstance(values, Parted) else values
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values
     mesh, placements = target.device_mesh, target.placements

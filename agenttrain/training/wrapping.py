@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,13 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
             "training.mixed_precision=fp16: needs a GPU, and there is none here. Set "
             "training.mixed_precision=bf16 or no."
         )
-    return Accelerator(cpu=not gpu, mixed_precision=mixed_precision)
+    return Accelerator(
+        cpu=not gpu,
+        mixed_precision=mixed_precision,
+        # Named, because the environment (ACCELERATE_…) would decide them else.
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    )
 
 
 def share_weights(model: nn.Module, world: World) -> None:
@@ -43,6 +50,9 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
     if sharding is not None:
         shard(scorer, accelerator, sharding)
         return scorer
+    if scorer.model.config.get_text_config() is not scorer.model.config:
+        # Text leaves the weights for pictures without a gradient, which DDP would wait for.
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     wrapped = accelerator.prepare_model(scorer)
     if isinstance(wrapped, DistributedDataParallel):
         # Buffers are constants here; to broadcast them would tie every forward pass to the others.
