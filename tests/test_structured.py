@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from dataclasses import replace
 
@@ -10,11 +11,14 @@ import engine_kit
 import parts
 import pytest
 import tiny
-from parts import LIMITS, add, call, ids, toolbox
+from parts import LIMITS, add, call, toolbox
 
 from agenttrain import cli
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.families import families
+from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.load import load_chat
+from agenttrain.chat.originals import original, small_tokenizer
 from agenttrain.check import Certified, check_rows
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.errors import ConfigError
@@ -48,13 +52,16 @@ ADD = {
     ],
 }
 """What may follow <tool_call>, with the blanks of the template's own calls."""
+ORIGINALS = [(name, one) for name, f in families().items() for one in f.originals if f.tools]
+HAVE_ONE = {"qwen2.5", "qwen3", "qwen3-2507", "qwen3-vl"}
 ON = ("rollout.structured_calls=true", "engine=vllm")
 RIGHT = ("algorithm.correction=token", "algorithm.behaviour=recomputed")
 UNWATCHED = "guards.logprob_gap.limit=null"
 
 
 def test_free_text_reasoning_and_calls() -> None:
-    found = json.loads(grammar_of(parts.chat(), toolbox(add).schemas()))["format"]
+    chat = parts.chat()
+    found = json.loads(grammar_of(chat, toolbox(add).schemas()))["format"]
     calls = {"type": "or", "elements": [ADD]}
     answer = {
         "type": "dispatch",
@@ -70,8 +77,8 @@ def test_free_text_reasoning_and_calls() -> None:
         ["<think>", thought],
     ]
     assert (found["type"], found["loop"], found["excludes"]) == ("dispatch", False, [])
-    inside = parts.chat().response  # a prompt that has opened the reasoning
-    assert inside.opens_reasoning("…<think>\n")
+    inside = CallGrammar(chat.response, chat.render).of(toolbox(add).schemas(), in_reasoning=True)
+    assert json.loads(inside)["format"] == thought, "the prompt has opened it"
 
 
 def test_without_a_tool_no_call_is_opened() -> None:
@@ -94,7 +101,7 @@ def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
     own = RowTool(
         name="plus",
         description="Add.",
-        parameters={"type": "object", "properties": {"a": {"type": "integer"}}},
+        parameters={"properties": {"answer": {"enum": ["1", "2"]}}, "required": ["answer"]},
         executor="final_answer",
     )
 
@@ -112,22 +119,18 @@ def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
         )
         return [one.sampling.grammar for one in engine.sent]
 
-    def named(grammar: str | None) -> list[str]:
-        return [name for name in ("add", "final_answer", "plus") if f'"{name}\\"' in named_in(grammar)]
-
-    def named_in(grammar: str | None) -> str:
-        return (grammar or "").replace('{\\"name\\": \\"', '"')
-
-    both = sent(None)
-    assert [named(grammar) for grammar in both] == [["add", "final_answer"]] * 2
-    assert [named(grammar) for grammar in sent(("add",))] == [["add"]] * 2
+    schemas = toolbox().schemas()
+    plus = {"type": "function", "function": {"name": "plus", "parameters": own.parameters}}
+    rows = [(None, schemas), (("add",), schemas[:1]), ((own, "add"), [plus, schemas[0]])]
+    for tools, expected in rows:
+        assert sent(tools) == [grammar_of(parts.chat(), expected)] * 2
     assert sent(None, structured=False) == [None, None]
 
 
 def test_engines_without_grammars_refuse_them() -> None:
     async def main() -> None:
         async with engine_kit.running(tiny.model()) as engine:
-            with pytest.raises(EngineError, match=r"sampling\.grammar: engine=transformers has none"):
+            with pytest.raises(EngineError, match="engine=transformers has none"):
                 await engine.generate([1, 7], Sampling(max_tokens=2, grammar="{}"), session="a")
 
     asyncio.run(main())
@@ -144,15 +147,34 @@ def test_formats_without_a_grammar(schema: str) -> None:
         certificate=None,
         structured_calls=True,
     )
-    with pytest.raises(ChatError, match=r"^rollout\.structured_calls=true: the response schema does"):
+    with pytest.raises(ChatError, match="structured_calls=true: the response schema does not"):
         check_rows(found, {"data.train": TaskSource([{"prompt": "a"}])})
 
 
+@pytest.mark.parametrize(("family", "source"), ORIGINALS)
+def test_families_of_json_between_marks_have_one(family: str, source: str) -> None:
+    text = original(source)
+    assert text is not None, "pip install 'agenttrain[test]'"
+    tokenizer = copy.copy(small_tokenizer(families()[family]))
+    tokenizer.chat_template = text
+    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+    if family in HAVE_ONE:
+        found = json.loads(grammar_of(chat, toolbox(add).schemas()))
+        assert ADD in elements(found)
+        return
+    with pytest.raises(ChatError, match=r"^rollout\.structured_calls=true: "):
+        chat.grammar([])
+
+
+def elements(found: object) -> list[object]:
+    """Everything in a JSON value."""
+    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return [found, *(item for one in inner for item in elements(one))]
+
+
 def test_a_template_that_writes_calls_otherwise() -> None:
-    source = tiny.TEMPLATE.replace('"arguments": ', '"parameters": ')
-    tokenizer = tiny.tokenizer()
-    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig(name="hermes"))
-    chat.template = source
+    chat = parts.chat()
+    chat.template = tiny.TEMPLATE.replace('"arguments": ', '"parameters": ')
     with pytest.raises(ChatError, match="the chat template does not write calls as the response"):
         chat.grammar([])
 

