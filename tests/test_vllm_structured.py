@@ -146,19 +146,20 @@ def test_every_call_that_ends_fits_its_tool(engine: VllmEngine) -> None:
         assert len(calls) > 40
         assert all(call.malformed for call in calls), "the model itself writes no JSON"
 
-        several = 0
+        several = ended = 0
         for one in await sample(engine, grammar, 64):
             calls = list(turn_of(one).calls)
-            # A call that is cut may hold marks in its string, which then look like calls.
+            # Cut by the budget; marks in its last string then look like calls of their own.
             while one.finish is Finish.length and calls and calls[-1].malformed:
-                assert "not closed" in calls.pop().malformed
+                calls.pop()
+            ended += len(calls)
             for call in calls:
                 assert call.malformed is None, call.text
                 assert call.name in ("add", "search")
                 jsonschema.validate(call.arguments, SCHEMA if call.name == "add" else {})
                 assert call.name == "add" or call.arguments == {}
             several += len(calls) > 1
-        assert several >= 5
+        assert several >= 5 and ended >= 40
 
     asyncio.run(use())
 
@@ -281,7 +282,13 @@ def test_training_with_structured_calls(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "agenttrain.cli", "engine=vllm", "engine.vllm.kv_cache_mb=128"),
-            *("engine.max_context=1024", "tracker=none", "steps=3", "eval.questions=8"),
+            *(
+                "engine.max_context=1024",
+                "tracker=none",
+                "steps=3",
+                "eval.questions=8",
+                "optimizer.warmup_steps=0",
+            ),
             *("rollout.structured_calls=true", "guards.logprob_gap.limit=null"),
             *("algorithm.correction=token", "algorithm.behaviour=recomputed"),
             f"hydra.run.dir={tmp_path}",
