@@ -18,12 +18,13 @@ import tiny
 import torch
 
 from agenttrain.chat.encoding import ChatError
-from agenttrain.config.schema import EngineConfig, RolloutConfig, VllmSettings
+from agenttrain.config.schema import EngineConfig, RolloutConfig, VllmSettings, WeightSyncMode
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.grammars import grammar_problem
 from agenttrain.rollout.grammar_check import check_grammars
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.request import grammar_of
+from agenttrain.training.weight_sync import named_weights
 from agenttrain.types import AssistantTurn, Completion, Finish, RowTool, Sampling
 
 pytest.importorskip(
@@ -79,11 +80,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(folder: Path, *, grammars: bool = True) -> VllmEngine:
+def started(folder: Path, *, grammars: bool = True, mode: str = "drain") -> VllmEngine:
     config = EngineConfig(
         name="vllm", max_context=512, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
     )
-    return VllmEngine(folder, config, tokenizer=folder if grammars else None)
+    tokenizer = folder if grammars else None
+    return VllmEngine(folder, config, tokenizer=tokenizer, mode=WeightSyncMode(mode))
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +125,13 @@ def allowed(grammar: str, token_ids: Sequence[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def policy(completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+def policy(
+    completion: Completion, temperature: float = 1.0, weights: torch.nn.Module | None = None
+) -> torch.Tensor:
     """[T, V] The policy's log-probabilities where each of the completion's ids stands."""
     ids = [*prompt(), *completion.token_ids]
     with torch.no_grad():
-        logits = model()(torch.tensor([ids])).logits[0, len(prompt()) - 1 : -1]
+        logits = (weights or model())(torch.tensor([ids])).logits[0, len(prompt()) - 1 : -1]
     return (logits.float() / temperature).log_softmax(-1)
 
 
@@ -186,6 +190,37 @@ def test_logprobs_are_those_of_the_policy_renormalised(
             # The weight that algorithm.correction gives to a token: at most 1.
             assert (own - engine_T).max() < 1e-5
         assert constrained > 200
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("mode", ["abort_resume", "in_flight"])
+def test_a_call_goes_on_under_new_weights(folder: Path, mode: str) -> None:
+    """The grammar stands where it stood; what is sampled afterwards is of the new weights."""
+    grammar = grammar_of(parts.chat(), [schema("add")])
+    changed = model()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * parameter.abs().mean() * torch.randn_like(parameter))
+
+    async def use() -> None:
+        engine = started(folder, mode=mode)
+        try:
+            flying = asyncio.create_task(sample(engine, grammar, 16))
+            while engine.stats.steps < 40:
+                await asyncio.sleep(0.001)
+            await engine.update(named_weights(changed), 1)
+            both = [one for one in await flying if len(one.versions) == 2]
+        finally:
+            await engine.aclose()
+        assert len(both) >= 5
+        for one in both:
+            old = one.versions[0][1]
+            may, ids = allowed(grammar, one.token_ids), torch.tensor(one.token_ids)[:, None]
+            found = policy(one, weights=changed).masked_fill(~may, -torch.inf).log_softmax(-1)
+            gap_T = (torch.tensor(one.logprobs) - found.gather(1, ids)[:, 0]).abs()
+            assert mode == "in_flight" or gap_T[old:].max() < 1e-5
 
     asyncio.run(use())
 
