@@ -204,4 +204,5 @@ def _engine(config: RunConfig, policy: Policy) -> Engine:
         dtype=config.model.dtype,
         adapters=None if config.engine.vllm.merge_adapters or not lora.rank else lora,
         mode=config.weight_sync.mode,
+        tokenizer=model_folder(config.model.path) if config.rollout.structured_calls else None,
     )

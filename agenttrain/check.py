@@ -20,6 +20,7 @@ from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.grammar_check import check_grammars
 from agenttrain.rollout.row_check import row_tool_sets, tool_sets
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
@@ -42,6 +43,8 @@ class Certified:
     toolbox: Toolbox
     environments: Environments
     certificate: Certificate
+    structured_calls: bool = False
+    """As `rollout.structured_calls`."""
 
     def schemas(self, task: Task) -> list[dict[str, Any]]:
         """What the model of this task sees of the tools."""
@@ -67,6 +70,7 @@ def certified(config: RunConfig) -> Certified:
         toolbox=toolbox,
         environments=environments,
         certificate=_certificate(chat, sets),
+        structured_calls=config.rollout.structured_calls,
     )
 
 
@@ -79,14 +83,18 @@ def check_rows(found: Certified, sources: Mapping[str, TaskSource]) -> set[str]:
     """Check the rows of each source, and the template with the tools that they list.
 
     Returns the names of these tools. Raises RowError that names the row, CertificateError as
-    `Certificate.raise_if_refused`.
+    `Certificate.raise_if_refused`, ChatError as `check_grammars`.
     """
     names: set[str] = set()
+    if found.structured_calls:
+        check_grammars(found.chat, tool_sets(found.toolbox, found.environments))
     for key, source in sources.items():
         sets = list(row_tool_sets(key, source, found.toolbox, found.environments))
         names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
         if sets:
             _certificate(found.chat, sets[:ROW_SETS]).raise_if_refused()
+        if found.structured_calls:
+            check_grammars(found.chat, sets)
     return names
 
 

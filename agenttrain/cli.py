@@ -55,6 +55,7 @@ from agenttrain.config.saved import (
 )
 from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
+from agenttrain.config.structured_checks import check_structured
 from agenttrain.config.sweep import expand
 from agenttrain.config.validate import validate
 from agenttrain.processes.count import check_processes, is_later_node, started_by_others
@@ -144,6 +145,7 @@ def compose_all(command: Command) -> list[Composed]:
         composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
+        check_structured(command.verb, composed.config)
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
@@ -174,6 +176,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
+    check_structured(command.verb, composed.config)
     return composed
 
 

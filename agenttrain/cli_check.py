@@ -60,7 +60,8 @@ def _certify_all(runs: Sequence[Composed]) -> bool:
     )
     shown: dict[str, bool] = {}
     for run in runs:
-        key = repr([getattr(run.config, part) for part in parts])
+        structured = run.config.rollout.structured_calls
+        key = repr([structured, *(getattr(run.config, part) for part in parts)])
         if key not in shown:
             try:
                 shown[key] = _certify(run)

@@ -11,6 +11,7 @@ from agenttrain.config.command import Command
 from agenttrain.config.compose import Composed, compose_raw
 from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.saved import RESUMABLE, resumed
+from agenttrain.config.structured_checks import check_structured
 from agenttrain.config.sweep import expand, is_listed
 from agenttrain.config.sweep_settings import objective_problems
 from agenttrain.config.validate import validate
@@ -99,7 +100,9 @@ def _go_on(
             )
     for one in found:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
-            validate(resumed(one.folder, changes, command.source).config)
+            config = resumed(one.folder, changes, command.source).config
+            validate(config)
+            check_structured(record.verb, config)
         elif one.unfinished:
             compose([*one.job.overrides, *changes], command)
     if not any(one.unfinished for one in found):

@@ -63,7 +63,7 @@ class Trainer:
     """Last step after which there was an evaluation."""
     world: World = field(default_factory=World)
     costs: Costs = field(default_factory=Costs)
-    """Of the rollouts of finished steps: which process gets which task is the same after a resume."""
+    """Of finished rollouts: which process gets which task is the same after a resume."""
     _states: dict[str, Any] = field(default_factory=random_states)
     """Of the random generators after the last finished step."""
     _clock: Clock = field(default_factory=Clock)

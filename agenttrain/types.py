@@ -162,6 +162,9 @@ class Sampling:
     """A completion ends with (and includes) the first of these."""
     seed: int = 0
     """Alone decides the sampling noise of this request, whatever shares its batch."""
+    grammar: str | None = None
+    """A structural tag, as JSON, that the completion follows: each token is sampled from those that
+    it allows. An engine that samples honours it or refuses the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,7 @@ UNUSABLE = {
     "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
     "engine.vllm.sleep=true": "has no effect without engine=vllm",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
+    "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
     # Names that are no enums.
     "engine.name=transformer": "expected one of: transformers, vllm (did you mean 'transformers'?)",

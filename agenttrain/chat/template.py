@@ -12,6 +12,7 @@ from agenttrain.chat.behaviour import REASONING_KEYS, adapted, behaviour
 from agenttrain.chat.clip import clip
 from agenttrain.chat.encoding import ChatError, Encoder
 from agenttrain.chat.fix import Fix
+from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
@@ -65,6 +66,7 @@ class Chat:
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
         self._suffixes: dict[Any, Suffix] = {}
+        self._grammar: CallGrammar | None = None
         self._behaviour = behaviour(self._render_raw)
         self.one_call_per_turn = self._behaviour.one_call_per_turn
         self._seam = Seam(self._render_marked, self.encoder)
@@ -165,6 +167,15 @@ class Chat:
             in_reasoning=self.opens_reasoning(after),
             schemas=schemas,
         )
+
+    def grammar(self, schemas: Sequence[dict], *, after: str = "user") -> str:
+        """What a completion may be whose calls fit these tools, for `Sampling.grammar`.
+
+        `after`: as in `parse`. Raises ChatError where the format of calls has no grammar.
+        """
+        if self._grammar is None:
+            self._grammar = CallGrammar(self.response, self.render)
+        return self._grammar.of(schemas, in_reasoning=self.opens_reasoning(after))
 
     def suffix(
         self,

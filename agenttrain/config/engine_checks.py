@@ -28,6 +28,11 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
             value = getattr(engine.vllm, name)
             if value != default:
                 yield f"engine.vllm.{name}={value}: has no effect without engine=vllm"
+        if config.rollout.structured_calls:
+            yield (
+                f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
+                "engine=vllm, or leave it out"
+            )
         if config.weight_sync.tolerance is not None:
             yield (
                 f"weight_sync.tolerance={config.weight_sync.tolerance}: has no effect: "

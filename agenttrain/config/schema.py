@@ -180,6 +180,9 @@ class RolloutConfig:
     """The same batch at every decode step, so that a run repeats; None: where the engine can
     (transformers)."""
     temperature: float = 1.0
+    structured_calls: bool = False
+    """A call that the model opens can only become one that fits its tool's schema: a grammar rules
+    the other tokens out. Needs engine=vllm, and for training algorithm.correction."""
     on_break: OnBreak = OnBreak.error
     on_tool_failure: OnToolFailure = OnToolFailure.drop
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply

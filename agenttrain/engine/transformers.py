@@ -201,6 +201,8 @@ def _check_counts(config: EngineConfig) -> None:
 
 
 def _check_sampling(sampling: Sampling) -> None:
+    if sampling.grammar is not None:
+        raise EngineError("sampling.grammar: engine=transformers has none. Set engine=vllm.")
     in_range = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),

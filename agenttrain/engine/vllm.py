@@ -55,12 +55,16 @@ class VllmEngine:
         adapters: LoraSettings | None = None,
         mode: WeightSyncMode = WeightSyncMode.drain,
         drain_s: float = DRAIN_S,
+        tokenizer: Path | None = None,
     ) -> None:
         """With `adapters`, `update` brings these; the weights under them stay those of `folder`.
-        `drain_s` bounds how long an update waits for requests in flight.
+        `drain_s` bounds how long an update waits for requests in flight. `tokenizer` is a folder,
+        for requests with a grammar; without it these are refused.
 
         Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
-        llm = build_llm_engine(folder, config, dtype=dtype, rank=adapters.rank if adapters else 0)
+        rank = adapters.rank if adapters else 0
+        llm = build_llm_engine(folder, config, dtype=dtype, rank=rank, tokenizer=tokenizer)
+        self._grammars = tokenizer is not None
         self._adapters = adapters
         self.takes_adapters = adapters is not None
         self.max_context: int = llm.model_config.max_model_len
@@ -87,6 +91,10 @@ class VllmEngine:
         Raises EngineError for a request that vLLM refuses, and EngineDead once it died.
         """
         self._check(token_ids)
+        if sampling.grammar is not None and not self._grammars:
+            raise EngineError(
+                "sampling.grammar: this engine was built without a tokenizer, which grammars need."
+            )
         budget = min(sampling.max_tokens, self.max_context - len(token_ids))
         parameters = _parameters(sampling, budget)
         return _completion(await self._ask(session, list(token_ids), parameters))
@@ -226,8 +234,9 @@ class VllmEngine:
 def _parameters(sampling: Sampling, budget: int) -> Any:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    grammar = sampling.grammar
     try:
         return SamplingParams(
             max_tokens=budget,
@@ -237,6 +246,7 @@ def _parameters(sampling: Sampling, budget: int) -> Any:
             min_p=sampling.min_p,
             seed=sampling.seed,
             stop_token_ids=list(sampling.stop_token_ids),
+            structured_outputs=grammar and StructuredOutputsParams(structural_tag=grammar),
             ignore_eos=True,  # the stop tokens are named
             logprobs=0,
             flat_logprobs=True,

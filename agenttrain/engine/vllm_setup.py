@@ -24,10 +24,18 @@ ENVIRONMENT = {
 }
 
 
-def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: int = 0) -> Any:
+def build_llm_engine(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    dtype: str,
+    rank: int = 0,
+    tokenizer: Path | None = None,
+) -> Any:
     """The engine with the weights of `folder`, and room for adapters of `rank`, if it is not 0.
 
-    Raises EngineError with what vLLM says."""
+    `tokenizer`: the folder of the one that grammars are for, if there are to be some. Raises
+    EngineError with what vLLM says."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
@@ -62,7 +70,7 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: in
         logprobs_mode="processed_logprobs",
         # The model's own sampling defaults would change what is sampled.
         generation_config="vllm",
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=tokenizer is None,
         use_tqdm_on_load=False,
         disable_log_stats=True,
         **(
@@ -71,12 +79,18 @@ def build_llm_engine(folder: Path, config: EngineConfig, *, dtype: str, rank: in
             else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
         ),
         **(room_for(rank) if rank else {}),
+        **({} if tokenizer is None else _with_grammars(tokenizer)),
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:
         return LLMEngine.from_engine_args(arguments)
     except Exception as error:
         raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {error}") from error
+
+
+def _with_grammars(tokenizer: Path) -> dict[str, Any]:
+    """Only xgrammar reads our structural tags: another backend would not say the same."""
+    return {"tokenizer": str(tokenizer), "structured_outputs_config": {"backend": "xgrammar"}}
 
 
 def _on_cpu(folder: Path, config: EngineConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import (
@@ -27,8 +27,8 @@ from agenttrain.rollout.ledger import Readings
 from agenttrain.rollout.limits import limit_result, own_copy, refusals, repeated
 from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import append_prompt
+from agenttrain.rollout.request import turn_sampling
 from agenttrain.rollout.row_tools import RowTools
-from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AssistantTurn,
@@ -172,12 +172,8 @@ class _Loop:
 
     async def _sample(self, budget: int) -> Completion:
         sent = self.rollout.token_ids
-        seed = derive_seed(self.sampling.seed, self.rollout.turns)
-        sampling = replace(
-            self.sampling,
-            max_tokens=budget,
-            seed=seed,
-            stop_token_ids=self.sampling.stop_token_ids or self.chat.stop_token_ids,
+        sampling = turn_sampling(
+            self.sampling, self.rollout, self.chat, self.tools, self.limits, budget=budget
         )
         session = self.rollout.rollout_id
         completion = await self.engine.generate(sent, sampling, session=session)
