@@ -88,8 +88,9 @@ def started(folder: Path, *, grammars: bool = True, mode: str = "drain") -> Vllm
     return VllmEngine(folder, config, tokenizer=tokenizer, mode=WeightSyncMode(mode))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(folder: Path) -> Iterator[VllmEngine]:
+    """For one test: an engine that is closed takes the process groups of every other along."""
     found = started(folder)
     yield found
     asyncio.run(found.aclose())

@@ -6,8 +6,9 @@ token at all, but what follows a call's opening mark: that is a call of one of t
 chat template writes calls, up to its closing mark. As `MarkedSpec` reads a completion, a mark
 inside the reasoning opens nothing, and reasoning behind a call is none.
 
-Free of it is what a parser refuses and no such grammar says: numbers beyond a float's range, half
-of a surrogate pair, a key given twice in an object whose keys the schema leaves open.
+Some calls stay for the parser and the tool to refuse: a number beyond a float's range, half of a
+surrogate pair, a key given twice in an object whose keys the schema leaves open, over 16 marks in a
+string; and what xgrammar leaves out of a schema, such as `multipleOf` or `allOf` of several.
 """
 
 from __future__ import annotations
