@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
+WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(["--help"], ["--info", "defaults-tree"], ["steps=0"], ["algoritm=rloo"]),
         *(["data.test.split=typo"], ["data=file", "data.train.path=a.csv", "data.test.path=b.csv"]),
         ["-m", "seed=1,2", "steps=0"],
+        pytest.param(["engine=vllm"], marks=WITHOUT_VLLM),
     ],
     ids=" ".join,
 )
@@ -116,6 +119,8 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("resume=/no/such", "resume=/no/such: is no run folder"),
         ("eval run=/no/such", "run=/no/such: is no run folder"),
         ("-m seed=1,2 resume=x", "x: is no sweep's folder"),
+        pytest.param("engine=vllm", "without one: scripts/install_vllm_cpu", marks=WITHOUT_VLLM),
+        pytest.param("eval engine=vllm", "vLLM is not installed here", marks=WITHOUT_VLLM),
     ],
 )
 def test_a_wrong_command(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,12 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         ),
         (("engine=vllm", "engine.vllm.merge_adapters=true"), "no effect without model.lora.rank"),
         (("engine=vllm", "engine.vllm.tensor_parallel_size=0"), "must be at least 1"),
+        (("engine=vllm", "model.lora.rank=513"), "rank up to 512; lower it, or set engine.vllm.m"),
+        (
+            ("engine=vllm", "rollout.temperature=0.005"),
+            "rollout.temperature=0.005: vLLM would sample at 0.01 instead; raise it",
+        ),
+        (("engine=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM would sample"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
     ],
 )
