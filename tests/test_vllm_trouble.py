@@ -123,7 +123,9 @@ def test_weights_that_come_half_are_not_sampled_from(folder: Path, mode: str) ->
     model = tiny.model(head_dim=32)
 
     def half():
-        yield from list(named_weights(model))[:5]
+        # Embeddings, and the queries of a layer whose keys and values do not come: vLLM has the
+        # three of them in one parameter.
+        yield from list(named_weights(model))[:2]
         raise OSError("the disk is gone")
 
     async def use(engine: VllmEngine) -> None:
