@@ -279,6 +279,34 @@ def test_a_model_folder_that_lacks_a_part(files: list[str], missing: str, tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("saved", "overrides", "told"),
+    [
+        ('{"r": 4, "lora_alpha": 32}', ["model.lora.rank=4"], None),
+        ('{"r": 4, "lora_alpha": 32}', [], "set model.lora.rank=4 model.lora.alpha=32 to go on"),
+        (
+            '{"r": 4, "lora_alpha": 8}',
+            ["model.lora.rank=4"],
+            "model.lora.rank=4 model.lora.alpha=8",
+        ),
+        ('{"peft_type": "IA3"}', ["model.lora.rank=4"], "is not peft's of LoRA ('r')"),
+        ("{", [], "is not peft's of LoRA"),
+    ],
+)
+def test_a_folder_of_adapters_has_its_own_rank(
+    saved: str, overrides: list[str], told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(saved)
+    for name in ("adapter_model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
+    command = [f"model.path={tmp_path}", *overrides]
+    if told is None:
+        with hydra_session(Source()):
+            validate(compose_run(command, Source()).config)
+    else:
+        assert told in refusal(*command)
+
+
 def test_the_divisors_of_a_large_batch_are_the_nearest() -> None:
     # 10**9 = 2**9 * 5**9; its divisors near 7 are 1, 2, 4, 5, 8, 10
     text = refusal("tasks_per_step=1000000000", "algorithm.minibatches=7")

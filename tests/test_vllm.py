@@ -159,14 +159,14 @@ def test_requests(folder: Path) -> None:
     run(folder, use)
 
 
-def with_adapters() -> torch.nn.Module:
+def with_adapters(settings: LoraSettings = LORA) -> torch.nn.Module:
     """The tiny model with adapters that change what it says."""
     model = small()
-    add_lora(model, LORA)
+    add_lora(model, settings)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding" in name:
                 parameter.normal_(std=0.1)
     return model.eval()
 
@@ -278,10 +278,15 @@ def test_the_probe_finds_weights_that_are_not_the_policys(folder: Path) -> None:
     run(folder, use)
 
 
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["merged", "alone"])
+EMBEDDINGS = LoraSettings(rank=4, targets=["embed_tokens"])
+
+
+@pytest.mark.parametrize(
+    "adapters", [None, LORA, EMBEDDINGS], ids=["merged", "alone", "of_embeddings"]
+)
 def test_adapters_reach_the_engine(folder: Path, adapters: LoraSettings | None) -> None:
     async def use(engine: VllmEngine) -> None:
-        model = with_adapters()
+        model = with_adapters(adapters or LORA)
         for version in (1, 2):
             changed(model, version)
             await sync(PolicyOf(model), engine, version, WeightSyncConfig(tolerance=1e-4))
