@@ -40,6 +40,7 @@ from agenttrain.config.compose import (
     open_keys,
     register,
 )
+from agenttrain.config.engine_checks import check_installed
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
 from agenttrain.config.groups import conf_folder
@@ -119,6 +120,7 @@ def _run(command: Command) -> int:
         runs = compose_all(command)
         check_files(runs)
         check_processes(command, runs)
+        check_installed(command.verb, [run.config for run in runs])
         if command.sweep and command.verb != "check":
             return cli_sweep.start(command, runs)
     if command.verb == "check":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agenttrain.algorithms.mismatch import likely_cause
 from agenttrain.config.guards import GuardsConfig, OnTrip
 from agenttrain.types import AgenttrainError, Rollout
 
@@ -50,6 +51,8 @@ class Guards:
                 self._tripped.discard(name)
                 continue
             text = f"step {step}: {told} guards.{name}.limit={getattr(guards, name).limit:g}"
+            if name == "logprob_gap" and (cause := likely_cause(metrics)):
+                text += f"; likely cause: {cause}"
             if getattr(guards, name).action is OnTrip.stop:
                 raise GuardTripped(f"{text}; guards.{name}.action=warn goes on")
             if name not in self._tripped:

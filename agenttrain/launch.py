@@ -240,7 +240,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, loaded.policy)
     done = 0 if state is None else state["step"]
-    await sync(loaded.policy, loaded.engine, done, config.weight_sync)
+    probed = await sync(loaded.policy, loaded.engine, done, config.weight_sync)
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     trainer = Trainer(
@@ -258,6 +258,7 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
         stop=job.stop,
         world=job.world,
         costs=Costs(config.eval.group_by),
+        probed=probed,
     )
     if state is not None:
         trainer.load_state_dict(state)

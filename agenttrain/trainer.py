@@ -31,7 +31,7 @@ from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
 from agenttrain.training.random_states import random_states, set_random_states
-from agenttrain.training.weight_sync import rest, sync
+from agenttrain.training.weight_sync import Probed, rest, sync
 from agenttrain.training.world import World
 from agenttrain.types import Sampling
 from agenttrain.watchdog import Watchdog
@@ -57,6 +57,8 @@ class Trainer:
     """Which of the train_tasks are drawn; None: in their order."""
     done: int = 0
     cursor: int = 0
+    probed: Probed | None = None
+    """What the last weight sync found, of an engine with weights of its own."""
     saved: int = 0
     """Step of the newest checkpoint."""
     evaluated: int = 0
@@ -121,13 +123,19 @@ class Trainer:
                     training = self.policy.update(drawn.trained)
             check_weights(self.policy.model, f"after the update of step {number}", self.world)
         with clock("sync"), self.world.collective(f"the weight sync of step {number}"):
-            await sync(self.policy, self.collector.engine, number, self.config.weight_sync)
+            await self._sync(number)
         self.cursor += drawn.tasks
         self.costs = costs
         if self.curriculum is not None:
             mine = self.curriculum.results(drawn.collected.groups)
             self.curriculum.learn(self.cursor, self.world.gather(mine, "a step's results"))
         return self._told(drawn, training, clock)
+
+    async def _sync(self, number: int) -> None:
+        # Quantised weights may stay the same where the policy's changed a little.
+        before = None if self.config.engine.vllm.quantization else self.probed
+        config = self.config.weight_sync
+        self.probed = await sync(self.policy, self.collector.engine, number, config, before)
 
     async def _draw(self, number: int, costs: Costs) -> Drawn:
         source = self.curriculum or self.train_tasks

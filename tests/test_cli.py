@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from agenttrain.config.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(["data.test.split=typo"], ["data=file", "data.train.path=a.csv", "data.test.path=b.csv"]),
         ["-m", "seed=1,2", "steps=0"],
         pytest.param(["distributed=ddp"], marks=pytest.mark.skipif(HAS_GPU, reason="a GPU")),
+        pytest.param(["engine=vllm"], marks=WITHOUT_VLLM),
     ],
     ids=" ".join,
 )
@@ -118,6 +121,8 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("resume=/no/such", "resume=/no/such: is no run folder"),
         ("eval run=/no/such", "run=/no/such: is no run folder"),
         ("-m seed=1,2 resume=x", "x: is no sweep's folder"),
+        pytest.param("engine=vllm", "without one: scripts/install_vllm_cpu", marks=WITHOUT_VLLM),
+        pytest.param("eval engine=vllm", "vLLM is not installed here", marks=WITHOUT_VLLM),
     ],
 )
 def test_a_wrong_command(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,6 +223,12 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         ),
         (("engine=vllm", "engine.vllm.merge_adapters=true"), "no effect without model.lora.rank"),
         (("engine=vllm", "engine.vllm.tensor_parallel_size=0"), "must be at least 1"),
+        (("engine=vllm", "model.lora.rank=513"), "rank up to 512; lower it, or set engine.vllm.m"),
+        (
+            ("engine=vllm", "rollout.temperature=0.005"),
+            "rollout.temperature=0.005: vLLM would sample at 0.01 instead; raise it",
+        ),
+        (("engine=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM would sample"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
     ],
 )
@@ -272,6 +278,34 @@ def test_a_model_folder_that_lacks_a_part(files: list[str], missing: str, tmp_pa
         f"model.path={tmp_path}: there is no {missing} in that folder; give a folder that "
         "transformers' from_pretrained can load, or bundled:shop"
     )
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "told"),
+    [
+        ('{"r": 4, "lora_alpha": 32}', ["model.lora.rank=4"], None),
+        ('{"r": 4, "lora_alpha": 32}', [], "set model.lora.rank=4 model.lora.alpha=32 to go on"),
+        (
+            '{"r": 4, "lora_alpha": 8}',
+            ["model.lora.rank=4"],
+            "model.lora.rank=4 model.lora.alpha=8",
+        ),
+        ('{"peft_type": "IA3"}', ["model.lora.rank=4"], "is not peft's of LoRA ('r')"),
+        ("{", [], "is not peft's of LoRA"),
+    ],
+)
+def test_a_folder_of_adapters_has_its_own_rank(
+    saved: str, overrides: list[str], told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(saved)
+    for name in ("adapter_model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
+    command = [f"model.path={tmp_path}", *overrides]
+    if told is None:
+        with hydra_session(Source()):
+            validate(compose_run(command, Source()).config)
+    else:
+        assert told in refusal(*command)
 
 
 def test_the_divisors_of_a_large_batch_are_the_nearest() -> None:

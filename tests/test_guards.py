@@ -55,6 +55,13 @@ def test_what_was_not_measured_trips_nothing():
         ("kl", {"kl": 0.31}, "step 1: kl is 0.31, above guards.kl.limit=0.2"),
         ("entropy", {"entropy": 0.1}, "step 1: entropy is 0.1, below guards.entropy.limit=0.2"),
         ("logprob_gap", {GAP: 0.3}, f"step 1: {GAP} is 0.3, above guards.logprob_gap.limit=0.2"),
+        (
+            "logprob_gap",
+            {GAP: 0.3, "sampling/logprob_gap": 0.1, "sampling/logprob_slope": 1.43},
+            f"step 1: {GAP} is 0.3, above guards.logprob_gap.limit=0.2; likely cause: another "
+            "sampling transform, a temperature say, or other weights "
+            "(sampling/logprob_slope is 1.43)",
+        ),
     ],
 )
 def test_a_guard_stops(name, metrics, told):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_cases import rollout
 
-from agenttrain.algorithms.mismatch import MISMATCH_NAMES, Origins, mismatch
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES, Origins, likely_cause, mismatch
 from agenttrain.training.batch import make_row, stand_in
 from agenttrain.training.origins import origins
 from agenttrain.types import Completion, Finish, Origin
@@ -90,6 +90,49 @@ def test_another_temperature_shows_in_the_slope_and_noise_does_not(temperature: 
     assert scaled["sampling/logprob_slope"] == pytest.approx(1 / temperature, rel=0.1)
     assert noisy["sampling/logprob_slope"] == pytest.approx(1.0, abs=0.02)
     assert noisy["sampling/logprob_gap"] > 0.2
+
+
+MEASURED = {
+    "rollout/ledger_breaks": 0.0,
+    "sampling/logprob_gap": 0.3,
+    "sampling/logprob_gap_first_turn": 0.2,
+    "sampling/logprob_gap_later_turns": 0.4,
+    "sampling/logprob_gap_fresh": 0.3,
+    "sampling/logprob_gap_stale": math.nan,
+    "sampling/stale_tokens": 0.0,
+    "sampling/logprob_slope": 1.04,
+}
+"""A gap that nothing but numerics explains."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({}, "numerics"),
+        ({"rollout/ledger_breaks": 2.0}, "other tokens than were sampled"),
+        (
+            {"sampling/stale_tokens": 0.5, "sampling/logprob_gap_stale": 0.9},
+            "tokens sampled under older weights (sampling/logprob_gap_stale is 0.9)",
+        ),
+        ({"sampling/stale_tokens": 0.5, "sampling/logprob_gap_stale": 0.35}, "numerics"),
+        (  # all of them
+            {
+                "sampling/stale_tokens": 1.0,
+                "sampling/logprob_gap_stale": 0.3,
+                "sampling/logprob_gap_fresh": math.nan,
+            },
+            "tokens sampled under older weights",
+        ),
+        ({"sampling/logprob_gap_first_turn": 0.01}, "a wrong cache"),
+        ({"sampling/logprob_slope": 1.43}, "another sampling transform"),
+        ({"sampling/logprob_slope": math.nan}, "numerics"),
+    ],
+)
+def test_the_likely_cause(changed: dict[str, float], cause: str) -> None:
+    found = likely_cause({**MEASURED, **changed})
+    assert found is not None
+    assert found.startswith(cause)
+    assert likely_cause({**MEASURED, **changed, "sampling/logprob_gap": math.nan}) is None
 
 
 def test_origins_of_rows() -> None:

@@ -407,3 +407,31 @@ def test_sync_checks_that_an_engine_with_weights_of_its_own_holds_the_policys() 
             continue  # tied: the head's name brings it
         with pytest.raises(StaleWeights, match=r"weight sync 8: .* weight_sync\.tolerance=0\.001"):
             asyncio.run(sync(trained, Copy(lost=name), 8, WeightSyncConfig()))
+
+
+class Deaf(Copy):
+    """An engine that takes no update but the first."""
+
+    async def update(self, weights, version: int) -> None:
+        if version == 0:
+            await super().update(weights, version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sync_notices_an_update_that_did_not_arrive_however_small(dtype: torch.dtype) -> None:
+    """A step of a small learning rate stays below any tolerance that kernels need."""
+    trained = policy()
+    trained.model.to(dtype)
+
+    async def steps(engine: Copy) -> None:
+        engine.model.to(dtype)
+        before = await sync(trained, engine, 0, WeightSyncConfig())
+        same = await sync(trained, engine, 1, WeightSyncConfig(), before)  # a step without gradient
+        with torch.no_grad():  # the least change of a weight in a hundred
+            for parameter in trained.model.parameters():
+                parameter.view(-1)[::100] *= 1.008 if dtype is torch.bfloat16 else 1.00001
+        await sync(trained, engine, 2, WeightSyncConfig(), same)
+
+    asyncio.run(steps(Copy()))
+    with pytest.raises(StaleWeights, match=r"weight sync 2: .* moved by up to .* did not reach it"):
+        asyncio.run(steps(Deaf()))

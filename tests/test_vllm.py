@@ -159,14 +159,14 @@ def test_requests(folder: Path) -> None:
     run(folder, use)
 
 
-def with_adapters() -> torch.nn.Module:
+def with_adapters(settings: LoraSettings = LORA) -> torch.nn.Module:
     """The tiny model with adapters that change what it says."""
     model = small()
-    add_lora(model, LORA)
+    add_lora(model, settings)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding" in name:
                 parameter.normal_(std=0.1)
     return model.eval()
 
@@ -225,42 +225,68 @@ class PolicyOf:
         self.model = model
 
 
+def test_weights_that_do_not_all_come_are_refused(folder: Path) -> None:
+    """vLLM itself keeps what it has of them, as of the tied head, and says nothing."""
+
+    async def use(engine: VllmEngine) -> None:
+        model = small()
+        await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
+        weights = list(named_weights(model))
+        assert {"lm_head.weight", "model.norm.weight"} <= {name for name, _ in weights}
+        for lost, _ in weights:
+            kept = [(name, tensor) for name, tensor in weights if name != lost]
+            with pytest.raises(EngineError, match=f"ValueError: {lost}: came before, and not now"):
+                await engine.update(kept, 2)
+        for wrong, told in (
+            (("model.norm.weight", torch.ones(7)), r"float32 \[7\], and was torch.float32 \[32\]"),
+            (("model.norm.bias", torch.ones(32)), "and was nothing of that name before"),
+        ):
+            with pytest.raises(EngineError, match=told):
+                await engine.update([wrong, *weights[1:]], 2)
+        await sync(PolicyOf(model), engine, 3, WeightSyncConfig())
+
+    run(folder, use)
+
+
 def test_the_probe_finds_weights_that_are_not_the_policys(folder: Path) -> None:
     async def use(engine: VllmEngine) -> None:
         model = small()
         changed(model, 1)
         await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
         for name, _ in model.named_parameters():
-            if name.endswith("norm.weight"):
-                continue  # refused below, with the others
+            # The head is what is looked at of embeddings that are tied to it.
+            lost = "lm_head.weight" if name == "model.embed_tokens.weight" else name
+            old = {n: tensor.clone() for n, tensor in named_weights(model)}
             changed(model, 2)
-            kept = [(n, tensor) for n, tensor in named_weights(model) if n != name]
-            if name == "model.embed_tokens.weight":
-                # The trap of a tied head: without its own name it keeps what it had.
-                kept = [(n, tensor) for n, tensor in named_weights(model) if n != "lm_head.weight"]
+            sent = [(n, old[n] if n == lost else t) for n, t in named_weights(model)]
 
-            class Dropping:
-                """The engine, with one parameter lost on the way."""
+            class Stale:
+                """The engine, that keeps an old value of one parameter."""
 
                 max_context = engine.max_context
                 takes_adapters = engine.takes_adapters
                 rest = engine.rest
                 score = staticmethod(engine.score)
 
-                async def update(self, weights, version, kept=kept):
-                    await engine.update(kept, version)
+                async def update(self, weights, version, sent=sent):
+                    await engine.update(sent, version)
 
-            with pytest.raises((StaleWeights, EngineError)):
-                await sync(PolicyOf(model), Dropping(), 2, WeightSyncConfig())
+            with pytest.raises(StaleWeights):
+                await sync(PolicyOf(model), Stale(), 2, WeightSyncConfig())
             await sync(PolicyOf(model), engine, 3, WeightSyncConfig())
 
     run(folder, use)
 
 
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["merged", "alone"])
+EMBEDDINGS = LoraSettings(rank=4, targets=["embed_tokens"])
+
+
+@pytest.mark.parametrize(
+    "adapters", [None, LORA, EMBEDDINGS], ids=["merged", "alone", "of_embeddings"]
+)
 def test_adapters_reach_the_engine(folder: Path, adapters: LoraSettings | None) -> None:
     async def use(engine: VllmEngine) -> None:
-        model = with_adapters()
+        model = with_adapters(adapters or LORA)
         for version in (1, 2):
             changed(model, version)
             await sync(PolicyOf(model), engine, version, WeightSyncConfig(tolerance=1e-4))
@@ -269,6 +295,28 @@ def test_adapters_reach_the_engine(folder: Path, adapters: LoraSettings | None) 
             assert gap(small(), PROMPT, completion) > 1e-2
 
     run(folder, use, adapters=adapters)
+
+
+def test_the_probe_beside_requests_with_adapters(folder: Path) -> None:
+    async def use(engine: VllmEngine) -> None:
+        model = with_adapters()
+        await sync(PolicyOf(model), engine, 0, WeightSyncConfig())
+        steps = engine.stats.steps
+        flying = [
+            asyncio.create_task(
+                engine.generate(PROMPT, Sampling(max_tokens=60, seed=seed), session=f"{seed}")
+            )
+            for seed in range(4)
+        ]
+        while engine.stats.steps < steps + 10:
+            await asyncio.sleep(0.001)
+        changed(model, 1)
+        updated = asyncio.create_task(sync(PolicyOf(model), engine, 1, WeightSyncConfig()))
+        late = engine.generate(PROMPT, Sampling(max_tokens=60, seed=3), session="late")
+        done = await asyncio.gather(updated, *flying, late)
+        assert [len(completion.token_ids) for completion in done[1:]] == [60] * 5
+
+    run(folder, use, "abort_resume", LORA)
 
 
 def test_the_probe_finds_an_adapter_that_was_lost(folder: Path) -> None:

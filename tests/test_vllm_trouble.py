@@ -123,7 +123,9 @@ def test_weights_that_come_half_are_not_sampled_from(folder: Path, mode: str) ->
     model = tiny.model(head_dim=32)
 
     def half():
-        yield from list(named_weights(model))[:5]
+        # Embeddings, and the queries of a layer whose keys and values do not come: vLLM has the
+        # three of them in one parameter.
+        yield from list(named_weights(model))[:2]
         raise OSError("the disk is gone")
 
     async def use(engine: VllmEngine) -> None:
@@ -155,3 +157,20 @@ def test_a_drain_does_not_wait_for_ever(folder: Path) -> None:
         assert (await flying).versions == ((0, LONG),)
 
     run(folder, use, drain_s=0.02)
+
+
+def test_what_vllm_refuses_is_told_with_the_setting_that_is_meant(folder: Path) -> None:
+    with pytest.raises(EngineError, match=r"max_model_len \(9999\).*\(settings: engine.max_cont"):
+        VllmEngine(folder, EngineConfig(name="vllm", max_context=9999))
+
+
+def test_it_steps_in_this_process_whatever_the_environment_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    async def use(engine: VllmEngine) -> None:
+        await engine.update(named_weights(tiny.model(head_dim=32)), 1)
+        assert (await ask(engine, tokens=5)).versions == ((1, 5),)
+
+    run(folder, use)

@@ -1,6 +1,6 @@
 """How far the engine's log-probabilities of what it sampled are from the trainer's, and where.
 
-What the figures say of the cause, in the order to look:
+What the figures say of the cause (`likely_cause` reads them):
 
 1. token error: the trainer scores other tokens than were sampled. The ledger forbids it and
    counts (``rollout/ledger_breaks``).
@@ -16,6 +16,8 @@ Shapes: S sampled tokens.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,10 @@ MISMATCH_NAMES = (
 """What `mismatch` measures."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of the trainer's logprobs below which they have no slope to speak of."""
+FAR = 3.0
+"""How many times another gap is far above it."""
+SLOPE_OFF = 0.1
+"""How far from 1 a slope is no rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +101,29 @@ def _slope_parts(engine_S: Tensor, trainer_S: Tensor, means: tuple[float, float]
     if variance <= max(trainer_S.numel(), 1) * LEAST_SPREAD**2:
         return trainer_S.new_zeros(2).float()
     return torch.stack(((centred_S * (engine_S - engine)).sum(), variance))
+
+
+def likely_cause(figures: Mapping[str, float]) -> str | None:
+    """What a step's gap comes from; None where it was not measured.
+
+    The first that shows: a wrong cache or stale weights bend the slope too. Example: slope 1.43
+    and nothing else: "another sampling transform …".
+    """
+
+    def figure(name: str) -> float:
+        return figures.get(name, math.nan)
+
+    slope = figure("sampling/logprob_slope")
+    fresh, stale = figure(f"{GAP}_fresh"), figure(f"{GAP}_stale")
+    if math.isnan(figure(GAP)):
+        return None
+    if figure("rollout/ledger_breaks") > 0:
+        return "other tokens than were sampled (rollout/ledger_breaks)"
+    if figure("sampling/stale_tokens") > 0 and not stale < FAR * fresh:
+        return f"tokens sampled under older weights ({GAP}_stale is {stale:.3g})"
+    if figure(f"{GAP}_later_turns") > FAR * figure(f"{GAP}_first_turn"):
+        return f"a wrong cache ({GAP}_later_turns is far above _first_turn)"
+    if abs(slope - 1) > SLOPE_OFF:
+        told = f"sampling/logprob_slope is {slope:.3g}"
+        return f"another sampling transform, a temperature say, or other weights ({told})"
+    return "numerics: other kernels or precision"

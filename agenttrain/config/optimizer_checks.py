@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from agenttrain.config.components import is_number
 from agenttrain.config.schema import (
     Dtype,
+    ModelConfig,
     OptimizerConfig,
     OptimizerName,
     RunConfig,
@@ -123,3 +126,23 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
         value = getattr(lora, name)
         if lora.rank == 0 and value != getattr(defaults, name):
             yield f"model.lora.{name}={value}: has no effect with model.lora.rank=0; set the rank"
+    yield from _adapters_there(model)
+
+
+def _adapters_there(model: ModelConfig) -> Iterator[str]:
+    """Of a folder of adapters, which rank and alpha it has."""
+    file = Path(model.path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha = saved["r"], float(saved["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"model.path={model.path}: adapter_config.json in it is not peft's of LoRA ({error})"
+        return
+    if (rank, alpha) != (model.lora.rank, model.lora.alpha):
+        yield (
+            f"model.lora.rank={model.lora.rank} model.lora.alpha={model.lora.alpha:g}: model.path "
+            f"holds other adapters; set model.lora.rank={rank} model.lora.alpha={alpha:g} to go on "
+            "with them, or merge them first (agenttrain export)"
+        )

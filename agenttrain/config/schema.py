@@ -195,7 +195,8 @@ class VllmSettings:
     """What only vLLM knows."""
 
     memory_share: float = 0.5
-    """Of a GPU's memory, for weights and cache; the rest is the trainer's."""
+    """Of a GPU's memory, or the machine's on vLLM's build for CPUs, for weights and cache; the rest
+    is the trainer's."""
     kv_cache_mb: int | None = None
     """Size of the cache of keys and values; None: what memory_share leaves."""
     tensor_parallel_size: int = 1

@@ -22,7 +22,7 @@ from agenttrain.engine.stepper import Stepper
 from agenttrain.engine.vllm_adapters import load_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
 from agenttrain.engine.vllm_setup import build_llm_engine
-from agenttrain.engine.vllm_weights import load_weights
+from agenttrain.engine.vllm_weights import Manifest, load_weights
 from agenttrain.types import Completion, Finish, Sampling
 
 Value = TypeVar("Value")
@@ -71,6 +71,7 @@ class VllmEngine:
         self._mode = mode
         self._drain_s = drain_s
         self._sleeps = config.vllm.sleep
+        self._manifest = Manifest()
         self._vocabulary: int = llm.model_config.get_vocab_size()
         self._closed = False
         self._numbers = itertools.count()
@@ -100,7 +101,21 @@ class VllmEngine:
         return _completion(await self._ask(session, list(token_ids), parameters))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every id after the first, given those before it, at temperature 1."""
+        """Log-probability of every id after the first, given those before it, at temperature 1.
+
+        With adapters requests in flight end first, and new ones wait.
+        """
+        if not self.takes_adapters:
+            return await self._score(token_ids)
+        # Beside other requests vLLM 0.32 dies of it: adapters of the head are looked up for other
+        # rows than it has logits of.
+        await self._drain()
+        try:
+            return await self._score(token_ids)
+        finally:
+            self._stepper.post(self._driver.release_held)
+
+    async def _score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -111,16 +126,19 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._ask("score", list(token_ids), parameters)
+        output = await self._ask("score", list(token_ids), parameters, held=False)
         pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [found[token].logprob for token, found in pairs]
 
-    async def _ask(self, session: str, token_ids: list[int], parameters: Any) -> Any:
+    async def _ask(
+        self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
+    ) -> Any:
+        """A request's output; `held`: it waits where new requests do."""
         self._check_alive()
         loop = asyncio.get_running_loop()
         waiting = Waiting(loop, loop.create_future())
         request = Request(f"{session}/{next(self._numbers)}", token_ids, parameters)
-        self._stepper.post(partial(self._driver.add, request, waiting))
+        self._stepper.post(partial(self._driver.add, request, waiting, held=held))
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -198,6 +216,7 @@ class VllmEngine:
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         llm, driver = self._driver.llm, self._driver
+        weights = self._manifest.checked(weights)
         try:
             if self._sleeps:
                 llm.wake_up()

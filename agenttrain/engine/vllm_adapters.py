@@ -42,12 +42,15 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
 
 
 def _config(tensors: dict[str, Tensor], alpha: float) -> dict[str, Any]:
-    """What peft saves beside them; e.g. "….q_proj.lora_A.weight" of 16 rows: rank 16."""
-    below = [name for name in tensors if ".lora_A." in name]
+    """What peft saves beside them; e.g. "….q_proj.lora_A.weight" of 16 rows: rank 16.
+
+    Of embeddings it is "….embed_tokens.lora_embedding_A".
+    """
+    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": len(tensors[below[0]]),
         "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".lora_A.")[0].split(".")[-1] for name in below}),
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
     }

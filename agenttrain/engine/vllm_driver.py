@@ -110,13 +110,13 @@ class Driver:
         # An exception of its own for each: a traceback grows where it is raised.
         deliver([(one, type(error)(str(error))) for one in waiting.values()])
 
-    def add(self, request: Request, waiting: Waiting) -> None:
-        """Take a request, now or when the new weights are in."""
+    def add(self, request: Request, waiting: Waiting, *, held: bool = True) -> None:
+        """Take a request, now or, if it may be `held`, when the new weights are in."""
         if self.refusal is not None:
             deliver([(waiting, type(self.refusal)(str(self.refusal)))])
             return
         self._waiting[request.id] = waiting
-        if self.holding:
+        if self.holding and held:
             self._held.append(request)
         else:
             self._admit(request)

@@ -17,11 +17,19 @@ BLOCK_ON_CPU = 32
 """Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
 MOST_TOKENS_ON_CPU = 8192
 """Tokens of one step."""
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine steps in this process, whatever the user's environment says."""
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+KEYS = {
+    "max_model_len": "engine.max_context",
+    "max seq len": "engine.max_context",
+    "max_num_seqs": "engine.max_rows",
+    "gpu_memory_utilization": "engine.vllm.memory_share",
+    "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
+    "KV cache": "engine.vllm.kv_cache_mb",
+    "dtype": "model.dtype",
 }
+"""vLLM's words -> the setting that they mean."""
 
 
 def build_llm_engine(
@@ -36,6 +44,7 @@ def build_llm_engine(
 
     `tokenizer`: the folder of the one that grammars are for, if there are to be some. Raises
     EngineError with what vLLM says."""
+    os.environ.update(IN_PROCESS)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
@@ -85,7 +94,17 @@ def build_llm_engine(
     try:
         return LLMEngine.from_engine_args(arguments)
     except Exception as error:
-        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {error}") from error
+        raise EngineError(
+            f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    """What vLLM says, without the dump of its settings, and which of ours are meant."""
+    details = getattr(error, "errors", None)  # pydantic's
+    text = "; ".join(one["msg"] for one in details()) if callable(details) else str(error)
+    meant = dict.fromkeys(key for word, key in KEYS.items() if word in text)
+    return f"{text} (settings: {', '.join(meant)})" if meant else text
 
 
 def _with_grammars(tokenizer: Path) -> dict[str, Any]:

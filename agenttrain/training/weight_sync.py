@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,17 +31,33 @@ class StaleWeights(AgenttrainError):
     """After a weight sync the engine does not sample from the policy."""
 
 
-async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncConfig) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """Log-probabilities of the fixed sequence after a weight sync."""
+
+    policy_T: Tensor
+    engine_T: Tensor
+
+
+async def sync(
+    policy: Policy,
+    engine: Engine,
+    version: int,
+    config: WeightSyncConfig,
+    before: Probed | None = None,
+) -> Probed | None:
     """Every token that `engine` samples from now on is of weights `version`.
 
     An engine that samples from `policy.sampler` itself only forgets what it cached. One with
-    weights of its own is sent them, and then scores a fixed sequence: StaleWeights if the policy's
-    log-probabilities of it are others. All processes of a run do it together.
+    weights of its own is sent them, and then scores a fixed sequence, which is returned:
+    StaleWeights if the policy's log-probabilities of it are others, or if they moved since
+    `before`, the sync before this one, and the engine's did not. All processes of a run do it
+    together.
     """
     if not isinstance(engine, Separate):
         policy.refresh_sampler()
         await engine.update((), version)
-        return
+        return None
     as_adapters = engine.takes_adapters and is_adapted(policy.model)
     await engine.update(
         adapter_weights(policy.model).items() if as_adapters else named_weights(policy.model),
@@ -51,14 +68,34 @@ async def sync(policy: Policy, engine: Engine, version: int, config: WeightSyncC
     expected_T = torch.tensor(
         policy.probe(probe_ids) if sharded else policy_logprobs(policy.model, probe_ids)
     )
-    gap_T = (torch.tensor(await engine.score(probe_ids)) - expected_T).abs()
+    found = Probed(policy_T=expected_T, engine_T=torch.tensor(await engine.score(probe_ids)))
     tolerance = config.tolerance or TOLERANCES.get(policy.model.dtype, OTHER_TOLERANCE)
+    _check_gap(found, version, tolerance)
+    # Merged into weights of 16 bits, small changes of adapters are rounded away.
+    if before and (as_adapters or not is_adapted(policy.model)):
+        _check_moved(before, found, version)
+    return found
+
+
+def _check_gap(found: Probed, version: int, tolerance: float) -> None:
+    gap_T = (found.engine_T - found.policy_T).abs()
     if not gap_T.max() <= tolerance:
         raise StaleWeights(
             f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
             f"from the policy's by up to {gap_T.max().item():.3g} (mean {gap_T.mean().item():.3g}; "
             f"weight_sync.tolerance={tolerance:g}). It does not hold the policy's weights: do "
             "engine and trainer know the same model, in the same format (engine.vllm.quantization)?"
+        )
+
+
+def _check_moved(before: Probed, found: Probed, version: int) -> None:
+    """One step changes little, less than kernels differ in bfloat16: but it changes something."""
+    moved_T = (found.policy_T - before.policy_T).abs()
+    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(found.engine_T, before.engine_T):
+        raise StaleWeights(
+            f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
+            f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
+            "not reach it. resume=… engine=transformers goes on without it"
         )
 
 
