@@ -206,7 +206,10 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         ),
         (("optimizer=sgd", "optimizer.betas=[0.9,0.95]"), "are AdamW's; add optimizer=adamw"),
         (("optimizer=sgd", "optimizer.momentum=0.5"), "is Muon's; add optimizer=muon"),
-        (("distributed=fsdp2", "engine=vllm"), "with distributed=fsdp2 set engine=transformers"),
+        (
+            ("distributed=fsdp2", "engine=vllm", "engine.vllm.tensor_parallel_size=2"),
+            "each process has an engine of its own on its device; set engine.vllm.tensor_para",
+        ),
         (("algorithm=rloo", "algorithm.scale=group"), "algorithm.scale=none or batch"),
         (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
         (

@@ -301,8 +301,9 @@ def test_what_torchrun_started_is_checked_as_it_is(monkeypatch):
     run = composed()
     check_processes(parse([]), [run])
     assert not is_later_node(run.config.distributed)
-    with pytest.raises(ConfigError, match=r"engine=vllm: .* with distributed=ddp set engine="):
-        check_processes(parse([]), [composed("engine=vllm")])
+    shared = composed("engine=vllm", "engine.vllm.tensor_parallel_size=2")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: with distributed=ddp each"):
+        check_processes(parse([]), [shared])
 
 
 def test_what_accelerate_was_told_is_not_left_out(monkeypatch):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 
 import pytest
+from process_runs import agenttrain, metrics, same
 from same_run import assert_same
 
 pytestmark = pytest.mark.slow
@@ -20,54 +16,6 @@ TINY = [
     *("eval.questions=2", "eval.greedy=false", "optimizer.schedule=constant"),
 ]
 TWO = "distributed.processes=2"
-
-
-def agenttrain(*arguments: str) -> None:
-    """A run, to its end."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "agenttrain.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"},
-    )
-    try:
-        printed, _ = started.communicate(timeout=900)  # only a hang takes so long
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == 0, printed
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """A row for each step."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def rollouts(folder: Path, step: int) -> list[dict]:
-    """Of a step, as they are on disk."""
-    lines = (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def same(folder: Path, whole: Path, steps: int) -> None:
-    """The same tasks, seeds and updates as the run of one process; what differs is rounding."""
-    for step in range(1, steps + 1):
-        mine, theirs = rollouts(folder, step), rollouts(whole, step)
-        for what in ("rollout_id", "task_id", "token_ids", "reward"):
-            assert [one[what] for one in mine] == [one[what] for one in theirs], (step, what)
-        assert [one["advantage"] for one in mine] == pytest.approx(
-            [one["advantage"] for one in theirs], abs=1e-6
-        )
-    gap = "sampling/logprob_gap"  # itself a rounding
-    for mine, theirs in zip(metrics(folder), metrics(whole), strict=True):
-        names = [n for n in theirs if not n.endswith("_s") and not n.startswith(gap)]
-        # weights that AdamW moved by a rounding's sign differ in the fourth digit
-        expected = pytest.approx({n: theirs[n] for n in names}, rel=1e-2, abs=1e-5, nan_ok=True)
-        assert {n: mine[n] for n in names} == expected
-        assert mine[f"{gap}_max"] < 1e-4
 
 
 @pytest.fixture(scope="module")

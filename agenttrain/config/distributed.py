@@ -64,10 +64,11 @@ def shared_problems(config: Any, several: bool) -> Iterator[str]:
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
         )
-    if several and config.engine.name == "vllm":
+    size = config.engine.vllm.tensor_parallel_size
+    if several and config.engine.name == "vllm" and size > 1:
         yield (
-            f"engine=vllm: runs in the trainer's process, as the only one there is; with "
-            f"distributed={section.name} set engine=transformers"
+            f"engine.vllm.tensor_parallel_size={size}: with distributed={section.name} each "
+            "process has an engine of its own on its device; set engine.vllm.tensor_parallel_size=1"
         )
 
 

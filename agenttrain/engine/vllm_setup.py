@@ -89,6 +89,7 @@ def build_llm_engine(
         ),
         **(room_for(rank) if rank else {}),
         **({} if tokenizer is None else _with_grammars(tokenizer)),
+        **({"distributed_executor_backend": "external_launcher"} if _among_others() else {}),
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:
@@ -97,6 +98,11 @@ def build_llm_engine(
         raise EngineError(
             f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
         ) from error
+
+
+def _among_others() -> bool:
+    """Whether this is one of several training processes, each with an engine of its own."""
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _told(error: Exception) -> str:

@@ -137,7 +137,7 @@ class Planner:
             yield [(("distributed.cpu_offload", True),)]
 
     def _more_devices(self) -> Choices:
-        if self.config.engine.name == "vllm":  # its engine is in one process's own
+        if self.config.engine.vllm.tensor_parallel_size > 1:  # in one process only
             return []
         now = self.estimate().load.devices
         counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
