@@ -251,6 +251,8 @@ def trls(engine: VllmEngine, trainer: Any, plan: Plan) -> tuple[Time, int]:
 
     trainer._generate_single_turn = generate
     prompts = [[dict(message)] for message in plan.messages]
+    # Its requests have no seeds: the same texts each time, or one is now and then read as no call.
+    torch.manual_seed(0)
     times: list[Time] = []
     with timed(times):
         completion_ids, logprobs = generate(plan.prompts)
