@@ -54,8 +54,13 @@ def torchrun(*arguments: str) -> list[str]:
     return [sys.executable, *start, "-m", "agenttrain.cli", *arguments]
 
 
-def done(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command's end; none of its processes outlives it."""
+def done(
+    arguments: list[str], cwd: Path, first: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command's end; none of its processes outlives it. `first` on its PYTHONPATH, if any."""
+    own = environment()
+    if first:
+        own["PYTHONPATH"] = os.pathsep.join([str(first), own["PYTHONPATH"]])
     with subprocess.Popen(
         arguments,
         stdout=subprocess.PIPE,
@@ -63,7 +68,7 @@ def done(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         text=True,
         cwd=cwd,
-        env=environment(),
+        env=own,
     ) as process:
         try:
             out, err = process.communicate(timeout=HANGS)
@@ -184,6 +189,26 @@ def test_all_processes_end_together(tmp_path, name, code, status):
         assert "stopped by SIGHUP with checkpoints/step-000001; to go on: " in said
     if name == "hung":
         assert "rank 1" in str(found["error"])
+
+
+IN_AN_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn" and "AGENTTRAIN_EXCHANGE" in os.environ:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_signal_while_workers_import_torch_is_a_preemption(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(IN_AN_IMPORT)
+    ended = done(command(*TINY, *TWO, "hydra.run.dir=run"), tmp_path, first=tmp_path)
+    assert ended.returncode == PREEMPTED, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow

@@ -104,10 +104,11 @@ def leave(code: int) -> None:
 
     The threads of a process group whose other members are gone may abort the interpreter's end.
     """
-    import torch.distributed as dist
+    if code == DONE:  # else a signal may have cut the import of torch short: it takes no second one
+        import torch.distributed as dist
 
-    if code == DONE and dist.is_initialized():
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
