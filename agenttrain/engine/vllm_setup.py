@@ -44,17 +44,8 @@ def build_llm_engine(
 
     `tokenizer`: the folder of the one that grammars are for, if there are to be some. Raises
     EngineError with what vLLM says."""
-    os.environ.update(IN_PROCESS)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
-        # when vLLM's functions are decorated.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if config.vllm.tensor_parallel_size > 1:
-            # Its own way puts each worker on cores of its own, and there may be too few.
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    _set_environment(config, on_gpu=on_gpu)
     try:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -98,6 +89,20 @@ def build_llm_engine(
         raise EngineError(
             f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
         ) from error
+
+
+def _set_environment(config: EngineConfig, *, on_gpu: bool) -> None:
+    """What vLLM reads when it is imported."""
+    os.environ.update(IN_PROCESS)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
+        # when vLLM's functions are decorated.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.vllm.tensor_parallel_size > 1:
+            # Its own way puts each worker on cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _among_others() -> bool:

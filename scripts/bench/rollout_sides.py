@@ -301,23 +301,28 @@ def batch(
     return [outputs[index] for index in range(len(prompt_ids))], steps
 
 
-def alone(engine: VllmEngine, sent: list[list[list[int]]], lengths: list[list[int]]) -> Time:
-    """vLLM's own engine with these requests; a turn's comes when the turn before is sampled."""
+def as_ours(tokens: int, *, seed: int) -> Any:
+    """The `SamplingParams` of a request that samples so many tokens, as `VllmEngine` asks."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    return SamplingParams(
+        max_tokens=tokens,
+        seed=seed,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def alone(engine: VllmEngine, sent: list[list[list[int]]], lengths: list[list[int]]) -> Time:
+    """vLLM's own engine with these requests; a turn's comes when the turn before is sampled."""
     llm = engine._driver.llm
 
     def add(rollout: int, turn: int) -> None:
-        parameters = SamplingParams(
-            max_tokens=lengths[rollout][turn],
-            seed=rollout,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        parameters = as_ours(lengths[rollout][turn], seed=rollout)
         prompt = {"prompt_token_ids": sent[rollout][turn]}
         llm.add_request(f"{rollout}-{turn}", prompt, parameters)
 
@@ -348,22 +353,11 @@ def one_request(plan: Plan, context: list[int]) -> tuple[list[list[list[int]]], 
 
 def decode_step_s(engine: VllmEngine, prompt: list[int], rows: int) -> float:
     """Seconds of a decode step with so many rows, the mean of 40."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     llm, mixed, measured = engine._driver.llm, 20, 40
 
     def run() -> float:
         for row in range(rows):
-            parameters = SamplingParams(
-                max_tokens=2 * mixed + measured,
-                seed=row,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            parameters = as_ours(2 * mixed + measured, seed=row)
             llm.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
         for _ in range(mixed):  # prompts are read
             llm.step()
