@@ -1,17 +1,17 @@
 """Run by torchrun in each of two processes: a step's tasks, an evaluation, and errors of one.
 
-Prints, from each process, ``RESULT <rank> {…}``; without torchrun one process has all tasks.
+Each process tells what it found; without torchrun one process has all tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict, replace
 from itertools import chain
 
 import parts
 from parts import LIMITS, call, ids
+from torchrun import tell
 
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.exit_codes import DONE
@@ -159,7 +159,7 @@ def main() -> None:
     """Everything, one after the other: an error of one process leaves the others whole."""
     world = World.start(timeout_s=300)
     found = asyncio.run(all_of_it(world))
-    print("RESULT", world.rank, json.dumps(found), flush=True)
+    tell(world.rank, found)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Run by torchrun in each process: what a policy of several processes saves, sends and blames.
 
 ``process_states.py <ddp|fsdp2> <folder>`` goes on from what one process saved in <folder>/one, and
-saves in <folder>/<mode>; the first process prints ``RESULT {…}``.
+saves in <folder>/<mode>; the first process tells what it found.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from torchrun import tell
 from training_cases import random_groups
 from two_processes import Case, make
 
@@ -133,7 +133,7 @@ def main() -> None:
         }
     found["blamed"] = blamed(mode, world, folder / f"{mode}-crash")
     if world.is_main:
-        print("RESULT", json.dumps(found), flush=True)
+        tell(world.rank, found)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,7 @@ def of_one(folder: Path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def of_two(folder: Path, of_one: dict) -> dict[str, dict]:
     """What two processes make of it, and save themselves, by mode."""
-    found = {}
-    for mode in MODES:
-        printed = torchrun("process_states.py", mode, str(folder)).splitlines()
-        (line,) = [line for line in printed if line.startswith("RESULT ")]
-        found[mode] = json.loads(line.removeprefix("RESULT "))
-    return found
+    return {mode: torchrun("process_states.py", mode, str(folder))[0] for mode in MODES}
 
 
 def close(found: dict, expected: dict, name: str) -> None:

@@ -1,18 +1,18 @@
 """Run by torchrun in each process: updates of a policy on this process's share of the rollouts.
 
-``two_processes.py <ddp|fsdp2> <case>…`` prints, from the first process, ``RESULT {case: {"metrics":
+``two_processes.py <ddp|fsdp2> <case>…`` tells, from the first process, ``{case: {"metrics":
 …, "weights": …, "advantages": …}}``. Without torchrun the one process has all rollouts.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from torchrun import tell
 from training_cases import policy, random_groups
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -218,7 +218,7 @@ def main() -> None:
     world, mode = World.start(), sys.argv[1]
     results = {name: run(CASES[name], mode, world) for name in sys.argv[2:]}
     if world.is_main:
-        print("RESULT", json.dumps(results), flush=True)
+        tell(world.rank, results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Run by torchrun in each of two processes: what `World` does between them.
 
-Prints, from each process, ``RESULT <rank> {…}``.
+Each process tells what it found.
 """
 
 from __future__ import annotations
 
-import json
+from torchrun import tell
 
 from agenttrain.config.exit_codes import DONE
 from agenttrain.processes.worker import leave
@@ -41,7 +41,7 @@ def main() -> None:
         except WorldTimeout as error:
             found["late"], found["missing"] = str(error), list(error.missing)
     found["looks"] = world.looks
-    print("RESULT", world.rank, json.dumps(found), flush=True)
+    tell(world.rank, found)
     # Rank 1 leaves the other meeting only now, so that the store outlives it.
     second.barrier("the last word")
 
