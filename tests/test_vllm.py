@@ -160,6 +160,37 @@ def test_requests(folder: Path) -> None:
     run(folder, use)
 
 
+def test_noise_drawn_ahead_is_that_of_vllm(folder: Path) -> None:
+    """The same tokens and logprobs as vLLM's own sampler draws, a number at each step."""
+
+    async def use(engine: VllmEngine) -> None:
+        async def sampled() -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+            ways = [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}, {"temperature": 0.0}]
+            requests = [
+                engine.generate(
+                    [*PROMPT, seed],
+                    Sampling(max_tokens=20 * (1 + seed), seed=seed, **ways[seed % 4]),
+                    session=f"{seed}",
+                )
+                for seed in range(8)  # up to 160 tokens
+            ]
+            unseeded = [engine.score(PROMPT) for _ in range(3)]
+            *completions, _, _, _ = await asyncio.gather(*requests, *unseeded)
+            return [(one.token_ids, one.logprobs) for one in completions]
+
+        ahead = await sampled()
+        worker = engine._driver.llm.model_executor.driver_worker.worker
+        sampler = worker.model_runner.sampler.topk_topp_sampler
+        ours, sampler.forward = sampler.forward, sampler.forward_cpu
+        assert ours != sampler.forward
+        own = await sampled()
+        assert [ids for ids, _ in ahead] == [ids for ids, _ in own]
+        for (_, mine), (_, theirs) in zip(ahead, own, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+
+    run(folder, use)
+
+
 def with_adapters(settings: LoraSettings = LORA, *, tied: bool = True) -> torch.nn.Module:
     """The tiny model with adapters that change what it says."""
     model = small(tied=tied)

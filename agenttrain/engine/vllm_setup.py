@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from agenttrain.config.schema import EngineConfig
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.vllm_adapters import room_for
+from agenttrain.engine.vllm_noise import draw_ahead
 
 BLOCK_ON_CPU = 32
 """Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
@@ -84,11 +85,14 @@ def build_llm_engine(
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:
-        return LLMEngine.from_engine_args(arguments)
+        llm = LLMEngine.from_engine_args(arguments)
     except Exception as error:
         raise EngineError(
             f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
         ) from error
+    if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
+        draw_ahead(llm)
+    return llm
 
 
 def _set_environment(config: EngineConfig, *, on_gpu: bool) -> None:
