@@ -78,11 +78,26 @@ def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
     segments = one_after_the_other(lengths)
     packed = torch.arange(sum(lengths))
     blocks = make_blocks(segments, CPU)
-    back = torch.cat([packed[block.gather][block.scatter] for block in blocks])
+    parts = packed.split([block.tokens for block in blocks])
+    pairs = zip(blocks, parts, strict=True)
+    back = torch.cat([part[block.gather][block.scatter] for block, part in pairs])
     assert back.tolist() == packed.tolist()
     assert sum(block.segments for block in blocks) == len(lengths)
     for block in blocks:
         assert block.gather.numel() == block.segments * block.length
+
+
+def test_a_prefix_may_stand_in_the_middle_of_a_block() -> None:
+    # p p p of the second block's segment are the last three tokens of the first block
+    segments = [Segment(0, 3), Segment(3, 3), Segment(6, 2, 3, 3), Segment(8, 1, 3, 3)]
+    first, second, third = make_blocks(segments, CPU)
+    assert (first.start, first.tokens, first.segments) == (0, 6, 2)
+    for block in (second, third):
+        assert (block.prefix_block, block.prefix, block.prefix_length) == (0, 3, 3)
+    one, two = make_blocks([Segment(0, 8), Segment(8, 7)], CPU)[0], make_blocks(segments, CPU)[0]
+    assert (one.padding.tolist(), two.padding.tolist()) == ([15], [])
+    assert one.gather.tolist() == [*range(15), 14]
+    assert one.scatter.tolist() == [*range(15)]
 
 
 def test_groups_are_split_whole() -> None:

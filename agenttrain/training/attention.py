@@ -10,13 +10,14 @@ Shapes: 1 x heads x T x head size for queries, keys and values; T tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -84,30 +85,76 @@ def packed_attention(
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
             return attend_varlen(*short, varlen, scaling, kernel)[None], None
-    outputs = [_attend_block(block, *states, scoring=scoring) for block in blocks]
+    # Split at once: the gradient of a slice is as large as what it was taken from.
+    queries, keys, values = (s.split([block.tokens for block in blocks]) for s in states)
+    outputs = [
+        _attend_block(
+            block,
+            _padded(block, query),
+            _after_prefix(block, keys, key),
+            _after_prefix(block, values, value),
+            scoring,
+        )
+        for block, query, key, value in zip(blocks, queries, keys, values, strict=True)
+    ]
     return torch.cat(outputs)[None], None
 
 
+class _Pad(torch.autograd.Function):
+    """[padded positions, …] of a block's own tokens [tokens, …]; a padded row is its last token.
+
+    Beside plain indexing the gradient leaves out what the padding has of it, which is 0: nothing
+    attends to a padded key, and what a padded query finds is dropped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return own.index_select(0, block.gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.block.scatter), None
+
+
+class _Drop(torch.autograd.Function):
+    """[tokens, …] of a block's padded positions [padded positions, …]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return padded.index_select(0, block.scatter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        block = ctx.block
+        return gradient.index_select(0, block.gather).index_fill_(0, block.padding, 0), None
+
+
+def _padded(block: Block, own: Tensor) -> Tensor:
+    """[segments, heads, length, head size] of the block's own tokens [tokens, heads, head size]."""
+    rows = _Pad.apply(own, block) if block.padding.numel() else own
+    return rows.unflatten(0, (block.segments, block.length)).transpose(1, 2)
+
+
+def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Tensor:
+    """The same, each after the block's prefix."""
+    if not block.prefix_length:
+        return _padded(block, own)
+    prefix = all_blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
+    repeated = prefix.transpose(0, 1).expand(block.segments, -1, -1, -1)
+    return torch.cat((repeated, _padded(block, own)), dim=2)
+
+
 def _attend_block(
-    block: Block, query: Tensor, key: Tensor, value: Tensor, *, scoring: Scoring
+    block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 ) -> Tensor:
     """[tokens of the block, heads, head size]"""
-
-    def own(tensor: Tensor) -> Tensor:
-        if block.segments == 1:
-            return tensor[block.start : block.start + block.tokens][None].transpose(1, 2)
-        rows = tensor.index_select(0, block.gather)
-        return rows.unflatten(0, (block.segments, block.length)).transpose(1, 2)
-
-    def whole(tensor: Tensor) -> Tensor:
-        if not block.prefix_length:
-            return own(tensor)
-        prefix = tensor[block.prefix : block.prefix + block.prefix_length].transpose(0, 1)
-        return torch.cat((prefix.expand(block.segments, -1, -1, -1), own(tensor)), dim=2)
-
-    output = attend(own(query), whole(key), whole(value), scoring)
+    output = attend(query, key, value, scoring)
     flat = output.transpose(1, 2).flatten(0, 1)
-    return flat if block.segments == 1 else flat.index_select(0, block.scatter)
+    return _Drop.apply(flat, block) if block.padding.numel() else flat
 
 
 def _refuse(module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]) -> None:

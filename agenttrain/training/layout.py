@@ -10,6 +10,7 @@ attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their ow
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,21 +53,26 @@ class Block:
     segments: int
     length: int
     """Of the longest segment."""
+    prefix_block: int
+    """Which of all blocks holds the prefix, and at which of its tokens it starts."""
     prefix: int
     prefix_length: int
     gather: Tensor
-    """[segments x length] Packed position of every padded one; padding repeats the last token."""
+    """[segments x length] The block's token at every padded position; padding repeats the last."""
     scatter: Tensor
-    """[tokens] Padded position of every packed one."""
+    """[tokens] Padded position of each of the block's tokens."""
+    padding: Tensor
+    """Padded positions that are no token's."""
 
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
     """Blocks of the segments, which stand one after the other from packed position 0."""
-    blocks, first = [], 0
+    blocks: list[Block] = []
+    first = 0
     for index in range(1, len(segments) + 1):
         if index < len(segments) and _alike(segments[first], segments[index]):
             continue
-        blocks.append(_make_block(segments[first:index], device))
+        blocks.append(_make_block(segments[first:index], blocks, device))
         first = index
     return tuple(blocks)
 
@@ -76,20 +82,26 @@ def _alike(longest: Segment, other: Segment) -> bool:
     return same_prefix and SHORTEST * longest.length <= other.length <= longest.length
 
 
-def _make_block(segments: Sequence[Segment], device: torch.device) -> Block:
+def _make_block(
+    segments: Sequence[Segment], before: Sequence[Block], device: torch.device
+) -> Block:
     longest = segments[0]
+    start = longest.start
+    holder = bisect_right([block.start for block in before], longest.prefix) - 1
     steps_L = torch.arange(longest.length, device=device)
     lengths_B1 = torch.tensor([segment.length for segment in segments], device=device)[:, None]
-    starts_B1 = torch.tensor([segment.start for segment in segments], device=device)[:, None]
+    starts_B1 = torch.tensor([s.start - start for s in segments], device=device)[:, None]
     return Block(
-        start=longest.start,
-        tokens=segments[-1].end - longest.start,
+        start=start,
+        tokens=segments[-1].end - start,
         segments=len(segments),
         length=longest.length,
-        prefix=longest.prefix,
+        prefix_block=holder if longest.prefix_length else 0,
+        prefix=longest.prefix - before[holder].start if longest.prefix_length else 0,
         prefix_length=longest.prefix_length,
         gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
         scatter=(steps_L < lengths_B1).flatten().nonzero()[:, 0],
+        padding=(steps_L >= lengths_B1).flatten().nonzero()[:, 0],
     )
 
 
