@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,9 +74,15 @@ def done(
         try:
             out, err = process.communicate(timeout=HANGS)
         finally:
-            for left in [*of_folder(cwd)]:
-                left.kill()
+            kill_left(cwd)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def kill_left(cwd: Path) -> None:
+    """Kill the processes of a folder, some of which may be ending by themselves."""
+    for left in of_folder(cwd):
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
 
 
 def of_folder(cwd: Path) -> Iterator[psutil.Process]:
@@ -177,8 +184,7 @@ def test_all_processes_end_together(tmp_path, name, code, status):
             assert [each for each in left if each.is_running()] == []
         finally:
             signal.signal(signal.SIGHUP, inherited)
-            for each in of_folder(tmp_path):
-                each.kill()
+            kill_left(tmp_path)
     assert process.returncode == code, said
     found = summary(tmp_path / "run")
     assert found["status"] == status
@@ -249,8 +255,7 @@ def test_two_nodes_meet(tmp_path):
     try:
         said = [node.communicate(timeout=HANGS)[0] for node in nodes]
     finally:
-        for left in of_folder(tmp_path):
-            left.kill()
+        kill_left(tmp_path)
     assert [node.returncode for node in nodes] == [0, 0], said
     assert [path.name for path in tmp_path.iterdir()] == ["of_node_0"]
     assert summary(tmp_path / "of_node_0")["processes"] == 2

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -21,7 +22,8 @@ def function() -> Iterator[MathVerify]:
     """One worker process for all of these tests: sympy takes seconds to import."""
     yield MathVerify(answer_s=2)
     for child in psutil.Process().children():
-        child.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 @pytest.mark.parametrize(

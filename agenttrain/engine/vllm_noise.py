@@ -23,11 +23,17 @@ def draw_ahead(llm: Any) -> None:
 
     At every step its `TopKTopPSampler.forward_cpu` asks each row's generator for one number, by
     three operations of torch: a tenth of a step of 64 rows of a small model. Numbers drawn ahead
-    are the same in the same order. Where vLLM samples another way, nothing changes.
+    are the same in the same order; of requests without a seed the noise may be another. Where vLLM
+    samples another way, nothing changes.
     """
-    sampler = llm.model_executor.driver_worker.worker.model_runner.sampler.topk_topp_sampler
-    by_number = getattr(sampler.forward, "__func__", None) is type(sampler).forward_cpu
-    if by_number and not sampler.use_fp64_gumbel:
+    runner = llm.model_executor.driver_worker.worker.model_runner
+    sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another
+    if (
+        sampler is not None
+        and sampler.forward == sampler.forward_cpu
+        and sampler.logprobs_mode == "processed_logprobs"
+        and not sampler.use_fp64_gumbel
+    ):
         sampler.forward = partial(_sample, WeakKeyDictionary())
 
 

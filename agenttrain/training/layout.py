@@ -88,6 +88,9 @@ def _make_block(
     longest = segments[0]
     start = longest.start
     holder = bisect_right([block.start for block in before], longest.prefix) - 1
+    if longest.prefix_length:
+        whole = before[holder].start + before[holder].tokens
+        assert longest.prefix + longest.prefix_length <= whole, "a prefix is one earlier segment"
     steps_L = torch.arange(longest.length, device=device)
     lengths_B1 = torch.tensor([segment.length for segment in segments], device=device)[:, None]
     starts_B1 = torch.tensor([s.start - start for s in segments], device=device)[:, None]
