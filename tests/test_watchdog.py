@@ -123,7 +123,8 @@ def finish(started: tuple[subprocess.Popen[str], Path, str]) -> Stalled:
         return Stalled(code=process.returncode, err=err, run=run, left=names)
     finally:
         for other in marked(mark):
-            other.kill()
+            with suppress(psutil.NoSuchProcess):
+                other.kill()
 
 
 @pytest.fixture(scope="module")
