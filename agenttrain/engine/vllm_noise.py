@@ -22,9 +22,9 @@ def draw_ahead(llm: Any) -> None:
     """Sample the same tokens as vLLM 0.32, at less cost.
 
     At every step its `TopKTopPSampler.forward_cpu` asks each row's generator for one number, by
-    three operations of torch: a tenth of a step of 64 rows of a small model. Numbers drawn ahead
-    are the same in the same order; of requests without a seed the noise may be another. Where vLLM
-    samples another way, nothing changes.
+    three operations of torch: a twentieth of a step of 64 rows of a small model. Numbers drawn
+    ahead are the same in the same order; of requests without a seed the noise may be another. Where
+    vLLM samples another way, nothing changes.
     """
     runner = llm.model_executor.driver_worker.worker.model_runner
     sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another

@@ -86,7 +86,8 @@ def packed_attention(
         if takes(short[0], short[2], scoring):
             return attend_varlen(*short, varlen, scaling, kernel)[None], None
     # Split at once: the gradient of a slice is as large as what it was taken from.
-    queries, keys, values = (s.split([block.tokens for block in blocks]) for s in states)
+    sizes = [block.tokens for block in blocks]
+    queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = [
         _attend_block(
             block,
@@ -100,43 +101,39 @@ def packed_attention(
     return torch.cat(outputs)[None], None
 
 
-class _Pad(torch.autograd.Function):
-    """[padded positions, …] of a block's own tokens [tokens, …]; a padded row is its last token.
+class _Rows(torch.autograd.Function):
+    """Rows at some positions, with a gradient that is a selection of rows too.
 
-    Beside plain indexing the gradient leaves out what the padding has of it, which is 0: nothing
-    attends to a padded key, and what a padded query finds is dropped.
+    `there` [rows] says from which row each comes, `back` [rows before] where each row went, and
+    `unused` which rows before went nowhere, if some did. A row that went to several places has the
+    gradient of the one in `back` only: that of padding is 0, for nothing attends to a padded key,
+    and what a padded query finds is dropped.
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return own.index_select(0, block.gather)
+    def forward(
+        ctx: Any, rows: Tensor, there: Tensor, back: Tensor, unused: Tensor | None
+    ) -> Tensor:
+        ctx.back, ctx.unused = back, unused
+        return rows.index_select(0, there)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, ctx.block.scatter), None
-
-
-class _Drop(torch.autograd.Function):
-    """[tokens, …] of a block's padded positions [padded positions, …]."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, block: Block) -> Tensor:
-        ctx.block = block
-        return padded.index_select(0, block.scatter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        block = ctx.block
-        return gradient.index_select(0, block.gather).index_fill_(0, block.padding, 0), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradient.index_select(0, ctx.back)
+        return (
+            (rows if ctx.unused is None else rows.index_fill_(0, ctx.unused, 0)),
+            None,
+            None,
+            None,
+        )
 
 
 def _padded(block: Block, own: Tensor) -> Tensor:
     """[segments, heads, length, head size] of the block's own tokens [tokens, heads, head size]."""
-    rows = _Pad.apply(own, block) if block.padding.numel() else own
-    return rows.unflatten(0, (block.segments, block.length)).transpose(1, 2)
+    if block.padding.numel():
+        own = _Rows.apply(own, block.gather, block.scatter, None)
+    return own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
 
 
 def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Tensor:
@@ -154,7 +151,9 @@ def _attend_block(
     """[tokens of the block, heads, head size]"""
     output = attend(query, key, value, scoring)
     flat = output.transpose(1, 2).flatten(0, 1)
-    return _Drop.apply(flat, block) if block.padding.numel() else flat
+    if block.padding.numel():
+        flat = _Rows.apply(flat, block.scatter, block.gather, block.padding)
+    return flat
 
 
 def _refuse(module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]) -> None:

@@ -87,25 +87,33 @@ def _make_block(
 ) -> Block:
     longest = segments[0]
     start = longest.start
-    holder = bisect_right([block.start for block in before], longest.prefix) - 1
-    if longest.prefix_length:
-        whole = before[holder].start + before[holder].tokens
-        assert longest.prefix + longest.prefix_length <= whole, "a prefix is one earlier segment"
+    prefix_block, prefix = _place_of_prefix(longest, before)
     steps_L = torch.arange(longest.length, device=device)
     lengths_B1 = torch.tensor([segment.length for segment in segments], device=device)[:, None]
     starts_B1 = torch.tensor([s.start - start for s in segments], device=device)[:, None]
+    real = (steps_L < lengths_B1).flatten()
     return Block(
         start=start,
         tokens=segments[-1].end - start,
         segments=len(segments),
         length=longest.length,
-        prefix_block=holder if longest.prefix_length else 0,
-        prefix=longest.prefix - before[holder].start if longest.prefix_length else 0,
+        prefix_block=prefix_block,
+        prefix=prefix,
         prefix_length=longest.prefix_length,
         gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
-        scatter=(steps_L < lengths_B1).flatten().nonzero()[:, 0],
-        padding=(steps_L >= lengths_B1).flatten().nonzero()[:, 0],
+        scatter=real.nonzero()[:, 0],
+        padding=(~real).nonzero()[:, 0],
     )
+
+
+def _place_of_prefix(segment: Segment, before: Sequence[Block]) -> tuple[int, int]:
+    """Which block holds the prefix, and at which of its tokens it starts; 0, 0 without one."""
+    if not segment.prefix_length:
+        return 0, 0
+    index = bisect_right(before, segment.prefix, key=lambda block: block.start) - 1
+    first = segment.prefix - before[index].start
+    assert first + segment.prefix_length <= before[index].tokens, "a prefix is one earlier segment"
+    return index, first
 
 
 def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:
