@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.certificate import Certificate, certify
@@ -11,6 +13,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
+from agenttrain.config.arithmetic import tasks_of_round
 from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
@@ -35,13 +38,19 @@ ROW_SETS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certified:
-    """A run's chat and tools, and what the certificate says of them together."""
+class ChatTools:
+    """A run's chat and tools."""
 
     tokenizer: Any
     chat: Chat
     toolbox: Toolbox
     environments: Environments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certified(ChatTools):
+    """A run's chat and tools, and what the certificate says of them together."""
+
     certificate: Certificate
     structured_calls: bool = False
     """As `rollout.structured_calls`."""
@@ -56,21 +65,31 @@ def certified(config: RunConfig) -> Certified:
 
     With several environments it is certified with the tools of each.
     """
+    loaded = chat_and_tools(config, *build_tools(config))
+    return Certified(
+        tokenizer=loaded.tokenizer,
+        chat=loaded.chat,
+        toolbox=loaded.toolbox,
+        environments=loaded.environments,
+        certificate=_certificate(loaded.chat, tool_sets(loaded.toolbox, loaded.environments)),
+        structured_calls=config.rollout.structured_calls,
+    )
+
+
+def chat_and_tools(config: RunConfig, toolbox: Toolbox, environments: Environments) -> ChatTools:
+    """Load the run's tokenizer and chat template, for these tools."""
+    tools = any(map(bool, tool_sets(toolbox, environments)))
+    tokenizer, chat = tokenizer_and_chat(config, tools=tools)
+    return ChatTools(tokenizer=tokenizer, chat=chat, toolbox=toolbox, environments=environments)
+
+
+def tokenizer_and_chat(config: RunConfig, *, tools: bool) -> tuple[Any, Chat]:
+    """Load the run's tokenizer and chat template, for a run with or without tools."""
     from transformers import AutoTokenizer
 
-    toolbox, environments = build_tools(config)
-    sets = tool_sets(toolbox, environments)
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model.path))
-    chat = load_chat(
-        tokenizer, config.chat_template, config.response_schema, tools=any(map(bool, sets))
-    )
-    return Certified(
-        tokenizer=tokenizer,
-        chat=chat,
-        toolbox=toolbox,
-        environments=environments,
-        certificate=_certificate(chat, sets),
-        structured_calls=config.rollout.structured_calls,
+    return tokenizer, load_chat(
+        tokenizer, config.chat_template, config.response_schema, tools=tools
     )
 
 
@@ -115,6 +134,68 @@ def prompt_lengths(found: Certified, sources: Mapping[str, TaskSource]) -> dict[
         # An environment's reset may give the whole prompt, which then no row has.
         lengths[key] = [_prompt_length(found, task, key) for task in tasks if task.messages]
     return lengths
+
+
+def context_of(config: RunConfig) -> int | None:
+    """Tokens of one sequence, as the engine will have them; None when no config names a limit."""
+    from transformers import AutoConfig
+
+    if config.engine.max_context is not None:
+        return config.engine.max_context
+    folder = model_folder(config.model.path)
+    if (adapters := folder / "adapter_config.json").is_file():  # the limit is their base model's
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        folder = Path(base)
+    text = AutoConfig.from_pretrained(folder).get_text_config()
+    return getattr(text, "max_position_embeddings", None)
+
+
+def check_room(
+    config: RunConfig,
+    found: Certified,
+    tasks: Splits,
+    lengths: Mapping[str, Sequence[int]],
+    *,
+    training: bool = True,
+) -> None:
+    """Raise ChatError where the prompts of the whole first step fill the context.
+
+    Single prompts that do are left out and counted while the run goes on. `lengths` are those of
+    `prompt_lengths`; without `training` only the evaluation's rows count.
+    """
+    context = context_of(config)
+    if context is None or any(kind.resets for kind in found.environments.kinds.values()):
+        return  # a reset may replace the prompt that the row has
+    step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
+    drawn = {
+        "data.train": step if training else 0,
+        "data.test": min(config.eval.questions, len(tasks.test)),
+    }
+    if config.data.curriculum.enabled:  # draws in an order of its own
+        drawn["data.train"] = 0
+    for key, count in drawn.items():
+        known = lengths.get(key, ())[:count]
+        if not known or min(known) < context:
+            continue
+        later = tasks.by_key[key].tasks(TRIED, max(count - TRIED, 0))
+        if all(_prompt_length(found, task, key) >= context for task in later):
+            setting = "" if config.engine.max_context is None else "engine.max_context="
+            raise ChatError(
+                f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
+                f"have {min(known)} tokens or more, and the context is {setting}{context}; raise "
+                "it, or give shorter prompts"
+            )
+
+
+def overlong(config: RunConfig, lengths: Mapping[str, Sequence[int]]) -> list[str]:
+    """Lines that say how many of the first prompts would be left out of the run."""
+    context = context_of(config)
+    return [
+        f"note: {count} of the first {len(found)} of {key} fill the context of {context} tokens "
+        "and would be left out (data/overlong)"
+        for key, found in lengths.items()
+        if context is not None and (count := sum(length >= context for length in found))
+    ]
 
 
 def told(lengths: Mapping[str, Sequence[int]]) -> str:
@@ -163,22 +244,26 @@ def rewards_of(config: RunConfig, found: Certified, row_tools: Collection[str] =
     Raises ValueError for one on a tool that neither the run nor a row has, and where an
     environment's reward is hidden.
     """
-    rubric = build_rubric(_reward_sections(config, found.environments))
+    rubric = rubric_of(config, found.environments.rewards)
     rubric.check_tools({*found.toolbox.names, *found.environments.tool_names, *row_tools})
     return rubric
 
 
-def _reward_sections(config: RunConfig, environments: Environments) -> dict[str, Any]:
-    sections = reward_sections(config, rewarding=bool(environments.rewards))
+def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
+    """Build the rewards of a run of which the environments `rewarding` have one of their own.
+
+    Raises ValueError where an environment's reward is hidden, or there is none.
+    """
+    sections = reward_sections(config, rewarding=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
-    if environments.rewards and REWARD_TARGET not in targets:
+    if rewarding and REWARD_TARGET not in targets:
         raise ValueError(
             f"reward.{REWARD}._target_={sections[REWARD]['_target_']}: hides the `reward` of "
-            f"environment.{environments.rewards[0]}; give yours another name: reward.mine._target_"
+            f"environment.{rewarding[0]}; give yours another name: reward.mine._target_"
         )
-    if not environments.rewards and REWARD_TARGET in targets:
+    if not rewarding and REWARD_TARGET in targets:
         raise ValueError(
             f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
             f"one, or leave out reward.{REWARD}"
         )
-    return sections
+    return build_rubric(sections)

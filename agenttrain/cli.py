@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,6 +27,7 @@ from agenttrain.config.command import (
     RUN_DIR,
     TIMESTAMP,
     Command,
+    named_folder,
     parse,
     resuming,
     split_verb,
@@ -40,11 +42,14 @@ from agenttrain.config.compose import (
     open_keys,
     register,
 )
-from agenttrain.config.engine_checks import check_installed
+from agenttrain.config.data_settings import check_test_rows
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import INTERRUPTED, REFUSED
+from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
+from agenttrain.config.folders import check_writable
 from agenttrain.config.groups import conf_folder
 from agenttrain.config.help import help_text
+from agenttrain.config.machine import CHECK, Machine, machine_problems
+from agenttrain.config.mcp_server import without_password
 from agenttrain.config.model_path import PARTS, SIZES
 from agenttrain.config.saved import (
     check_new,
@@ -58,27 +63,48 @@ from agenttrain.config.schema import Schedule
 from agenttrain.config.sft import check_init, check_verb
 from agenttrain.config.structured_checks import check_structured
 from agenttrain.config.sweep import expand
+from agenttrain.config.trust import SECTIONS
 from agenttrain.config.validate import validate
-from agenttrain.processes.count import check_processes, is_later_node, started_by_others
+from agenttrain.output import lost_output, protect
+from agenttrain.processes.count import (
+    check_processes,
+    count_gpus,
+    is_later_node,
+    started_by_others,
+)
 from agenttrain.processes.start import as_rank, start
 from agenttrain.submit import submit
 from agenttrain.sweep.compare import compare
+from agenttrain.sweep.process import end_with_sweep
 from agenttrain.sweep.record import is_job
-from agenttrain.types import Task
+
+if TYPE_CHECKING:
+    from agenttrain.data.source import TaskSource
 
 RUNNING_VERBS = ("train", "sft", "eval")
 """Those whose runs a sweep may have."""
+SHORT_ANSWERS = {"--help", "-h", "--version"}
+"""Options that print and run nothing, whatever the verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code (`config/exit_codes.py`)."""
+    protect()
+    end_with_sweep()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
     if started_by_others():
         return as_rank(lambda: _do(arguments))
-    return _do(arguments)
+    code = _do(arguments)
+    if lost := lost_output():
+        print(f"agenttrain: {lost}", file=sys.stderr)
+        # A run's results are in its folder; another verb's are what it prints.
+        prints = SHORT_ANSWERS & set(arguments) or split_verb(arguments)[0] not in RUNNING_VERBS
+        if code == DONE and prints:
+            return FAILED
+    return code
 
 
 def _do(arguments: list[str]) -> int:
@@ -104,7 +130,7 @@ def _do(arguments: list[str]) -> int:
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:
-        for line in str(error).splitlines():
+        for line in without_password(str(error)).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -120,16 +146,38 @@ def _run(command: Command) -> int:
         runs = compose_all(command)
         check_files(runs)
         check_processes(command, runs)
-        check_installed(command.verb, [run.config for run in runs])
-        if command.sweep and command.verb != "check":
+        configs = [run.config for run in runs]
+        problems = machine_problems(command.verb, configs, Machine(count_gpus))
+        if problems and command.verb != CHECK:
+            raise ConfigError("\n".join(problems))
+        if command.sweep and command.verb != CHECK:
             return cli_sweep.start(command, runs)
-    if command.verb == "check":
-        return check(command, runs)
+    if command.verb == CHECK:
+        return _check(command, runs, problems)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
         return start(runs[0], Path(), command.verb)
     return _hand_over(command)
+
+
+def _check(command: Command, runs: Sequence[Composed], problems: list[str]) -> int:
+    """Check what a run is made of, and raise everything that a run would be refused for here."""
+    problems = [*problems, *_taken_folder(command)]
+    try:
+        code = check(command, runs)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *problems])) from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return code
+
+
+def _taken_folder(command: Command) -> Iterator[str]:
+    """The refusal of a new run in a folder that holds one."""
+    folder = None if command.saved or command.sweep else named_folder(command.overrides)
+    if folder is not None and _holds_run(folder):
+        yield str(_taken(folder))
 
 
 def _show(command: Command) -> int:
@@ -147,6 +195,7 @@ def compose_all(command: Command) -> list[Composed]:
         composed = _load(command, command.saved)
         validate(composed.config)
         check_verb(command.verb, overrides)
+        check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
         return [composed]
     if not command.sweep:
@@ -166,8 +215,10 @@ def _load(command: Command, saved: Path) -> Composed:
     if command.auto:
         return resumed_as_begun(saved, open_keys(command.overrides), command.source)
     changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
-    load = evaluated if command.verb == "eval" else resumed
-    return load(saved, open_keys(changes), command.source)
+    if command.verb == "eval":
+        return evaluated(saved, open_keys(changes), command.source, trust=command.trust)
+    runs = () if command.verb == "plan" else SECTIONS
+    return resumed(saved, open_keys(changes), command.source, trust=command.trust, runs=runs)
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
@@ -178,6 +229,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
     check_verb(command.verb, overrides)
     check_init(command.verb, composed.config)
+    check_test_rows(command.verb, composed.config)
     check_structured(command.verb, composed.config)
     return composed
 
@@ -193,6 +245,8 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
         if done is not None and done >= composed.config.steps:
             print(_finished(command.verb, saved, done, composed))
             return 0
+        remedy = "make it writable, or copy the run and resume the copy"
+        check_writable(saved, f"resume={saved}", remedy)
         return _launch(composed, saved, command.verb)
     run = run_of(saved)
     named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
@@ -200,6 +254,7 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     folder = Path(named[-1]) if named else default
     if _holds_run(folder):
         raise _taken(folder)
+    check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
     return _launch(composed, folder, "eval")
 
 
@@ -231,15 +286,21 @@ def _taken(folder: Path) -> ConfigError:
 def _hand_over(command: Command) -> int:
     """Let Hydra make the folder and call back for the run, or print."""
     codes: list[int] = []
-    taken: list[Path] = []
+    refused: list[ConfigError] = []
+    begun: list[bool] = []
 
     def job(raw: DictConfig) -> None:
+        begun.append(True)
         folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
         if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
             composed.config.resume = str(folder)
-        elif _holds_run(folder):
-            taken.append(folder)  # raised after Hydra, which would announce an error of its own
+        try:
+            if _holds_run(folder) and composed.config.resume is None:
+                raise _taken(folder)
+            check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
+        except ConfigError as error:
+            refused.append(error)  # raised after Hydra, which would announce an error of its own
             return
         codes.append(_launch(composed, folder, command.verb, sweep=is_job(folder)))
 
@@ -256,8 +317,15 @@ def _hand_over(command: Command) -> int:
         main(job)()
     except KeyboardInterrupt:
         return codes[-1] if codes else INTERRUPTED
-    if taken:
-        raise _taken(taken[0])
+    except OSError as error:
+        if begun:
+            raise
+        raise ConfigError(
+            f"{RUN_DIR}{error.filename}: the run's folder cannot be made: {error.strerror}; name "
+            f"another one: {RUN_DIR}…"
+        ) from error
+    if refused:
+        raise refused[0]
     return max(codes, default=0)
 
 
@@ -294,18 +362,19 @@ def _plan(arguments: Sequence[str]) -> int:
 
 
 def _tools(arguments: Sequence[str]) -> int:
-    """`tools [--call NAME JSON] [--json] [overrides]`: what the model can call, and a try."""
+    """`tools [--row N] [--task ID] [--call NAME JSON] [--json] [overrides]`: what the model can
+    call, and a try."""
     from agenttrain import show_tools
 
     options, overrides = show_tools.parse(arguments)
     composed = _only(parse(overrides), "tools -m: shows the tools of one run")
 
-    def first_task() -> Task:
+    def rows() -> TaskSource:
         from agenttrain.check import splits_of
 
-        return splits_of(composed.config).train.tasks(0, 1)[0]
+        return splits_of(composed.config).train
 
-    return show_tools.show(composed.config, options, first_task)
+    return show_tools.show(composed.config, options, rows)
 
 
 def _templates(arguments: Sequence[str]) -> int:

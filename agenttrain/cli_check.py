@@ -8,6 +8,7 @@ from pathlib import Path
 from agenttrain.config.command import Command
 from agenttrain.config.compose import Composed
 from agenttrain.config.describe import describe
+from agenttrain.config.engine_checks import float32_on_gpu
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import BUNDLED
 
@@ -22,7 +23,14 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
     if hint := _hint(command, runs):
         print(f"\n{hint}", flush=True)
-    return 0 if _certify_all(runs) else 1
+    passed = _certify_all(runs)
+    notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
+    if notes:
+        import torch  # only here: a wrong setting is answered before
+
+        if torch.cuda.is_available():
+            print("\n" + "\n".join(notes), flush=True)
+    return 0 if passed else 1
 
 
 def check_files(runs: Sequence[Composed]) -> None:
@@ -50,45 +58,46 @@ def certify_files(runs: Sequence[Composed]) -> bool:
     return _certify_all(runs)
 
 
+CERTIFIED = (
+    *("model", "chat_template", "response_schema", "tools", "stop_tools", "environment"),
+    *("data", "reward"),
+)
+"""Sections that the certificate, the rows and their prompts depend on."""
+
+
 def _certify_all(runs: Sequence[Composed]) -> bool:
-    """Print each template's certificate once; whether all passed. Raises ConfigError."""
+    """Print each template's certificate once, and check what every run is made of, as it does
+    itself before it loads weights; whether all certificates passed. Raises ConfigError."""
+    # Tokenizers and torch come with these.
+    from agenttrain.build import complete, verify_model
+    from agenttrain.check import Certified, certified, overlong, told
+    from agenttrain.fingerprints import check_resumed
     from agenttrain.types import AgenttrainError
 
-    parts = (
-        *("model", "chat_template", "response_schema", "tools", "stop_tools", "environment"),
-        *("data", "reward"),
-    )
-    shown: dict[str, bool] = {}
-    for run in runs:
-        structured = run.config.rollout.structured_calls
-        key = repr([structured, *(getattr(run.config, part) for part in parts)])
-        if key not in shown:
-            try:
-                shown[key] = _certify(run)
-            except (AgenttrainError, OSError, ValueError) as error:
-                raise ConfigError(str(error)) from error
-    return all(shown.values())
-
-
-def _certify(run: Composed) -> bool:
-    """Print a run's certificate, and how long its first prompts are; whether it passed."""
-    from agenttrain.check import (  # tokenizers come with it
-        certified,
-        check_rows,
-        prompt_lengths,
-        rewards_of,
-        splits_of,
-        told,
-    )
-
-    found = certified(run.config)
-    print("\n" + "\n".join(found.certificate.lines()), flush=True)
-    if found.certificate.passed:
-        tasks = splits_of(run.config)
-        row_tools = check_rows(found, tasks.by_key)
-        print(told(prompt_lengths(found, tasks.by_key)))
-        rewards_of(run.config, found, row_tools)
-    return found.certificate.passed
+    shown: dict[str, Certified] = {}
+    checked: set[str] = set()
+    for config in (run.config for run in runs):
+        structured = config.rollout.structured_calls
+        key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
+        others = [config.engine, config.eval, config.training, config.optimizer.name]
+        whole = repr([key, *others, config.tasks_per_step, config.resume])
+        try:
+            first = key not in shown
+            if first:
+                verify_model(config)
+                shown[key] = certified(config)
+                print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
+            if not shown[key].certificate.passed or whole in checked:
+                continue
+            checked.add(whole)
+            prepared = complete(config, shown[key])
+            if first:
+                notes = (*prepared.data_notes, *overlong(config, prepared.lengths))
+                print("\n".join((told(prepared.lengths), *notes)))
+            check_resumed(config, prepared)
+        except (AgenttrainError, OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+    return all(found.certificate.passed for found in shown.values())
 
 
 def _hint(command: Command, runs: Sequence[Composed]) -> str | None:

@@ -10,10 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from agenttrain.config.command import Command
 from agenttrain.config.compose import Composed, compose_raw
 from agenttrain.config.errors import ConfigError, explained
+from agenttrain.config.folders import check_writable
 from agenttrain.config.saved import RESUMABLE, resumed
 from agenttrain.config.structured_checks import check_structured
 from agenttrain.config.sweep import expand, is_listed
 from agenttrain.config.sweep_settings import objective_problems
+from agenttrain.config.trust import check_trusted
 from agenttrain.config.validate import validate
 from agenttrain.sweep.record import (
     SweepJob,
@@ -36,6 +38,8 @@ NUMBERED = "${hydra.job.num}"
 def start(command: Command, runs: Sequence[Composed]) -> int:
     """Record a new sweep, of runs that have been checked, and run it. Needs a `hydra_session`."""
     folder, record, listed = new_sweep(command, runs)
+    key = "hydra.sweep.dir="
+    check_writable(folder, f"{key}{folder}", f"name another folder: {key}…")
     write_record(folder, record)
     overrides = record.shared if listed else command.overrides
     sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
@@ -77,6 +81,7 @@ def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed
     folder = command.saved
     assert folder is not None, "go_on() is for resume="
     record = read_record(folder)
+    check_writable(folder, f"resume={folder}", "make it writable")
     with held(folder):
         return _go_on(folder, record, command, compose)
 
@@ -88,6 +93,9 @@ def _go_on(
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
     """`go_on` where nobody else does."""
+    commands = [shown(record.arguments(folder, job)) for job in record.jobs]
+    code = [] if record.own else [*commands, *record.shared]
+    check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
     found = standings(folder, record)
     typed = OverridesParser.create().parse_overrides(command.overrides)
     hydras = [o.input_line or "" for o in typed if o.is_hydra_override()]
@@ -100,7 +108,7 @@ def _go_on(
             )
     for one in found:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
-            config = resumed(one.folder, changes, command.source).config
+            config = resumed(one.folder, changes, command.source, trust=command.trust).config
             validate(config)
             check_structured(record.verb, config)
         elif one.unfinished:
@@ -114,7 +122,14 @@ def _go_on(
         return concluded(folder, 0)
     kept = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
     overrides, name = [*kept, *hydras], command.source.name
-    sweep = Sweep(folder=folder, config_name=name, overrides=overrides, changes=changes)
+    sweep = Sweep(
+        folder=folder,
+        config_name=name,
+        overrides=overrides,
+        changes=changes,
+        # All that is not bundled was agreed to above; the jobs have no terminal to ask on.
+        trust=True,
+    )
     return run_listed(sweep)
 
 

@@ -2,7 +2,7 @@
 
 crash/step-000012/    looks like a run's folder, so that `agenttrain view` shows its rollouts
     crash.json        what happened: step, stage, error, culprits
-    config.yaml       the run's
+    config.yaml       the run's; tools.json too
     rollouts/         step-000012.jsonl, all rollouts of the step that there were
     batch.pt          the rows of the update that failed, tensor by tensor
     checkpoints/      the weights before the update, optimizer and random states
@@ -22,12 +22,14 @@ from typing import Any
 import torch
 
 from agenttrain.rewards.base import RewardError
+from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts_file import write_step
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.training.batch import Row
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints
 from agenttrain.training.policy import Policy
+from agenttrain.training.sharded_state import read_tensors
 from agenttrain.training.world import PeerFailed
 from agenttrain.types import NotFinite, Rollout
 
@@ -103,7 +105,9 @@ class Evidence:
         }
         shutil.rmtree(bundle, ignore_errors=True)
         bundle.mkdir(parents=True)
-        shutil.copyfile(self.folder / "config.yaml", bundle / "config.yaml")
+        for name in ("config.yaml", TOOLS):
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts)
         if isinstance(error, BrokenUpdate):
             write_batch(bundle, error.rows)
@@ -127,7 +131,7 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
     """The rows that `write_batch` wrote; `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     rows = []
-    for saved in torch.load(bundle / "batch.pt", weights_only=True):
+    for saved in read_tensors(bundle / "batch.pt"):
         rollout = by_id[saved["rollout_id"]]
         rollout.advantage = saved["advantage"]
         tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}

@@ -10,6 +10,7 @@ from typing import Any
 
 from agenttrain.config.command import resuming
 from agenttrain.config.exit_codes import FAILED, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.config.mcp_server import without_password
 from agenttrain.job import Job
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.training.checkpoint import NotWritten
@@ -61,7 +62,8 @@ def failed(job: Job, verb: str, error: Exception) -> int:
 def told(error: Exception, folder: Path) -> str:
     """An error in a line, with the path that it is about."""
     nameless = isinstance(error, OSError) and error.filename is None
-    return f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
+    message = f"{type(error).__name__}: {error}" + (f" (run folder {folder})" if nameless else "")
+    return without_password(message)
 
 
 def record(job: Job, **changes: Any) -> None:

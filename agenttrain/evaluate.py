@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from agenttrain.config.schema import EvalConfig, RolloutConfig
-from agenttrain.rollout.collect import Collected, Collector, may_be_scored
+from agenttrain.rollout.collect import Collected, Collector, may_be_scored, unrewarded
 from agenttrain.rollout.deal import Costs
 from agenttrain.rollout.peers import collect_share, merge
 from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
@@ -150,6 +150,12 @@ def _of_all(label: str, share: Collected, group_by: str | None, world: World) ->
 def _tell_unscored(evaluation: Evaluation) -> None:
     """Say why rollouts that ended well have no reward."""
     reasons = [r.error for r in evaluation.rollouts if may_be_scored(r) and r.error is not None]
+    if not reasons and (reason := unrewarded(evaluation.rollouts)):
+        print(
+            f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
+            f"has a reward; the first: {reason}",
+            file=sys.stderr,
+        )
     if reasons:
         print(
             f"note: {evaluation.label} evaluation: {len(reasons)} of {len(evaluation.rollouts)} "

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
+from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig, RunPart
 from agenttrain.config.source_code import code_of
 from agenttrain.config.target import locate
@@ -102,6 +103,12 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
     before = read(folder)
     if before is None:
         return
+    if unknown := [part for part in now if part not in before]:
+        print(
+            f"warning: {folder / FILE}: holds nothing of {', '.join(unknown)}; it is not known "
+            "whether these changed",
+            file=sys.stderr,
+        )
     changed = {part: _changed(before[part], now[part]) for part in now if part in before}
     refused = {part: names for part, names in changed.items() if names and part not in allowed}
     if refused:
@@ -117,23 +124,31 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
         print(f"resume_changed={part}: {told} changed", flush=True)
 
 
+def check_resumed(config: RunConfig, parts: Parts) -> None:
+    """`check_unchanged` for a run that would go on, where it has done a step."""
+    if config.resume is not None and done_steps(Path(config.resume)):
+        check_unchanged(Path(config.resume), fingerprints(config, parts), config.resume_changed)
+
+
 def write(folder: Path, now: Fingerprints) -> None:
     """Keep what the run is from now on."""
     write_atomically(folder / FILE, json.dumps(now, indent=1) + "\n")
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """What the run was; None, with a warning, where that cannot be read."""
+    """What the run was; None, with a warning, where that cannot be read or is not there."""
     path = folder / FILE
-    if not path.exists():
-        return None
     try:
         found: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(digests, dict) for digests in found.values()):
             raise ValueError("not a digest by name for each part")
-    except (ValueError, AttributeError) as error:
-        told = f"it is not known whether data, template or tools changed: {error}"
-        print(f"warning: {path}: not readable, {told}", file=sys.stderr)
+    except (OSError, ValueError, AttributeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        print(
+            f"warning: {path}: {'missing' if missing else 'not readable'}, it is not known whether "
+            f"data, template, tools, rewards or model changed{'' if missing else f': {error}'}",
+            file=sys.stderr,
+        )
         return None
     return found
 

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agenttrain.algorithms.mismatch import likely_cause
-from agenttrain.config.guards import GuardsConfig, OnTrip
-from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.config.guards import GuardsConfig, OnTrip, ToolFailures
+from agenttrain.types import AgenttrainError, Rollout, ToolError
 
 
 class GuardTripped(AgenttrainError):
     """A guard of `guards.*` with action=stop; the message names the figure, its limit, the key."""
+
+
+NOT_THE_TOOLS = (ToolError.malformed, ToolError.unknown_tool, ToolError.limit, ToolError.parallel)
+"""Errors that say nothing about a tool; arguments that do not fit its schema may: a wrong schema.
+"""
+
+
+@dataclass(slots=True)
+class Calls:
+    """Calls of one tool that are not judged yet."""
+
+    made: int = 0
+    failed: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """What the model read of the failures."""
+
+    def failing(self, tool: str, config: ToolFailures) -> str | None:
+        """What is wrong with these calls, if they are enough to say so."""
+        assert config.limit is not None
+        if self.made < config.calls or self.failed < config.limit * self.made:
+            return None
+        often = self.reasons.most_common(1)
+        reason = f"; most often: {often[0][0]}" if often else ""
+        return (
+            f"{self.failed} of {self.made} calls of the tool {tool} failed, which is not below "
+            f"guards.tool_failures.limit={config.limit:g}{reason}"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +52,7 @@ class Guards:
     streak: int = 0
     _tripped: set[str] = field(default_factory=set)
     """Guards that were told and are still beyond their limit."""
+    _calls: dict[str, Calls] = field(default_factory=dict)
 
     def look(
         self,
@@ -47,22 +77,78 @@ class Guards:
             "no_variance": self._streak(streak.limit),
         }
         for name, told in found.items():
-            if told is None:
-                self._tripped.discard(name)
-                continue
-            text = f"step {step}: {told} guards.{name}.limit={getattr(guards, name).limit:g}"
-            if name == "logprob_gap" and (cause := likely_cause(metrics)):
-                text += f"; likely cause: {cause}"
-            if getattr(guards, name).action is OnTrip.stop:
-                raise GuardTripped(f"{text}; guards.{name}.action=warn goes on")
-            if name not in self._tripped:
-                self._tripped.add(name)
-                warn(f"guard: {text}")
+            if told is not None:
+                told = f"{told} guards.{name}.limit={getattr(guards, name).limit:g}"
+                if name == "logprob_gap" and (cause := likely_cause(metrics)):
+                    told += f"; likely cause: {cause}"
+            self._speak(name, name, told, f"step {step}", warn)
+        for tool, told in self._failing(rollouts).items():
+            self._speak("tool_failures", f"tool_failures {tool}", told, f"step {step}", warn)
+
+    def look_at_evaluation(
+        self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
+    ) -> None:
+        """Warn of tools that fail in an evaluation; nothing stops one."""
+        if self.config.tool_failures.limit is None:
+            return
+        calls: dict[str, Calls] = {}
+        _count(rollouts, calls)
+        for tool, counted in calls.items():
+            key = f"tool_failures {tool}"
+            told = counted.failing(tool, self.config.tool_failures)
+            if told is not None and key not in self._tripped:
+                self._tripped.add(key)
+                warn(f"guard: {label}: {told}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the guards of later steps depend on; JSON."""
+        calls = {tool: [calls.made, calls.failed] for tool, calls in self._calls.items()}
+        return {"streak": self.streak, "tool_calls": calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; older checkpoints know no calls."""
+        self.streak = state["streak"]
+        self._calls = {tool: Calls(*counts) for tool, counts in state.get("tool_calls", {}).items()}
+
+    def _speak(
+        self, name: str, key: str, told: str | None, when: str, warn: Callable[[str], None]
+    ) -> None:
+        """Warn or stop as the guard `name` says; `key` is warned of once while it is beyond."""
+        if told is None:
+            self._tripped.discard(key)
+            return
+        if getattr(self.config, name).action is OnTrip.stop:
+            raise GuardTripped(f"{when}: {told}; guards.{name}.action=warn goes on")
+        if key not in self._tripped:
+            self._tripped.add(key)
+            warn(f"guard: {when}: {told}")
+
+    def _failing(self, rollouts: Sequence[Rollout]) -> dict[str, str | None]:
+        """Tools of which enough calls were made, mapped to what is wrong with them."""
+        config = self.config.tool_failures
+        if config.limit is None:
+            return {}
+        _count(rollouts, self._calls)
+        judged = [tool for tool, calls in self._calls.items() if calls.made >= config.calls]
+        return {tool: self._calls.pop(tool).failing(tool, config) for tool in judged}
 
     def _streak(self, limit: int | None) -> str | None:
         if limit is None or self.streak < limit:
             return None
         return f"no rollout had an advantage in {self.streak} steps in a row, as many as"
+
+
+def _count(rollouts: Sequence[Rollout], calls: dict[str, Calls]) -> None:
+    """Add the rollouts' calls by tool; a row's own tool counts as the one that does its work."""
+    for rollout in rollouts:
+        for result in rollout.tool_results:
+            if result.error in NOT_THE_TOOLS:
+                continue
+            counted = calls.setdefault(result.executor or result.call.name, Calls())
+            counted.made += 1
+            if result.error is not None:
+                counted.failed += 1
+                counted.reasons[f"{result.error}: {result.content[:200]}"] += 1
 
 
 def _above(name: str, value: float, limit: float | None) -> str | None:

@@ -101,6 +101,7 @@ class Imitation:
         tokens = sum(rollout.length for rollout in found.rollouts)
         metrics = {
             **{name: value for name, value in training.items() if not name.startswith(SAMPLER)},
+            **self.policy.kernel_metrics(),
             "sft/conversations": len(found.rollouts),
             "sft/tokens": tokens,
             "data/overlong": found.overlong,

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, curriculum_of, load, prepare
+from agenttrain.build import Prepared, curriculum_of, first_prompt, load, prepare
 from agenttrain.clock import Clock
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import DONE, FAILED
@@ -26,7 +27,9 @@ from agenttrain.fingerprints import check_unchanged, fingerprints
 from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
 from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.rollout.collect import Collected, NoRewards, unrewarded
 from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.declared import write_declared
 from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
@@ -46,6 +49,7 @@ from agenttrain.tracking.run_folder import (
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
 from agenttrain.trainer import Trainer
+from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
@@ -144,6 +148,7 @@ def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
         raise
     _same_as_before(job, prepared)
     write_config(job.folder, job.plain, prepared.certificate.hash)
+    write_declared(job.folder, prepared.toolbox, prepared.environments)
     record_fix(job.folder, prepared)
     for note in prepared.data_notes:
         print(note, flush=True)
@@ -169,6 +174,15 @@ def record_fix(folder: Path, prepared: Checked) -> None:
         print(f"{changes.splitlines()[0]} ({file})")
     for warning in prepared.certificate.warnings:
         print(f"  {warning}")
+
+
+def record_kernel(job: Job, prepared: Checked, policy: Policy) -> None:
+    """Record in config.yaml which kernels compute the attention of training; on a GPU print it."""
+    if not job.world.is_main:
+        return
+    write_config(job.folder, job.plain, prepared.certificate.hash, policy.kernel)
+    if policy.device.type == "cuda":
+        print(f"attention: training/kernel={policy.kernel}", flush=True)
 
 
 async def _train(job: Job, prepared: Prepared) -> None:
@@ -225,27 +239,42 @@ async def _evaluate(job: Job, prepared: Prepared) -> None:
     if not job.world.is_main:
         return
     write_step(job.folder, 0, rollouts, limit(job.config.tracker.rollouts))
-    job.record(status="finished", steps=0, eval={"after": to_json(evaluations)})
+    found = {"after": to_json(evaluations)}
+    if (reason := unrewarded(rollouts)) is not None:
+        job.record(steps=0, eval=found)
+        told = f"not one of {len(rollouts)} rollouts has a reward: {reason or 'all of them failed'}"
+        raise NoRewards(told, Collected())
+    job.record(status="finished", steps=0, eval=found)
     _report(job, prepared, trainer.tracker, {}, evaluations)
 
 
 async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    loaded = load(config, prepared, job.world)
+    loaded = load(config, prepared, job.world, job.folder)
     stack.push_async_callback(loaded.engine.aclose)
     stack.push_async_callback(prepared.toolbox.aclose)
     stack.push_async_callback(prepared.environments.aclose)
+    record_kernel(job, prepared, loaded.policy)
     job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
     state = restored(job, checkpoints, loaded.policy)
     done = 0 if state is None else state["step"]
-    probed = await sync(loaded.policy, loaded.engine, done, config.weight_sync)
+    # One engine may compile minutes longer than another.
+    job.world.exchange((), "the engine in every process", patient=True)
+    with job.world.collective("the first weight sync"):
+        probed = await sync(
+            loaded.policy,
+            loaded.engine,
+            done,
+            config.weight_sync,
+            prompt_ids=first_prompt(prepared),
+        )
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     trainer = Trainer(
         config=config,
-        collector=replace(loaded.collector, stop=job.stop),
+        collector=replace(loaded.collector, stop=job.stop, progress=tracker.progress.rollouts),
         policy=loaded.policy,
         train_tasks=prepared.train_tasks,
         test_tasks=prepared.test_tasks,
@@ -265,15 +294,15 @@ async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> T
     return trainer
 
 
-def write_page(config: RunConfig, folder: Path, step: int) -> Path:
-    """The HTML page of a step's rollouts; it lies beside their file."""
+def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = None) -> Path:
+    """Write the HTML page of a step's rollouts; without `to` it lies beside their file."""
     from transformers import AutoTokenizer
 
     # The checkpoint's tokenizer is the one that the run had; model.path may have changed since.
     saved = folder / "checkpoints" / "latest"
     source = saved if saved.exists() else model_folder(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    path = step_path(folder, step).with_suffix(".html")
+    path = to or step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"
     viewer.write(path, read_step(folder, step), tokenizer.decode, title=title)
     return path
@@ -315,5 +344,5 @@ def _telling(evaluations: Sequence[Evaluation]) -> list[Rollout]:
 
 WORK: dict[str, Work[Any]] = {
     "train": Work(prepare=prepare, run=_train),
-    "eval": Work(prepare=prepare, run=_evaluate),
+    "eval": Work(prepare=partial(prepare, training=False), run=_evaluate),
 }

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenttrain.build import make_policy
+from agenttrain.build import check_model, make_policy
 from agenttrain.chat.certificate import Certificate
+from agenttrain.chat.response_export import response_template
 from agenttrain.chat.template import Chat
 from agenttrain.check import certified, check_rows
 from agenttrain.config.schema import RunConfig
@@ -17,7 +18,7 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.source import TaskSource
 from agenttrain.imitation import CROSS_ENTROPY, Imitation, try_rows
 from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
-from agenttrain.launch import evaluated_before, launch, timed
+from agenttrain.launch import evaluated_before, launch, record_kernel, timed
 from agenttrain.rollout.demonstration import Demonstrator
 from agenttrain.rollout.environments import Environments
 from agenttrain.tools.toolbox import Toolbox
@@ -49,9 +50,11 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Tokenizer, template, tools and conversations, of which the first are tried."""
+    check_model(config, sampled=False)
     found = certified(config)
     found.certificate.raise_if_refused()
     found.tokenizer.chat_template = found.chat.saved_template
+    found.tokenizer.response_template = response_template(found.chat)
     tasks = build_tasks(config.data, seed=config.seed)
     check_rows(found, tasks.by_key)
     prepared = Prepared(
@@ -77,6 +80,7 @@ async def _imitate(job: Job, prepared: Prepared) -> None:
             stack.push_async_callback(prepared.toolbox.aclose)
             stack.push_async_callback(prepared.environments.aclose)
             policy = make_policy(config, CROSS_ENTROPY, temperature=1.0)
+            record_kernel(job, prepared, policy)
             imitation = _imitation(job, prepared, policy)
             stack.enter_context(imitation.tracker)
             with job.stop.deferred(imitation.keep):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agenttrain.check import rubric_of
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import Splits
 from agenttrain.data.find import find_tasks
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.declared import read_declared
 from agenttrain.tracking.rollouts_file import read_step
-from agenttrain.types import Task
+from agenttrain.types import RowTool, Task
 
 EVALUATED = 0
 """The step whose file holds the rollouts of `agenttrain eval`."""
@@ -33,6 +36,30 @@ def step_records(folder: Path, step: int, said: str) -> list[dict[str, Any]]:
         known = f"there are {written[0]} to {written[-1]}"
         raise ConfigError(f"{said} step={step}: no rollouts of that step; {known}")
     return list(read_step(folder, step))
+
+
+def recorded_rubric(
+    config: RunConfig,
+    folder: Path,
+    records: Iterable[Mapping[str, Any]],
+    tasks: Iterable[Task] = (),
+) -> Rubric:
+    """Build the rewards of `config` for recorded rollouts of these tasks, and no tool.
+
+    Raises ValueError for a reward on a tool that was not there, as far as tools.json tells.
+    """
+    recorded = list(records)
+    names = list(config.environment)
+    rewarded = any("environment_reward" in record for record in recorded)
+    rubric = rubric_of(config, names if rewarded else [])
+    declared = read_declared(folder)
+    if declared is not None:
+        toolbox, environments = declared
+        own = [
+            tool.name for task in tasks for tool in task.tools or () if isinstance(tool, RowTool)
+        ]
+        rubric.check_tools({*toolbox.names, *environments.tool_names, *own})
+    return rubric
 
 
 def recorded_tasks(

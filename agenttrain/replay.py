@@ -14,13 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.check import Certified, certified, splits_of
+from agenttrain.check import ChatTools, chat_and_tools, splits_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import OnToolFailure, RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.engine.recorded import RecordedEngine
 from agenttrain.evaluate import limits_of, restricted
 from agenttrain.recorded import EVALUATED, recorded_tasks, step_records
+from agenttrain.rollout.build import build_tools
+from agenttrain.rollout.declared import read_declared
+from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
 from agenttrain.rollout.loop import run_rollout
 from agenttrain.rollout.recorded import recorded_tools
 from agenttrain.rollout.seeds import seeds_of
@@ -28,6 +31,7 @@ from agenttrain.show_data import context_of
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.rollouts_read import completions
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import Origin, Rollout, Sampling, StopReason, Task
 
 Record = Mapping[str, Any]
@@ -42,12 +46,16 @@ def replay_rollouts(
 ) -> int:
     """Replay a rollout of a step, or all of them, and print what came of each.
 
-    `live`: its tools are run again instead of their recorded answers. The exit code is 0 when every
-    one is identical. Raises ConfigError for a rollout that is not there.
+    `live`: its tools are run again instead of their recorded answers; else nothing is imported or
+    started for them, as long as tools.json holds their schemas. The exit code is 0 when every one
+    is identical. Raises ConfigError for a rollout that is not there.
     """
     said = f"replay {folder}"
     records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
-    found = certified(config)
+    declared = None if live else read_declared(folder)
+    found = chat_and_tools(config, *(declared or build_tools(config)))
+    if read_summary(folder).get("verb") == "sft":
+        return _print_all(records, _demonstrations(config, found, records), step)
     tasks = recorded_tasks(config, splits_of(config), records, step)
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
@@ -59,6 +67,40 @@ def replay_rollouts(
         tasks = {name: _evaluated(task, config, found) for name, task in tasks.items()}
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, found, records, tasks, live=live))
+    return _print_all(records, differences, step)
+
+
+def _demonstrations(
+    config: RunConfig, found: ChatTools, records: Sequence[Record]
+) -> list[str | None]:
+    """Make the demonstrations of a supervised step anew from their rows; where each differs."""
+    source = splits_of(config).train
+    demonstrate = Demonstrator(
+        chat=found.chat,
+        toolbox=found.toolbox,
+        limits=config.rollout,
+        environments=found.environments,
+    )
+    differences: list[str | None] = []
+    for record in records:
+        # The id begins with the row's place: `7/demonstrations/7`.
+        place, _, name = record["rollout_id"].partition("/")
+        (task,) = source.tasks(int(place), 1)
+        if task.task_id != name:
+            text = f"rollout {record['rollout_id']}: DIFFERS: its row is {task.task_id} now"
+            differences.append(text)
+            continue
+        try:
+            rollout = demonstrate(task, record["rollout_id"])
+        except BadDemonstration as error:
+            differences.append(f"rollout {record['rollout_id']}: DIFFERS: {error}")
+        else:
+            differences.append(difference(record, rollout, found.chat.decode))
+    return differences
+
+
+def _print_all(records: Sequence[Record], differences: Sequence[str | None], step: int) -> int:
+    """Print what came of each rollout; 0 where all are identical, else 1."""
     for record, difference in zip(records, differences, strict=True):
         print(difference or _identical(record))
     same = sum(difference is None for difference in differences)
@@ -67,7 +109,7 @@ def replay_rollouts(
     return int(same < len(records))
 
 
-def _evaluated(task: Task, config: RunConfig, found: Certified) -> Task:
+def _evaluated(task: Task, config: RunConfig, found: ChatTools) -> Task:
     """The task as an evaluation had it."""
     methods = found.environments.toolbox_of(found.environments.kind_of(task))
     return restricted(task, config.eval.tools, (*found.toolbox.names, *methods.names))
@@ -88,7 +130,7 @@ def _chosen(
 
 async def _replay_all(
     config: RunConfig,
-    found: Certified,
+    found: ChatTools,
     records: Sequence[Record],
     tasks: Mapping[str, Task],
     *,
@@ -109,7 +151,7 @@ async def _replay_all(
 
 
 async def replay(
-    record: Record, task: Task, config: RunConfig, found: Certified, *, live: bool
+    record: Record, task: Task, config: RunConfig, found: ChatTools, *, live: bool
 ) -> Rollout:
     """The rollout that the loop makes of a record's completions and tool results.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agenttrain.build import load_policy, prepare
+from agenttrain.build import make_policy
 from agenttrain.check import splits_of
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import read_batch
-from agenttrain.recorded import recorded_tasks, step_records
+from agenttrain.recorded import recorded_rubric, recorded_tasks, step_records
 from agenttrain.rewards.base import RewardError
 from agenttrain.tracking.rollouts_file import step_path
 from agenttrain.tracking.rollouts_read import read_rollout
@@ -25,14 +25,8 @@ def replay_crash(config: RunConfig, bundle: Path) -> int:
     """Do again what failed, and print it. Exit code 0: the same culprits; 1: others, or none."""
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
-    again: Callable[[RunConfig, Path, dict[str, Any]], None] = {
-        "weights": _weights,
-        "logprobs": _logprobs,
-        "reward": _reward,
-        "update": _update,
-    }[crash["stage"]]
     try:
-        again(config, bundle, crash)
+        STAGES[crash["stage"]](config, bundle, crash)
     except (NotFinite, RewardError) as error:
         print(f"replayed  {error}")
         same = list(error.culprits) == crash["culprits"]
@@ -43,31 +37,29 @@ def replay_crash(config: RunConfig, bundle: Path) -> int:
     return 1
 
 
-def _rollouts(
-    config: RunConfig, bundle: Path, step: int, stop_token_ids: tuple[int, ...] = ()
-) -> list[Rollout]:
-    """The step's rollouts; a task that is not in the data now has no columns."""
+def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollout]:
+    """The step's rollouts; one whose task is not given has no columns."""
     if not step_path(bundle, step).exists():
         return []
     records = step_records(bundle, step, f"replay {bundle}")
-    tasks = recorded_tasks(config, splits_of(config), records, step)
     return [
         read_rollout(
             record,
             tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=()),
-            stop_token_ids,
         )
         for record in records
     ]
 
 
 def _logprobs(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    check_logprobs(_rollouts(config, bundle, crash["step"]))
+    check_logprobs(_rollouts(bundle, crash["step"], {}))
 
 
 def _reward(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    rubric = prepare(config).rubric
-    asyncio.run(rubric.score(_rollouts(config, bundle, crash["step"])))
+    records = step_records(bundle, crash["step"], f"replay {bundle}")
+    tasks = recorded_tasks(config, splits_of(config), records, crash["step"])
+    rubric = recorded_rubric(config, bundle, records, tasks.values())
+    asyncio.run(rubric.score(_rollouts(bundle, crash["step"], tasks)))
 
 
 def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
@@ -76,12 +68,21 @@ def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
 
 def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
     policy = _policy(config, bundle)
-    policy.retry(read_batch(bundle, _rollouts(config, bundle, crash["step"])))
+    policy.retry(read_batch(bundle, _rollouts(bundle, crash["step"], {})))
 
 
 def _policy(config: RunConfig, bundle: Path) -> Any:
-    """The policy as it was before what failed."""
-    prepared = prepare(config)
-    policy = load_policy(config, prepared)
-    Checkpoints(bundle / "checkpoints", tokenizer=prepared.tokenizer, keep=1).load_latest(policy)
+    """The policy as it was before what failed; advantages are in the bundle, so rewards are not."""
+    temperature = config.rollout.temperature
+    policy = make_policy(config, config.algorithm, temperature=temperature)
+    Checkpoints(bundle / "checkpoints", tokenizer=None, keep=1).load_latest(policy)
     return policy
+
+
+STAGES: Mapping[str, Callable[[RunConfig, Path, dict[str, Any]], None]] = {
+    "weights": _weights,
+    "logprobs": _logprobs,
+    "reward": _reward,
+    "update": _update,
+}
+"""What failed -> how to do it again."""

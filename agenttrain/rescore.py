@@ -7,12 +7,13 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from agenttrain.check import certified, check_rows, rewards_of, splits_of
+from agenttrain.check import splits_of, tokenizer_and_chat
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.recorded import recorded_tasks, step_records, written_steps
+from agenttrain.recorded import recorded_rubric, recorded_tasks, step_records, written_steps
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import may_be_scored
 from agenttrain.tracking.json_lines import dumps
@@ -53,19 +54,20 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     where a function fails.
     """
     said = f"rescore {folder}"
-    found = certified(config)
-    splits = splits_of(config)
-    rubric = rewards_of(config, found, check_rows(found, splits.by_key))
     steps = written_steps(folder, said) if step is None else [step]
+    recorded = {number: step_records(folder, number, said) for number in steps}
+    splits = splits_of(config)
+    tasks = {n: recorded_tasks(config, splits, records, n) for n, records in recorded.items()}
+    everyone = chain(*(found.values() for found in tasks.values()))
+    rubric = recorded_rubric(config, folder, chain(*recorded.values()), everyone)
+    _, chat = tokenizer_and_chat(config, tools=bool(config.tools or config.environment))
     rows: list[Rescored] = []
-    for number in steps:
-        records = step_records(folder, number, said)
-        tasks = recorded_tasks(config, splits, records, number)
-        _check_columns(rubric, [r for r in records if r["rollout_id"] not in tasks], said)
+    for number, records in recorded.items():
+        known = tasks[number]
+        _check_columns(rubric, [r for r in records if r["rollout_id"] not in known], said)
         for record in records:
-            task = tasks.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
-            stops = found.chat.stop_token_ids
-            old, new = (read_rollout(record, task, stops) for _ in range(2))
+            task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
+            old, new = (read_rollout(record, task, chat.stop_token_ids) for _ in range(2))
             rows.append(Rescored(step=number, old=old, new=new))
     asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
     for line in report(rows):

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import Certified, certified, check_rows, rewards_of, splits_of
+from agenttrain.check import (
+    Certified,
+    certified,
+    check_rows,
+    context_of,
+    rewards_of,
+    splits_of,
+)
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import Splits
 from agenttrain.data.required import column_names
 from agenttrain.data.source import LOOKED_AT, TaskSource
-from agenttrain.types import AgenttrainError, Task
+from agenttrain.rollout.episode import begin, end
+from agenttrain.rollout.seeds import derive_seed
+from agenttrain.types import AgenttrainError, Rollout, Task
 
 MEASURED = 500
 """Prompts whose tokens are counted, from the first row on."""
@@ -63,7 +72,8 @@ def show(config: RunConfig, options: Options) -> int:
             print(line)
         missing = list(_rewards(rewards, tasks))
         print("\n".join(missing))
-        for task in tasks.train.tasks(0, min(options.rows, len(tasks.train))):
+        shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
+        for task in asyncio.run(_begun(shown, found, config.seed)):
             print(_prompt(task, found))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
@@ -73,14 +83,35 @@ def show(config: RunConfig, options: Options) -> int:
     return int(refused or not found.certificate.passed)
 
 
+async def _begun(tasks: Sequence[Task], found: Certified, seed: int) -> list[Task]:
+    """The tasks with the prompts that rollouts of theirs begin with: an environment's reset may
+    give a part of them, or all.
+
+    Raises ToolUnavailable where it fails, or where nobody asks anything.
+    """
+    begun = []
+    try:
+        for task in tasks:
+            rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
+            seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
+            episode = await begin(rollout, found.environments, **seeds)
+            begun.append(rollout.task)
+            await end(rollout, episode)
+    finally:
+        await found.toolbox.aclose()
+        await found.environments.aclose()
+    return begun
+
+
 def _summary(
     tasks: Splits, found: Certified, config: RunConfig, context: int | None
 ) -> Iterator[str]:
     yield from tasks.notes
-    for name, source in (("train", tasks.train), ("test", tasks.test)):
+    for key, source in tasks.by_key.items():
         endless = len(source) == sys.maxsize
-        target = getattr(config.data, name)["_target_"]
-        yield f"data.{name}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
+        section = config.data.test if key == "data.test" else config.data.train
+        target = section.get("_target_", "held out of data.train")
+        yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
         yield f"  columns  {', '.join(_columns(source))}"
         yield from _lengths(source, found, config, context)
 
@@ -103,11 +134,13 @@ def _lengths(
     first = source.tasks(0, min(len(source), MEASURED))
     lengths = sorted(len(prompt_ids(task, found)) for task in first if task.messages)
     if not lengths:
-        yield "  prompts are given by the environment"
+        yield "  prompts are given by the environment's reset"
         return
+    resets = any(kind.resets for kind in found.environments.kinds.values())
     ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
     spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
     of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
+    of += ", without what the environment's reset adds" if resets else ""
     yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{of}"
     if context is None:
         return
@@ -126,21 +159,8 @@ def prompt_ids(task: Task, found: Certified) -> list[int]:
     return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
-def context_of(config: RunConfig) -> int | None:
-    """Tokens of one sequence, as the engine will have them; None when no config names a limit."""
-    from transformers import AutoConfig
-
-    if config.engine.max_context is not None:
-        return config.engine.max_context
-    text = AutoConfig.from_pretrained(model_folder(config.model.path)).get_text_config()
-    return getattr(text, "max_position_embeddings", None)
-
-
 def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:
-    known: dict[str, Any] = {
-        "data.train": column_names(tasks.train),
-        "data.test": column_names(tasks.test),
-    }
+    known: dict[str, Any] = {key: column_names(source) for key, source in tasks.by_key.items()}
     for reward, names in rewards.items():
         if not names:
             yield f"reward.{reward}  needs no column"
@@ -151,8 +171,7 @@ def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[st
 
 
 def _prompt(task: Task, found: Certified) -> str:
-    # An environment's reset may give the whole prompt.
-    ids = prompt_ids(task, found) if task.messages else []
+    ids = prompt_ids(task, found)
     later = "".join(f"\n(later) {text}" for text in task.user_turns)
     rule = f"── task {task.task_id}, {len(ids)} tokens "
     return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{found.chat.decode(ids)}{later}"

@@ -18,6 +18,7 @@ from rich.text import Text
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.source import TaskSource
 from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end
@@ -27,6 +28,8 @@ from agenttrain.types import AgenttrainError, Rollout, Task, ToolCall, ToolConte
 
 EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
 """A value of each JSON type."""
+SEARCHED = 10_000
+"""Rows that are searched for a task's id: rows without end are computed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,47 +38,64 @@ class Options:
 
     calls: tuple[ToolCall, ...]
     as_json: bool
+    row: int | None = None
+    """A row of the training data, from 0: its tools are shown, and calls are made for it."""
+    task_id: str | None = None
+    """The same row by its id."""
+
+    @property
+    def names_a_row(self) -> bool:
+        """Whether there is one of the two."""
+        return self.row is not None or self.task_id is not None
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
-    """Take ``--call NAME JSON`` (any number of them) and ``--json`` out of the arguments."""
+    """Take ``--call NAME JSON`` (any number of them), ``--row N``, ``--task ID`` and ``--json`` out
+    of the arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="agenttrain tools", allow_abbrev=False, add_help=False)
     parser.add_argument("--call", nargs=2, action="append", default=[])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--row")
+    parser.add_argument("--task")
     parser.error = _refuse  # type: ignore[method-assign]
     parsed, rest = parser.parse_known_args(list(arguments))
     calls = tuple(
         ToolCall(id=f"call_{number}", name=name, arguments=_arguments(name, text))
         for number, (name, text) in enumerate(parsed.call)
     )
-    return Options(calls=calls, as_json=parsed.json), rest
+    if parsed.row is not None and parsed.task is not None:
+        raise ConfigError(f"--row {parsed.row} --task {parsed.task}: name the row once")
+    if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
+        raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
+    row = None if parsed.row is None else int(parsed.row)
+    return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), rest
 
 
-def show(config: RunConfig, options: Options, task: Callable[[], Task]) -> int:
-    """Print the tools; call those asked for on `task`. Exit code 1 when a call has an error.
+def show(config: RunConfig, options: Options, rows: Callable[[], TaskSource]) -> int:
+    """Print the tools, or call those asked for. Exit code 1 when a call has an error.
 
-    Raises ConfigError for tools that cannot be built and for calls of tools that are not there.
+    Where the options name a row of `rows`, the tools are those that its model sees; calls are made
+    for it, or else for the first row. Raises ConfigError for tools that cannot be built, and for
+    rows and calls that are not there.
     """
     try:
         toolbox, environments = build_tools(config)
-        results = asyncio.run(_try(toolbox, environments, options.calls, task))
+        row_tools, results = asyncio.run(_try(toolbox, environments, options, rows))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
+    if row_tools is None:
+        tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
     console = Console()
     if options.as_json:
-        boxes: list[tuple[str | None, Toolbox]] = [(None, toolbox), *environments.toolboxes.items()]
-        tools = [
-            {**_described(box, schema), "environment": name}
-            for name, box in boxes
-            for schema in box.schemas()
-        ]
-        plain = {"tools": tools, "calls": [_result(result) for result in results]}
+        listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
+        plain = {"tools": listed, "calls": [_result(result) for result in results]}
         print(json.dumps(plain, indent=2, ensure_ascii=False))
     elif options.calls:
         for result in results:
             _print_result(console, result)
     else:
-        _print_all(console, toolbox, environments)
+        _print_all(console, tools, "this run" if row_tools is None else "this row")
     return int(any(result.error for result in results))
 
 
@@ -99,27 +119,65 @@ def _arguments(name: str, text: str) -> dict[str, Any]:
 async def _try(
     toolbox: Toolbox,
     environments: Environments,
-    calls: Sequence[ToolCall],
-    task: Callable[[], Task],
-) -> list[ToolResult]:
+    options: Options,
+    rows: Callable[[], TaskSource],
+) -> tuple[RowTools | None, list[ToolResult]]:
+    """The tools of the row that was named, if one was, and the results of the calls."""
     try:
-        return await _call(toolbox, environments, calls, task()) if calls else []
+        if not options.calls and not options.names_a_row:
+            return None, []
+        task = _chosen(options, rows())
+        named = options.names_a_row
+        tools_of = f"row {task.task_id}" if named else "the first row"
+        results = await _call(toolbox, environments, options.calls, task, tools_of)
+        return RowTools(task, toolbox, environments) if named else None, results
     finally:
         await toolbox.aclose()
         await environments.aclose()
 
 
+def _chosen(options: Options, rows: TaskSource) -> Task:
+    """The row that was named, else the first one that training draws."""
+    if options.row is not None:
+        if options.row >= len(rows):
+            raise ValueError(f"--row {options.row}: data.train has {len(rows):,} rows, from 0 on")
+        return rows.row(options.row)
+    if options.task_id is None:
+        return rows.tasks(0, 1)[0]
+    searched = min(len(rows), SEARCHED)
+    names = []
+    for number in range(searched):
+        task = rows.row(number)
+        if task.task_id == options.task_id:
+            return task
+        names.append(task.task_id)
+    where = "data.train" if searched == len(rows) else f"the first {searched:,} rows of data.train"
+    raise ValueError(
+        f"--task {options.task_id}: no row of {where} has this task_id"
+        f"{did_you_mean(options.task_id, names)}"
+    )
+
+
 async def _call(
-    toolbox: Toolbox, environments: Environments, calls: Sequence[ToolCall], task: Task
+    toolbox: Toolbox,
+    environments: Environments,
+    calls: Sequence[ToolCall],
+    task: Task,
+    tools_of: str,
 ) -> list[ToolResult]:
-    """One result per call, one after the other as in the turns of one rollout of the task."""
+    """One result per call, one after the other as in the turns of one rollout of the task.
+
+    `tools_of` names the row in an error.
+    """
     known = RowTools(task, toolbox, environments).names
     for call in calls:
         if call.name not in known:
             raise ValueError(
                 f"--call {call.name}: there is no such tool{did_you_mean(call.name, known)}; the "
-                f"tools of the first row are: {', '.join(known) or 'none'}"
+                f"tools of {tools_of} are: {', '.join(known) or 'none'}"
             )
+    if not calls:
+        return []
     rollout = Rollout(task=task, rollout_id="try")
     episode = await begin(rollout, environments, seed=0, group_seed=0)
     results: list[ToolResult] = []
@@ -140,15 +198,19 @@ def _same(context: ToolContext, call: ToolCall) -> ToolContext:
     return context
 
 
-def _described(toolbox: Toolbox, schema: dict[str, Any]) -> dict[str, Any]:
-    name = schema["function"]["name"]
-    limits = asdict(toolbox.limits(name))
-    return {
-        "name": name,
-        "stop_tool": name in toolbox.stop_tools,
-        "limits": limits,
-        "schema": schema,
-    }
+def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
+    """Each tool as plain data."""
+    schemas = tools.schemas() if isinstance(tools, Toolbox) else tools.schemas
+    names = [schema["function"]["name"] for schema in schemas]
+    return [
+        {
+            "name": name,
+            "stop_tool": name in tools.stop_tools,
+            "limits": asdict(tools.limits(name)),
+            "schema": schema,
+        }
+        for name, schema in zip(names, schemas, strict=True)
+    ]
 
 
 def _result(result: ToolResult) -> dict[str, Any]:
@@ -161,34 +223,28 @@ def _result(result: ToolResult) -> dict[str, Any]:
     }
 
 
-def _print_all(console: Console, toolbox: Toolbox, environments: Environments) -> None:
-    _print_tools(console, toolbox)
-    for name, methods in environments.toolboxes.items():
-        console.print(Text(f"environment {name}", "bold"))
-        _print_tools(console, methods)
-    if not toolbox.names and not environments.tool_names:
-        console.print("this run has no tools")
+def _print_all(
+    console: Console, tools: Mapping[str | None, Sequence[Mapping[str, Any]]], of: str
+) -> None:
+    """Print the tools by environment (None: of the run itself)."""
+    for environment, listed in tools.items():
+        if environment is not None:
+            console.print(Text(f"environment {environment}", "bold"))
+        for tool in listed:
+            _print_tool(console, tool)
+    if not any(tools.values()):
+        console.print(f"{of} has no tools")
 
 
-def _print_tools(console: Console, toolbox: Toolbox) -> None:
-    for schema in toolbox.schemas():
-        tool = _described(toolbox, schema)
-        limits = {k: v for k, v in tool["limits"].items() if v not in (None, [])}
-        told = ", ".join(f"{name} {value}" for name, value in limits.items())
-        title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
-        console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
-        console.print(
-            Padding(JSON.from_data(schema, ensure_ascii=False), (0, 0, 0, 2), expand=False)
-        )
-        console.print(Padding(Text(told, "dim"), (0, 0, 0, 2), expand=False))
-        example = json.dumps(dict(_examples(schema)), ensure_ascii=False)
-        console.print(
-            Padding(
-                Text(f"try it: --call {tool['name']} '{example}'", "dim"),
-                (0, 0, 1, 2),
-                expand=False,
-            )
-        )
+def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
+    limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
+    title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
+    console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
+    console.print(_inset(JSON.from_data(tool["schema"], ensure_ascii=False)))
+    limited = ", ".join(f"{name} {value}" for name, value in limits.items())
+    console.print(_inset(Text(limited, "dim")))
+    example = json.dumps(dict(_examples(tool["schema"])), ensure_ascii=False)
+    console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
 
 
 def _examples(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

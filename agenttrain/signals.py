@@ -3,8 +3,8 @@
 Schedulers send the first two some time before they kill, a closed terminal the third. While nothing
 would be lost (imports, the model is being loaded) the first one interrupts at once, as Ctrl-C does.
 Within `deferred` it is noted: `cut_short` ends what is to be done again anyway, everything else is
-finished first, and `check` stands where the run can stop. A second SIGTERM interrupts at once,
-wherever the run is.
+finished first, and `check` stands where the run can stop. A second SIGTERM, at least GRACE_S after
+the first, interrupts at once, wherever the run is; a quicker one repeats the first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import current_thread, main_thread
 from types import FrameType
@@ -22,7 +23,16 @@ from typing import Any, Generic, TypeVar
 from agenttrain.types import AgenttrainError
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-NOTED = "{}: the run stops at the next safe point, with a checkpoint; SIGTERM again: at once\n"
+GRACE_S = 2.0
+"""Between a SIGTERM and the next that counts: GNU timeout sends two, to its child and to the group;
+so do schedulers that signal a job and each of its steps."""
+SETTLE_S = 0.1
+"""The first signal's handler stays so long, so that a repetition is met here and now, and not at
+the end of a backward pass that takes longer than the grace."""
+NOTED = (
+    "{}: the run stops at the next safe point, with a checkpoint; "
+    f"SIGTERM again after {GRACE_S:g} s: at once\n"
+)
 
 Result = TypeVar("Result")
 
@@ -45,6 +55,20 @@ class _Done(Generic[Result]):
 
 
 @dataclass(slots=True)
+class Insistence:
+    """Tells a SIGTERM that was meant as a second one from a repetition of the first."""
+
+    _first: float | None = None
+
+    def arrive(self) -> bool:
+        """Note a SIGTERM; return whether it insists, having come GRACE_S after the first."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        return now - self._first >= GRACE_S
+
+
+@dataclass(slots=True)
 class StopRequest:
     """Whether this process was told to stop, and by which signal."""
 
@@ -53,13 +77,13 @@ class StopRequest:
     passed_on: Callable[[], str | None] = _nobody
     """The signal that who sends this one was told with, if it passes one on under another name."""
     insisted: bool = False
-    """Whether there was a second SIGTERM."""
+    """Whether there was a second SIGTERM that counts."""
     at_once: bool = False
     """Whether the first one found nothing to save, and interrupted."""
     agree: Callable[[bool], bool] = _alone
     """Whether any process of the run was told to, given whether this one was; with several of them
     all have to ask at the same points: ``lambda told: world.max(float(told), "a signal") > 0``."""
-    _terms: int = 0
+    _terms: Insistence = field(default_factory=Insistence, repr=False)
     _deferred: bool = False
     _cancel: Callable[[], None] | None = field(default=None, repr=False)
 
@@ -69,8 +93,7 @@ class StopRequest:
         first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
         leave_terminal()
-        self._terms += number == signal.SIGTERM
-        if number == signal.SIGTERM and self._terms > 1:
+        if number == signal.SIGTERM and self._terms.arrive():
             self.insisted = True
             raise KeyboardInterrupt
         if not first:
@@ -79,9 +102,12 @@ class StopRequest:
             self.at_once = True
             _interrupt()
             return
-        os.write(2, NOTED.format(self.name).encode())  # a handler may not enter sys.stderr's lock
+        with suppress(OSError):  # its reader may be gone
+            # Not through sys.stderr, whose lock the interrupted code may hold.
+            os.write(2, NOTED.format(self.name).encode())
         if self._cancel is not None:
             self._cancel()
+        time.sleep(SETTLE_S)
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:

@@ -23,10 +23,11 @@ from agenttrain.config.command import RUN_DIR, Command, parse
 from agenttrain.config.compose import Composed, compose_run, hydra_session
 from agenttrain.config.distributed import process_problems
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.folders import job_name, run_folder
+from agenttrain.config.folders import check_writable, job_name, run_folder
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.slurm import SlurmConfig, slurm_problems, submission_problems
 from agenttrain.config.sweep import expand
+from agenttrain.config.trust import TRUSTED
 from agenttrain.slurm import sbatch
 from agenttrain.slurm.script import NAME, OFFLINE, JobScript, render
 from agenttrain.slurm.shared import unshared
@@ -79,6 +80,9 @@ def submit(
     with hydra_session(typed.command.source):
         plan = _planned(typed, compose_all)
     _refuse_taken(plan)
+    if not typed.dry:
+        folder = plan.script.folder
+        check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
     # A dry run's output is the script and nothing else: it can be kept in a file.
     with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
@@ -87,10 +91,15 @@ def submit(
     for note in unshared(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
     _show(text)
-    told = (
-        sbatch.lint(text) if sbatch.present() else "there is no sbatch here, which would check it"
-    )
-    print(told, file=sys.stderr)
+    if not sbatch.present():  # so it is a dry run
+        print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
+        return 0
+    try:
+        print(sbatch.lint(text), file=sys.stderr)
+    except sbatch.ClusterUnreachable as error:
+        if not typed.dry:
+            raise
+        print(f"note: not checked by SLURM: {error}", file=sys.stderr)
     if not typed.dry:
         _write(plan, text)
         _tell(plan, sbatch.submit(plan.script.path))
@@ -191,7 +200,8 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _going_on(command: Command, folder: Path, name: str) -> JobScript:
-    started = [command.verb, *command.options, f"resume={folder}", *command.overrides]
+    trust = [TRUSTED] if command.trust else []
+    started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
     return _script(folder, name, [started], array=False)
 
 

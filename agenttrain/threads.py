@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import queue
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import CodeType
+from typing import Any
 
 Inbox = queue.SimpleQueue["_Job | None"]
 
@@ -28,11 +35,200 @@ class Outcome:
 
 
 def attempt(function: Callable[[], object]) -> Outcome:
-    """Call `function` and keep whatever it raises, SystemExit and KeyboardInterrupt included."""
+    """Call `function` and keep whatever it raises, SystemExit and KeyboardInterrupt included.
+
+    The text of the error is made here, once: see `with_fixed_text`.
+    """
     try:
         return Outcome(value=function())
     except BaseException as error:
-        return Outcome(error=error)
+        return Outcome(error=with_fixed_text(error))
+
+
+async def attempt_async(
+    awaitable: Awaitable[object],
+    *,
+    threads: DaemonThreads | None = None,
+    label: str = "",
+    deadline: float = 0.0,
+) -> Outcome:
+    """Await a user's `awaitable` as `attempt` calls a function; a cancellation passes, and so does
+    the KeyboardInterrupt of a signal.
+
+    The text of an error, where code of a user's makes it, is made in one of `threads`.
+    """
+    _contain_tasks(asyncio.get_running_loop())
+    token = _contained.set(True)
+    try:
+        return Outcome(value=await awaitable)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        if _of_signal(error):
+            raise
+        raised = error.stopped if isinstance(error, _Stopped) else error
+    finally:
+        with suppress(ValueError):  # a generator that is closed elsewhere
+            _contained.reset(token)
+    if _has_plain_text(raised):
+        return Outcome(error=raised)
+    made = await (threads or _texts).run(
+        lambda: with_fixed_text(raised), label=label, deadline=deadline
+    )
+    assert isinstance(made.value, BaseException)
+    return Outcome(error=made.value)
+
+
+PLAIN = (str, int, float, bool, bytes, type(None))
+"""Types whose values have a text that no code of a user's makes."""
+
+
+def with_fixed_text(error: BaseException) -> BaseException:
+    """`error`, or one of its type whose text is made already, where code of a user's would make it.
+
+    A `__str__` may hang, or raise SystemExit. It runs here, where its owner's code runs, and never
+    on an event loop or where an error is reported. One that raises leaves the text empty.
+    """
+    if _has_plain_text(error):
+        return error
+    try:
+        text = str.__str__(str(error))
+    except BaseException:
+        text = ""
+    kind = type(error)
+    native: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    own = {
+        "__str__": lambda self: text,
+        "__repr__": lambda self: f"{kind.__name__}({text!r})",
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    # A class that cannot be derived from (pydantic's ValidationError) keeps its name and Python's
+    # own base (ValueError); a group of errors, which is not made without them, its name.
+    fixed: Any
+    for base, maker in ((kind, native), (native, native), (Exception, Exception)):
+        with suppress(BaseException):
+            fixed = maker.__new__(type(kind.__name__, (base,), own))
+            break
+    with suppress(BaseException):
+        fixed.args = (text,)
+        fixed.__dict__.update(error.__dict__)
+        fixed.__cause__, fixed.__context__ = error.__cause__, error.__context__
+        fixed.__suppress_context__ = error.__suppress_context__
+    return fixed.with_traceback(error.__traceback__)
+
+
+def _has_plain_text(error: BaseException) -> bool:
+    kind = type(error)
+    makers = (next(c for c in kind.__mro__ if name in vars(c)) for name in ("__str__", "__repr__"))
+    # The text of a group is its message, and how many errors it has.
+    parts = [error.message] if isinstance(error, BaseExceptionGroup) else [*error.args]
+    if isinstance(error, OSError):
+        parts += [p for p in (error.filename, error.filename2) if not isinstance(p, PurePath)]
+    return all(c.__module__ == "builtins" for c in makers) and all(type(p) in PLAIN for p in parts)
+
+
+def _of_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal raised this KeyboardInterrupt, and not the code it is in."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers = [signal.getsignal(number) for number in signal.Signals]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True  # it leaves no trace: rather ended by a tool than deaf to Ctrl-C
+    codes = {_code(handler) for handler in handlers if callable(handler)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = handler if inspect.isroutine(handler) else type(handler).__call__
+    return getattr(function, "__code__", None)
+
+
+_contained: contextvars.ContextVar[bool] = contextvars.ContextVar("_contained", default=False)
+"""Set in `attempt_async`, and so in every task that is created there."""
+
+
+class _Stopped(Exception):
+    """A task of a user's raised SystemExit or KeyboardInterrupt, which would end the event loop."""
+
+    def __init__(self, stopped: BaseException) -> None:
+        super().__init__(type(stopped).__name__)
+        self.stopped = stopped
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises _Stopped where the one within would end the event loop.
+
+    Its state (``cr_running``, ``cr_frame``) is that of the one within, which anyio and whoever
+    prints a task's stack ask for.
+    """
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._inner.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._inner.throw, *error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        return self._inner.__await__()
+
+    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if _of_signal(error):
+                raise
+            raise _Stopped(error) from error
+
+
+def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Have the tasks that users' code creates (asyncio.wait_for, gather) made _Contained."""
+    before: Any = loop.get_task_factory()
+    if getattr(before, "contains", False):
+        return
+
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+        work = _Contained(work) if _contained.get() else work
+        return (
+            asyncio.Task(work, loop=loop, **options)
+            if before is None
+            else before(loop, work, **options)
+        )
+
+    make.contains = True  # type: ignore[attr-defined]
+    loop.set_task_factory(make)
+
+
+def current_gpu() -> int | None:
+    """Index of the calling thread's GPU; None while this process uses none."""
+    torch = sys.modules.get("torch")  # whoever uses a GPU has imported it
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    index: int = torch.cuda.current_device()
+    return index
+
+
+def use_gpu(index: int | None) -> None:
+    """Make `index`, if any, the calling thread's GPU.
+
+    CUDA's current device belongs to a thread: a new one begins with GPU 0, whichever its process
+    works on.
+    """
+    if index is not None:
+        sys.modules["torch"].cuda.set_device(index)
 
 
 def blocks(function: Callable[..., object]) -> bool:
@@ -48,6 +244,7 @@ class _Job:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
     deadline: float
+    gpu: int | None = field(default_factory=current_gpu)
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     finished: bool = False
 
@@ -94,7 +291,8 @@ class DaemonThreads:
     async def run(
         self, function: Callable[[], object], *, label: str = "", deadline: float = 0.0
     ) -> Outcome:
-        """Run `function` in a thread of its own; cancelling the caller abandons it there.
+        """Run `function` in a thread of its own, on the caller's GPU; cancelling the caller
+        abandons it there.
 
         `deadline`, on the clock of time.monotonic, is when it should have ended.
         """
@@ -139,6 +337,7 @@ class DaemonThreads:
                 continue
             if job is None:
                 return
+            use_gpu(job.gpu)
             outcome = job.context.run(attempt, job.function)
             self._finish(job, inbox)
             job.deliver(outcome)
@@ -159,3 +358,7 @@ class DaemonThreads:
             if job in self._stuck:
                 self._stuck.remove(job)
             self._idle.append(inbox)
+
+
+_texts = DaemonThreads()
+"""For the texts of errors that were raised on an event loop."""

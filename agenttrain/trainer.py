@@ -7,7 +7,7 @@ trains on it together with the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.source import TaskSource
 from agenttrain.evaluate import Best, Evaluation, evaluate
 from agenttrain.guards import Guards, GuardTripped
-from agenttrain.rollout.collect import Collected, Collector
+from agenttrain.rollout.collect import Collected, Collector, NoRewards, unrewarded
 from agenttrain.rollout.deal import Costs
 from agenttrain.rollout.figures import step_figures
 from agenttrain.rollout.peers import merge
@@ -33,7 +33,7 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.weight_sync import Probed, rest, sync
 from agenttrain.training.world import World
-from agenttrain.types import Sampling
+from agenttrain.types import Rollout, Sampling
 from agenttrain.watchdog import Watchdog
 
 
@@ -99,13 +99,13 @@ class Trainer:
         """The main process has seen all rollouts: what it says goes for all."""
         with self.world.together(f"the guards after step {self.done}", GuardTripped):
             if self.world.is_main:
-                self.guards.look(self.done, metrics, collected.rollouts, self.tracker.progress.log)
+                self.guards.look(self.done, metrics, collected.rollouts, self.tracker.warn)
 
     async def step(self, number: int) -> tuple[dict[str, float], Collected]:
         """One step: rollouts, advantages and updates, weight sync; its metrics.
 
         The main process gets the rollouts and metrics of all processes, another its own rollouts.
-        Raises NotFinite and RewardError, with the evidence in the run's folder.
+        Raises NotFinite and RewardError, with the evidence in the run's folder; NoRewards.
         """
         self._clock = clock = Clock(partial(self.watchdog.phase, step=number))
         with self.evidence.of(number) as seen:
@@ -115,6 +115,7 @@ class Trainer:
             with clock("rollout"):
                 drawn = await self._draw(number, costs)
             seen.rollouts = drawn.collected.rollouts
+            self._check_rewards(number, seen.rollouts)
             check_logprobs(seen.rollouts, self.world)
             self.tracker.phase("train")
             with clock("train"):
@@ -131,11 +132,27 @@ class Trainer:
             self.curriculum.learn(self.cursor, self.world.gather(mine, "a step's results"))
         return self._told(drawn, training, clock)
 
+    def _check_rewards(self, number: int, rollouts: Sequence[Rollout]) -> None:
+        """Raise NoRewards on all processes where none has a rollout with a reward."""
+        reasons = self.world.gather([unrewarded(rollouts)], "the rewards of a step")
+        if None not in reasons:
+            reason = next(filter(None, reasons), "no rollout ended well")
+            raise NoRewards(
+                f"step {number}: not one rollout has a reward, so that there is nothing to learn; "
+                f"the first: {reason}",
+                Collected(),
+            )
+
     async def _sync(self, number: int) -> None:
-        # Quantised weights may stay the same where the policy's changed a little.
-        before = None if self.config.engine.vllm.quantization else self.probed
-        config = self.config.weight_sync
-        self.probed = await sync(self.policy, self.collector.engine, number, config, before)
+        self.probed = await sync(
+            self.policy,
+            self.collector.engine,
+            number,
+            self.config.weight_sync,
+            self.probed,
+            # Quantised weights may stay the same where the policy's changed a little.
+            moves=self.config.engine.vllm.quantization is None,
+        )
 
     async def _draw(self, number: int, costs: Costs) -> Drawn:
         source = self.curriculum or self.train_tasks
@@ -161,8 +178,11 @@ class Trainer:
         shares, clocks, stuck = zip(*told, strict=True)
         seconds = {phase: max(one[phase] for one in clocks) for phase in clock.seconds}
         collected = merge(shares)
-        metrics = {**step_figures(self.collector, collected, seconds), **training}
+        figures = step_figures(self.collector, collected, seconds)
+        metrics = {**figures, **training, **self.policy.kernel_metrics()}
         metrics["tools/stuck"] = sum(stuck)
+        if self.probed is not None:
+            metrics |= self.probed.gap.metrics()
         if self.curriculum is not None:
             metrics |= self.curriculum.metrics()
         if self.config.algorithm.resamples:
@@ -190,7 +210,9 @@ class Trainer:
             )
         set_random_states(self._states)
         for evaluation in evaluations:
-            self.tracker.evaluation(f"{label}/{evaluation.label}", self.done, evaluation.metrics())
+            name = f"{label}/{evaluation.label}"
+            self.tracker.evaluation(name, self.done, evaluation.metrics())
+            self.guards.look_at_evaluation(name, evaluation.rollouts, self.tracker.warn)
         # Before the first step there is no checkpoint that could be kept for it.
         if self.done and self.best.look(self.done, evaluations):
             self.tracker.best(self.best.found)
@@ -226,7 +248,7 @@ class Trainer:
         return {
             "cursor": self.cursor,
             "evaluated": self.evaluated,
-            "streak": self.guards.streak,
+            **self.guards.state_dict(),
             "best": self.best.found,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "costs": self.costs.state_dict(),
@@ -237,7 +259,7 @@ class Trainer:
         self.done = self.saved = state["step"]
         self.cursor = state["cursor"]
         self.evaluated = state["evaluated"]
-        self.guards.streak = state["streak"]
+        self.guards.load_state_dict(state)
         self.best.found = state["best"]
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])

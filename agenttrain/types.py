@@ -196,6 +196,8 @@ class ToolCall:
     """What is wrong with the call's text, told to the model; None for a well-formed call."""
     text: str = ""
     """The text of the call as the model wrote it."""
+    lenient: bool = False
+    """It was read only because `response_schema.lenient` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +264,8 @@ class ToolResult:
     """Wall time of the call."""
     done: bool = False
     """The tool declared the episode over (it returned `Done`)."""
+    stop: bool = False
+    """It was a call to a stop tool, by its name: the rollout ends, whatever `error` says."""
     executor: str | None = None
     """The tool of the run that a row's own tool was run by; None: the call names the tool."""
 
@@ -346,6 +350,11 @@ class Rollout:
     reward: float | None = None
     """The rubric's weighted sum; None: no reward function applies."""
     advantage: float | None = None
+    trainer_logprobs: array[float] | None = None
+    """[S] The trainer's logprobs of the sampled tokens, before its first update with them; None:
+    the rollout was not trained on, and nothing else asked for them."""
+    entropies: array[float] | None = None
+    """[S] In nats, of the trainer's distribution that each of these tokens stands for; likewise."""
     seconds: float = 0.0
     _ids: array[int] = field(default_factory=lambda: array("q"))
 

@@ -34,7 +34,9 @@ class Moment:
     nth: int = 1
     number: int = signal.SIGKILL
     times: int = 1
-    """How often it is sent; the second time a moment later."""
+    """How often it is sent."""
+    apart_s: float = 0.0
+    """Between two of them."""
     delay_s: float = 0.0
     action: Callable[[], None] | None = None
     """What to do instead."""
@@ -54,7 +56,8 @@ def arm(moment: Moment) -> None:
                 time.sleep(moment.delay_s)
                 if moment.action is not None:
                     return moment.action()
-                for _ in range(moment.times):
+                for sent in range(moment.times):
+                    time.sleep(moment.apart_s if sent else 0)
                     os.kill(os.getpid(), moment.number)
 
     def forward(module: object, inputs: object) -> None:

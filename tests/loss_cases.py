@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.aggregate import token_weights
-from agenttrain.algorithms.entropy import top_entropy_threshold
+from agenttrain.algorithms.entropy import top_entropy_mask
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.config.algorithm import AlgorithmConfig
 
@@ -51,7 +51,7 @@ def packed(batch: Padded, config: AlgorithmConfig, update: Update) -> LossInputs
     kept = None
     entropy = tokens(batch.entropy)
     if config.top_entropy < 1:
-        kept = entropy >= top_entropy_threshold(entropy, config.top_entropy)
+        kept = top_entropy_mask(entropy, torch.arange(entropy.numel()), config.top_entropy)
     return LossInputs(
         logprobs_S=batch.new[sampled],
         behaviour_S=batch.old[sampled],

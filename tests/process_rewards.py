@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from agenttrain.types import Rollout
@@ -71,6 +72,7 @@ def hung_up(rollout: Rollout, **columns: object) -> float:
     """The launcher's terminal is closed."""
     if RANK == "0" and once_in_step_2(rollout):
         os.kill(os.getppid(), signal.SIGHUP)
+        time.sleep(3.0)  # until the launcher has passed it on: it comes while step 2 is scored
     return plain(rollout)
 
 

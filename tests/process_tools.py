@@ -81,6 +81,54 @@ def behave(how: str) -> object:
     return how
 
 
+SLEEP = ("sleep", "600")
+
+
+def leave(way: str, then: str) -> str:
+    """Leave a process behind that is in no group or session of this one.
+
+    Args:
+        way: How it leaves.
+        then: What becomes of the call.
+    """
+    match way:
+        case "start_new_session":
+            subprocess.Popen(SLEEP, start_new_session=True)
+        case "setpgid":
+            subprocess.Popen(SLEEP, process_group=0)
+        case "setsid":
+            subprocess.run(["setsid", "--fork", *SLEEP], check=True)
+        case "double fork":
+            _daemon(1)
+        case "orphans of orphans":
+            _daemon(4)
+    match then:
+        case "hang":
+            threading.Event().wait()
+        case "exit":
+            os._exit(3)
+        case "kill parent":
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait()
+    return "left"
+
+
+def _daemon(depth: int) -> None:
+    """Leave a chain of sleeping processes without a parent, each in a session of its own."""
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for _ in range(depth - 1):
+        if os.fork():
+            break
+        os.setsid()
+    os.execvp(SLEEP[0], SLEEP)
+
+
 def flaky(file: str, failures: int) -> int:
     """Lose its connection some times.
 

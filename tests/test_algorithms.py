@@ -16,6 +16,7 @@ from loss_python import BONUS, FIXED_LENGTH, python_loss
 from omegaconf import OmegaConf
 
 from agenttrain.algorithms.aggregate import token_weights
+from agenttrain.algorithms.entropy import top_entropy_mask
 from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.surrogate import clipped_surrogate, importance_ratio
@@ -252,6 +253,18 @@ def test_kl_estimators() -> None:
     assert values[KlEstimator.k1] == 0.5
     assert values[KlEstimator.k2] == 0.125
     assert values[KlEstimator.k3] == pytest.approx(0.10653065971263342, abs=1e-15)
+
+
+def test_the_top_entropy_of_equal_tokens_goes_by_place() -> None:
+    entropy = torch.tensor([1.0, 1.0, 1.0, 2.0, 0.0])
+    places = torch.tensor([4, 2, 0, 3, 1])
+    for share, expected in (
+        (0.2, [0, 0, 0, 1, 0]),  # 5 - ceil(.8 x 4) = 1
+        (0.5, [0, 1, 1, 1, 0]),  # 5 - ceil(.5 x 4) = 3: of the ones those of places 0 and 2
+        (0.75, [1, 1, 1, 1, 0]),
+    ):
+        for rounding in torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) * 1e-6:
+            assert top_entropy_mask(entropy + rounding, places, share).int().tolist() == expected
 
 
 def row(**values: object) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_leave_one_out_is_the_mean_of_the_others() -> None:
     )
     # 1 - 0, and 0 - (1 + 0 + 0) / 3
     assert result[0].tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_leave_one_out_is_as_precise_as_the_rewards() -> None:
+    rewards = [0.1, 0.7, 0.2, NAN, 0.4, 0.9, 0.3]
+    known = [Fraction(reward) for reward in rewards if reward == reward]
+    expected = [
+        float(Fraction(r) - (sum(known) - Fraction(r)) / (len(known) - 1)) if r == r else NAN
+        for r in rewards
+    ]
+    result = advantages(
+        torch.tensor([rewards], dtype=torch.float64),
+        baseline=Advantage.leave_one_out,
+        scale=Scale.none,
+    )
+    assert result[0].tolist() == pytest.approx(expected, rel=0, abs=1e-15, nan_ok=True)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

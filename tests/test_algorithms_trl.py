@@ -150,6 +150,10 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         config(surrogate=Surrogate.cispo, clip_high=0.1),
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
+    "cispo_sequence": (
+        config(surrogate=Surrogate.cispo, ratio=Ratio.sequence_mean, clip_high=0.02),
+        {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.02},
+    ),
     "sapo": (
         config(surrogate=Surrogate.sapo, aggregation=SEQUENCE, tau_pos=0.5, tau_neg=2.0),
         {"loss_type": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0},

@@ -30,12 +30,12 @@ QUERY = {
 SCHEMAS = [ADD, QUERY]
 PROBES = [
     *("generation prompt", "same each time", "end of turn", "tools in the prompt"),
-    *("system message", "no call", "reasoning without a call"),
+    *("system message", "control tokens in prompts", "no call", "reasoning without a call"),
     *("control tokens in a user reply", "call of add", "call of sql", "parallel calls"),
     *("three turns", "content beside a call", "reasoning", "empty reply", "error reply"),
     *("unicode reply", "long reply", "control tokens in a tool reply", "later user message"),
 ]
-LOOKING_ON = PROBES[11:]
+LOOKING_ON = PROBES[12:]
 """Probes of more than one turn with calls."""
 
 
@@ -57,6 +57,8 @@ def test_templates_that_fit(name: str) -> None:
     assert [probe.name for probe in certificate.probes] == PROBES
     reasons = {probe.name: probe.reason for probe in certificate.probes if probe.reason}
     assert reasons.pop("end of turn").startswith("a completion ends with <|im_end|>")
+    reason = reasons.pop("control tokens in prompts")
+    assert reason == "7 special tokens and 0 other added ones"
     left_out = "the template leaves out reasoning; the ledger keeps what was sampled"
     names = ["reasoning without a call", "reasoning", "later user message"]
     assert reasons == dict.fromkeys(names, left_out)
@@ -64,7 +66,7 @@ def test_templates_that_fit(name: str) -> None:
 
 def test_no_tools_need_no_tools_in_the_template() -> None:
     names = [probe.name for probe in certify(chat(), []).probes]
-    assert names == PROBES[:8]
+    assert names == PROBES[:9]
 
 
 def test_the_hash_depends_on_template_tools_and_variables() -> None:
@@ -91,7 +93,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 def test_a_template_that_is_prefixed_by_the_count_of_messages_is_refused() -> None:
     reasons = refused("{{- messages | length }}" + TEMPLATE)
-    assert set(reasons) == set(PROBES[5:])
+    assert set(reasons) == set(PROBES[6:])
 
 
 def test_a_template_that_leaves_the_turns_header_to_the_model_is_refused() -> None:
@@ -119,7 +121,7 @@ def test_a_template_that_drops_a_reply_is_refused() -> None:
     reasons = refused(
         TEMPLATE.replace("'\\n<tool_response>\\n' + m.content", "'\\n<tool_response>\\n'")
     )
-    assert set(reasons) == set(PROBES[8:])
+    assert set(reasons) == set(PROBES[9:])
     assert "does not show each of 1 replies" in reasons["call of add"]
 
 
@@ -156,10 +158,13 @@ def test_a_response_schema_that_is_not_the_templates_is_what_the_remedy_names() 
     chat = Chat(tokenizer(), TEMPLATE, load_spec("llama3"), eos_token_ids=[2])
     certificate = certify(chat, SCHEMAS)
     assert certificate.remedy == "Set response_schema=hermes, which reads the template's calls."
-    lines = [line.split() for line in certificate.lines() if line.startswith("  refused")]
-    assert len(lines) == 12
-    assert " ".join(lines[0]).startswith(f"refused call of add {MISREAD}: '<tool_call>")
-    assert {" ".join(line[-4:]) for line in lines[1:]} == {"as `call of add`"}
+    lines = certificate.lines()
+    (refused,) = [n for n, line in enumerate(lines) if line.startswith("  refused")]
+    first = " ".join(lines[refused].split())
+    assert first.startswith(f"refused call of add {MISREAD}: '<tool_call>")
+    others = lines[refused + 1].strip().removeprefix("and for the same reason: ").split(", ")
+    assert len(others) == 11
+    assert others[:3] == ["call of sql", "parallel calls", "three turns"]
     with pytest.raises(CertificateError) as raised:
         certificate.raise_if_refused()
     assert str(raised.value).count(MISREAD) == 1

@@ -96,7 +96,7 @@ def test_a_response_schema_that_does_not_fit(tmp_path: Path, text: str, message:
     ("template", "response", "message"),
     [
         ({"name": "qwem"}, {}, r"chat_template.name=qwem .* auto, .*; did you mean qwen3"),
-        ({"name": "zzz"}, {}, r"is one of auto, cohere, .*, hermes, .*, none, .*qwen3"),
+        ({"name": "zzz"}, {}, r"is one of auto, chatml, cohere, .*, hermes, .*, none, .*qwen3"),
         ({}, {"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
         ({}, {"name": "file"}, "response_schema.path=None: .* both together"),
         ({}, {"path": "x.yaml"}, "response_schema.name=auto .* both together"),

@@ -105,6 +105,14 @@ class _Failing(ScriptedEngine):
         return await super().generate(token_ids, sampling, session=session)
 
 
+def test_progress_counts_every_rollout_as_it_ends():
+    engine = ScriptedEngine(by_session([[ADD, BYE], [BYE]]), max_context=4096)
+    told: list[tuple[int, int]] = []
+    watched = replace(collector(engine), progress=lambda *counts: told.append(counts))
+    asyncio.run(acollect(watched, tasks(2), samples=2))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
 def test_a_failed_rollout_is_counted_and_not_scored():
     engine = _Failing(parts.script(BYE), max_context=4096)
     collected = asyncio.run(acollect(collector(engine), tasks(3)))

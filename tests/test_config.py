@@ -178,6 +178,27 @@ def test_a_model_of_the_users_picks_its_companions(tmp_path: Path) -> None:
     assert config.chat_template.name == "auto"
 
 
+def test_stop_tools_from_groups(tmp_path: Path) -> None:
+    for group, text in (
+        ("tools", "# @package tools.submit\n_target_: my_agent.submit\nstop: true\n"),
+        ("stop", "# @package _global_\nstop_tools: [final_answer, sql]\n"),
+    ):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(text)
+    source = Source(extra=str(tmp_path))
+    chosen = ("experiment=none", "tools=[sql,final_answer,mine]")
+    config = compose(*chosen, source=source).config
+    assert (config.stop_tools, config.tools["submit"]["stop"]) == ([], True)
+    assert "stop tools  submit\n" in describe(config)
+    config = compose(*chosen, "stop=mine", source=source).config
+    assert "stop tools  final_answer, sql, submit\n" in describe(config)
+    # The plain list has the last word over a preset, and a preset over the experiment's list.
+    config = compose(*chosen, "stop=mine", "stop_tools=[sql]", source=source).config
+    assert "stop tools  sql, submit\n" in describe(config)
+    config = compose("stop=mine", source=source).config
+    assert config.stop_tools == ["final_answer", "sql"]
+
+
 def test_a_model_that_ships_shows_how_to_pick_companions() -> None:
     text = (conf_folder() / "model" / "folder.yaml").read_text()
     assert "override /chat_template@_global_.chat_template: " in text

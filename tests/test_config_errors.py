@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.config.compose import Source, compose_run, convert, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError, setting_keys, suggest_key
 from agenttrain.config.validate import validate
+from agenttrain.rewards.build import build_rubric
 
 
 def refusal(*overrides: str, source: Source | None = None) -> str:
@@ -52,6 +54,10 @@ UNREADABLE = {
     "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
     "experiment=null": "a group takes an option (calculator, ",
     "+experiment=shop": "write experiment=shop",
+    "+steps=5": "+steps=5: the key is there already; write steps=5",
+    "+tools.sql.connect=x": "the key is there already; write tools.sql.connect=x",
+    "+experiment.x=4": "+experiment.x=4: unknown key",
+    "data.test={}": "leaves its keys as they are; for no evaluation set eval.questions=0",
     "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
     "~zzz": "nothing of that name to leave out",
     "algorithm.beta=${lr}": "'lr' not found",
@@ -93,6 +99,7 @@ UNUSABLE = {
     "tools.sql.max_result_tokens=many": "must be a whole number of at least 1",
     "tools.sql.retries=-1": "must be a whole number of at least 0",
     "tools.sql.retry_backoff_s=-1": "must be a number of at least 0",
+    "tools.sql.stop=maybe": "expected true or false (true: a call to it ends the rollout)",
     "tools.sql.isolation=proces": "one of: thread, process (did you mean 'process'?)",
     "tools.sql.retry_on=builtins.OSError": "expected a list of errors, e.g. [builtins.Connection",
     "tools.sql.retry_on=[builtins.ConectionError]": "(did you mean 'ConnectionError'?)",
@@ -121,6 +128,7 @@ UNUSABLE = {
     "distributed.nodes=2": "distributed=single is one process; add distributed=ddp or",
     "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
     "engine.vllm.sleep=true": "has no effect without engine=vllm",
+    "engine.dtype=float16": "engine=transformers samples from the policy itself, in model.dtype",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
@@ -231,6 +239,8 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("engine=vllm", "rollout.temperature=0.005"),
             "rollout.temperature=0.005: vLLM would sample at 0.01 instead; raise it",
         ),
+        (("rollout.temperature=1e-40",), "rollout.temperature=1e-40: must be at least 0.01: "),
+        (("eval.temperature=0.001",), "raise it; or set it to 0, which is greedy"),
         (("engine=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM would sample"),
         (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
     ],
@@ -404,6 +414,162 @@ def test_a_broken_file_of_the_users_is_named_with_its_line(tmp_path: Path) -> No
     file.write_text("name: mine\nbeta: [0.1\nkl: k1: k2\n")
     text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
     assert text.startswith(f"{file}, line 3: is no YAML: ")
+
+
+def written(folder: Path, files: dict[str, str]) -> Source:
+    """A --config-dir with these files."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return Source(extra=str(folder))
+
+
+TOOL = "{_target_: agenttrain.tools.calculator.add}"
+BODY = f"""# @package _global_
+tools: {{plus: {TOOL}, add: {TOOL}}}
+reward: {{mine: {{_target_: agenttrain.rewards.exact_match.ExactMatch}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "expected"),
+    [
+        # A first line that was forgotten.
+        (
+            {"experiment/mine.yaml": "steps: 5\n"},
+            ["experiment=mine"],
+            "experiment=mine: its file lacks the first line `# @package _global_`, so that its "
+            "keys would stand in a section 'experiment'; put that line at its top",
+        ),
+        (
+            {"stop/mine.yaml": "stop_tools: [sql]\n"},
+            ["stop=mine"],
+            "stop=mine: its file lacks the first line `# @package _global_`",
+        ),
+        (
+            {"tools/mine.yaml": "_target_: agenttrain.tools.calculator.add\n"},
+            ["tools=[mine]", "stop_tools=[]"],
+            "has no name; a file in tools/ begins with the line `# @package tools.<name>`",
+        ),
+        (
+            {"reward/mine.yaml": "_target_: agenttrain.rewards.exact_match.ExactMatch\n"},
+            ["reward=[mine]"],
+            "has no name; a file in reward/ begins with the line `# @package reward.<name>`",
+        ),
+        # Emptied groups beside a body that stays.
+        (
+            {"experiment/mine.yaml": BODY},
+            ["experiment=mine", "tools=[]", "reward=[]"],
+            "tools=[]: the body of experiment=mine has tools.plus tools.add, which stays; to leave "
+            "it out too add ~tools.plus ~tools.add\nreward=[]: the body of experiment=mine has "
+            "reward.mine, which stays; to leave it out too add ~reward.mine",
+        ),
+        (
+            {"experiment/mine.yaml": BODY},
+            ["experiment=mine", "tools=[]", "~tools.plus", "tools.found._target_=math.hypot"],
+            "has tools.add, which stays; to leave it out too add ~tools.add",
+        ),
+    ],
+)
+def test_a_file_of_the_users_that_says_something_else(
+    files: dict[str, str], overrides: list[str], expected: str, tmp_path: Path
+) -> None:
+    assert expected in refusal(*overrides, source=written(tmp_path, files))
+
+
+def test_an_emptied_group_with_its_body_left_out(tmp_path: Path) -> None:
+    source = written(tmp_path, {"experiment/mine.yaml": BODY})
+    emptied = ["tools=[]", "~tools.plus", "~tools.add", "reward=[]", "~reward.mine"]
+    mine = ["tools.hypot._target_=math.hypot", "+reward.own._target_=parts.add"]
+    with hydra_session(source):
+        composed = compose_run(open_keys(["experiment=mine", *emptied, *mine]), source)
+    assert (list(composed.config.tools), list(composed.config.reward)) == (["hypot"], ["own"])
+
+
+def test_a_name_that_only_another_config_dir_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"experiment/mine.yaml": BODY, "other.yaml": "defaults: [train]\n"}
+    written(tmp_path / "my_conf", files)
+    written(tmp_path / "third", {"experiment/third.yaml": BODY})
+    text = refusal("experiment=mine", source=Source(extra="third"))
+    assert text.startswith(
+        "experiment=mine: no such option; my_conf/experiment/mine.yaml is found with --config-dir "
+        "my_conf; the options are: calculator, "
+    )
+    assert refusal(source=Source(name="other")) == (
+        "--config-name other: there is no other.yaml where it is looked for; my_conf/other.yaml is "
+        "found with --config-dir my_conf"
+    )
+    assert "name one of conf/, or the folder that has it" in refusal(source=Source(name="none"))
+    monkeypatch.chdir(tmp_path / "my_conf")
+    assert "experiment/mine.yaml is found with --config-dir ." in refusal("experiment=mine")
+
+
+REWARDS = """
+def nothing(): return 1.0
+def keyword(*, answer): return 1.0
+def several(*args): return 1.0
+def trl(*, completions, **kwargs): return [1.0]
+class Nothing:
+    def __call__(self): return 1.0
+class Something:
+    def __call__(self, rollout): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "expected"),
+    [
+        ("nothing", {}, "takes no argument; a reward gets the rollout, and the columns that it "),
+        ("Nothing", {}, "takes no argument; a reward gets the rollout, and the columns that it "),
+        ("keyword", {}, "its first parameter cannot be the rollout (too many positional arg"),
+        ("keyword", {"answer": 3}, "its first parameter cannot be the rollout"),
+        *((name, {}, None) for name in ("several", "trl", "Something")),
+    ],
+)
+def test_a_reward_that_the_rollout_cannot_be_passed_to(
+    name: str,
+    bound: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "odd_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    section = {"_target_": f"odd_rewards.{name}", **bound}
+    if expected is not None and name in ("nothing", "Nothing"):  # seen in the source
+        text = refusal("reward=[]", f"reward.mine._target_=odd_rewards.{name}")
+        assert text.startswith(f"reward.mine._target_=odd_rewards.{name}: {expected}")
+    elif expected is None:
+        assert build_rubric({"mine": section}).names == ("mine",)
+    if expected is not None:  # when it is built, whatever could be seen
+        with pytest.raises(
+            ValueError, match=r"its first parameter cannot be the rollout"
+        ) as caught:
+            build_rubric({"mine": section})
+        assert str(caught.value).startswith(f"reward.mine._target_='odd_rewards.{name}'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["eval.every=5"],
+            "eval.every=5: data.test names no rows; data.test_fraction=0.1 holds some of data.t",
+        ),
+        (["eval.every=5", "checkpoint.keep_best=true"], "nothing says which one is the best"),
+        (["data.test.limit=3"], "data.test.path=null: has no value; set data.path=…"),
+        (["data.test_seed=3"], "has no effect without data.test_fraction"),
+    ],
+)
+def test_without_test_rows(
+    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "a"}')
+    assert expected in refusal("data=file", "data.train.path=rows.jsonl", *overrides)
 
 
 def test_a_config_dir_that_does_not_exist() -> None:

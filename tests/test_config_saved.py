@@ -122,6 +122,24 @@ def test_a_config_that_does_not_fit(run: Path, content: str) -> None:
         resume(run)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"- seed: 1\n", "it holds a list, and a run's settings are a mapping of names"),
+        (b"tools: &a\n  b: *a\n", "a value in it contains itself"),
+        (b"seed: ${steps}\nsteps: ${seed}\n", "Recursive interpolation detected"),
+        (b"seed: 1  # \xe4\n", "it is not UTF-8 text: invalid continuation byte at byte 11"),
+    ],
+)
+def test_a_config_that_is_no_mapping_of_settings_is_told_in_a_sentence(run, content, told) -> None:
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        resume(run)
+    message = str(caught.value)
+    assert message.startswith(f"resume={run}: its config.yaml does not fit: {told}")
+    assert message.endswith("; put back the file that the run wrote") and "\n" not in message
+
+
 def test_an_evaluation_takes_the_newest_checkpoint(run: Path) -> None:
     composed = evaluate(run, "data.test.split=test_phrasing", "eval.samples=4")
     expected = str((run / "checkpoints" / "step-000003").resolve())

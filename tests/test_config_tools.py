@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.mcp_server import expanded
@@ -75,3 +76,29 @@ def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         "Authorization": "Bearer s3cret",
         "X": "$5",
     }
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+@pytest.mark.parametrize("credentials", ["me:SECRET", "SECRET"])
+def test_credentials_in_a_url_are_refused_and_not_printed(tmp_path, capsys, verb, credentials):
+    url = f"tools.mcp.url=http://{credentials}@127.0.0.1:9/mcp"
+    folder = tmp_path / "run"
+    assert main([verb, *MCP, url, f"hydra.run.dir={folder}"]) == 2
+    told = capsys.readouterr()
+    assert "tools.mcp.url=http://***@127.0.0.1:9/mcp: holds credentials" in told.err
+    assert "'url=http://$NAME:$PASSWORD@127.0.0.1:9/mcp'" in told.err
+    assert "SECRET" not in told.err + told.out and not folder.exists()
+
+
+def test_the_names_of_credentials_stay_in_a_url(monkeypatch, capsys, tmp_path):
+    """What is sent is their values; what is printed and written, their names or nothing."""
+    pytest.importorskip("mcp")
+    monkeypatch.setenv("MCP_PASSWORD", "SECRET")
+    url = "tools.mcp.url=http://me:$MCP_PASSWORD@127.0.0.1:9/mcp"
+    folder = tmp_path / "run"
+    assert main([*MCP, url, "debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 1
+    told = capsys.readouterr()
+    assert "url=http://me:$MCP_PASSWORD@127.0.0.1:9/mcp: cannot connect" in told.err
+    assert "SECRET" not in told.err + told.out
+    for file in folder.rglob("*"):
+        assert not file.is_file() or "SECRET" not in file.read_text()

@@ -31,7 +31,7 @@ def nan(rollout, answer: str) -> float:
     return float("nan") if answer and rollout.rollout_id == "train-2-1-0" else 1.0
 
 def huge(rollout, **columns) -> float:
-    return 1e300 if rollout.rollout_id == "train-2-1-0" else 0.0
+    return 1e60 if rollout.rollout_id == "train-2-1-0" else 0.0
 """
 
 
@@ -88,7 +88,9 @@ def does_not_fail_again(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
     config = (bundle / "config.yaml").read_text()
     (bundle / "config.yaml").write_text(config.replace("rewards.nan", "rewards.huge"))
     capsys.readouterr()
-    assert main(["replay", str(bundle)]) == 1
+    assert main(["replay", str(bundle)]) == 2  # no run of this user wrote it
+    assert "reward.r._target_=planted_rewards.huge" in capsys.readouterr().err
+    assert main(["replay", str(bundle), "trust=true"]) == 1
     assert capsys.readouterr().out.endswith("replayed  nothing failed this time\n")
 
 

@@ -52,6 +52,28 @@ def tasks(path: Path | str, **settings: object) -> list[Task]:
     return built.tasks(0, len(built))
 
 
+@pytest.mark.parametrize("test", [{}, {"_target_": FILE, "path": None}])
+def test_rows_of_training_alone(test, tmp_path):
+    rows = [{"prompt": f"What is {number}?"} for number in range(200)]
+    train = {"_target_": FILE, "path": str(written(tmp_path, "jsonl", rows))}
+    alone = build_tasks(DataConfig(train=train, test=test), seed=0)
+    assert (len(alone.train), len(alone.test), list(alone.by_key)) == (200, 0, ["data.train"])
+    assert alone.test.tasks(0, 0) == []
+    assert alone.notes == (
+        "data.test: names no rows, so evaluations are left out; data.test_fraction=0.1 holds some "
+        "of data.train out",
+    )
+
+    def held_out(**settings: object) -> list[list[Task]]:
+        splits = build_tasks(DataConfig(train=train, test=test, **settings), seed=0)
+        assert len(splits.train) + len(splits.test) == 200
+        return [source.tasks(0, len(source)) for source in (splits.train, splits.test)]
+
+    first = held_out(test_fraction=0.1)
+    assert 5 < len(first[1]) < 40
+    assert held_out(test_fraction=0.1) == first != held_out(test_fraction=0.1, test_seed=1)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "disk"])
 def test_the_same_rows_from_every_kind(kind, tmp_path):
     found = tasks(written(tmp_path, kind))

@@ -115,6 +115,11 @@ BAD = {
         [calling(said("final_answer", {"answer": "7"})), reply("ok"), ANSWER],
         "it calls a stop tool, and the conversation goes on",
     ),
+    "a tool that the model is not shown": (
+        [calling(said("ad", {"a": 3})), reply("7"), ANSWER],
+        "turn 0: it calls the tool 'ad', which the model is not shown (did you mean 'add'?); its "
+        "tools are: add, final_answer; add the tool to `tools` of the run, or of the row",
+    ),
     "what the template cannot show": (
         [{**ANSWER, "reasoning_content": "Well."}],
         "turn 0: the chat template renders it as",

@@ -86,6 +86,11 @@ def test_noise_depends_on_seed_and_position_only():
     assert all(0 <= u < 1 for u in sampler.noise(-(2**70) + 3, 100))
 
 
+def test_noise_depends_on_all_63_bits_of_a_seed():
+    seeds = [7, *(7 ^ (1 << bit) for bit in range(63))]
+    assert len({tuple(sampler.noise(seed, 3)) for seed in seeds}) == 64
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.floats(-20, 20), min_size=2, max_size=40),

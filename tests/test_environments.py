@@ -242,6 +242,39 @@ def test_a_constructor_that_takes_too_long_is_closed_when_it_is_done():
     assert life() == ["made", "closed"]
 
 
+class Slow(Exception):
+    """An error whose text takes longer than any limit here."""
+
+    def __str__(self) -> str:
+        time.sleep(3)
+        return "at last"
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (SystemExit(3), "its reset failed with RuntimeError: SystemExit: 3"),
+        (KeyboardInterrupt(), "its reset failed with RuntimeError: KeyboardInterrupt"),
+        (Slow(), "its reset took too long"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_reset_raises_stays_in_the_environment(raised, told, is_async):
+    class World(worlds.Life):
+        def reset(self) -> None:
+            raise raised
+
+    class AsyncWorld(worlds.Life):
+        async def reset(self) -> None:
+            await asyncio.sleep(0)
+            raise raised
+
+    world = environments(AsyncWorld if is_async else World, hook_timeout_s=0.3)
+    rollout = run(BYE, worlds_=world)
+    assert rollout.stop_reason is StopReason.error
+    assert told in str(rollout.error)
+
+
 def test_a_reset_that_takes_too_long():
     done = run(BYE, worlds_=environments(worlds.SlowToReset, hook_timeout_s=0.3))
     assert "its reset took too long" in str(done.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from agenttrain.chat.families import Edit, Family, families, parse_family, patte
 from agenttrain.chat.fix import fixed
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.originals import original, originals_folder, small_tokenizer
-from agenttrain.chat.table import EXAMPLE_TOOLS, Row, markdown, plain, rows, to_json
+from agenttrain.chat.table import EXAMPLE_TOOLS, Row, markdown, plain, recorded, rows, to_json
 from agenttrain.chat.template import Chat
 from agenttrain.cli import main
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
@@ -191,6 +191,50 @@ def test_the_suffix_after_every_kind_of_end(family: str) -> None:
     others = [token for token in chat.stop_token_ids if token != stop_id]
     for other in others:
         assert suffix([*body, other], Finish.stop) == stop + expected
+
+
+def test_an_answer_that_ended_has_no_second_end_before_a_later_user_turn() -> None:
+    chat = chat_of("gpt-oss", "gptoss")
+    control = chat.encoder.control
+    answer = AssistantTurn(content="7", reasoning=None, calls=())
+    user: Message = {"role": "user", "content": "And 4 + 5?"}
+
+    def after(*end: str, finish: Finish = Finish.stop) -> str:
+        sampled = [*chat.encode_plain("7"), *(control[token] for token in end)]
+        spans = chat.suffix(
+            answer, [user], completion_ids=sampled, finish=finish, generation_prompt=True
+        )
+        lengths = chat.wrapper_length(
+            answer, [user], completion_ids=sampled, finish=finish, generation_prompt=True
+        )
+        ids = [token for _, found in spans for token in found]
+        assert lengths + len(chat.encode_plain("And 4 + 5?")) == len(ids)
+        return chat.decode(ids)
+
+    following = "<|start|>user<|message|>And 4 + 5?<|end|><|start|>assistant"
+    # Served: <|end|>, then `following`. Trained: the sampled <|return|> in place of <|end|>.
+    assert after("<|return|>") == following
+    assert after("<|end|>") == following
+    assert after() == after("<|call|>") == after(finish=Finish.length) == "<|end|>" + following
+    served = chat.render(
+        [{"role": "user", "content": "u"}, answer.message(), user], generation_prompt=True
+    )
+    assert served.endswith("<|channel|>final<|message|>7<|end|>" + following)
+
+
+def test_the_certificate_tells_where_trained_and_served_contexts_differ() -> None:
+    differing = {}
+    for family, source in ORIGINALS:
+        last, followed = chat_of(family, source).answer_ends()
+        if last != followed:
+            differing[family] = chat_of(family, source)
+    assert list(differing) == ["gpt-oss"]
+    certificate = certify(differing["gpt-oss"], EXAMPLE_TOOLS)
+    (warning,) = [text for text in certificate.warnings if "<|return|>" in text]
+    assert "is trained with <|return|> in view and served with <|end|>" in warning
+    remark = "<|return|> stays where it was sampled, in place of <|end|>"
+    probes = {probe.name for probe in certificate.probes if remark in probe.reason}
+    assert {"no call", "reasoning without a call"} <= probes
 
 
 @pytest.mark.parametrize(("family", "source"), WITH_TOOLS)
@@ -382,19 +426,45 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(path.read_text())
     assert path.read_text() == to_json(table())
     keys = {"family", "tools", "prefix_preserving", "fix", "parser", "reasoning", "certificate"}
+    keys |= {"certified"}
     assert all(keys == set(row) for row in found)
     assert [row["family"] for row in found] == list(families())
 
 
+def test_the_shipped_table_is_the_table() -> None:
+    shipped = recorded()
+    assert list(shipped) == list(families()), "scripts/certify_templates"
+    assert [replace(row, certified=None) for row in shipped.values()] == table()
+    assert all(row.certified is None for row in table())
+
+
 def test_the_table_without_the_originals(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("agenttrain.chat.originals.TRL", "no_such_module")
     assert originals_folder() is None
-    assert main(["templates"]) == 0
+    path = tmp_path / "table.json"
+    assert main(["templates", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "The stock templates come with the test extra" in out
-    assert re.search(r"qwen3 +yes +\? +qwen +unknown +not run", out)
+    assert plain(table()) in out
+    shipped = re.search(
+        r"Not certified now but on (\S+ with transformers \S+, trl \S+, .*?): ", out
+    )
+    assert shipped is not None
+    rows = {row["family"]: row for row in json.loads(path.read_text())}
+    assert rows["qwen3"]["certified"] == shipped[1]
+    assert rows["chatml"]["certified"] is None
+    assert "cohere, deepseek-r1" in out
+
+
+def test_chatml_and_the_first_mistrals_are_known() -> None:
+    assert chat_of("chatml", "own:dbrx").fix.family == "chatml"
+    prompt: list[Message] = [{"role": "user", "content": "u"}]
+    chat = chat_of("mistral-v1", "mistral_common:v1")
+    assert chat.decode(chat.prompt_ids(prompt, [])) == "<s> [INST] u [/INST]"
+    certificates = {row.family: row.certificate for row in table()}
+    assert certificates["chatml"] == "passed, on templates of ours"
+    assert certificates["mistral-v1"] == "passed"
 
 
 def test_the_command_certifies_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,10 +10,10 @@ import pytest
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.errors import ConfigError
-from agenttrain.config.guards import Guard, GuardsConfig, OnTrip, Streak
+from agenttrain.config.guards import Guard, GuardsConfig, OnTrip, Streak, ToolFailures
 from agenttrain.config.validate import validate
 from agenttrain.guards import Guards, GuardTripped
-from agenttrain.types import Rollout, Task
+from agenttrain.types import Rollout, Task, ToolCall, ToolError, ToolResult
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 
@@ -84,12 +84,75 @@ def test_a_streak_counts_steps_in_which_no_rollout_had_an_advantage():
         guards.look(4, {}, rollouts(0.0), print)
 
 
+def called(*errors: ToolError | None, tool: str = "add", executor: str | None = None) -> Rollout:
+    """A rollout of calls of one tool."""
+    call = ToolCall(id="c", name=tool, arguments={})
+    results = [
+        ToolResult(call=call, content=f"Error: {error}", error=error, executor=executor)
+        for error in errors
+    ]
+    return Rollout(task=TASK, rollout_id="a", advantage=0.5, tool_results=results)
+
+
+def tool_warnings(guards: Guards, *steps: Rollout) -> list[str]:
+    told: list[str] = []
+    for number, rollout in enumerate(steps, start=1):
+        guards.look(number, {}, [rollout], told.append)
+    return told
+
+
+BAD, FINE = ToolError.exception, None
+FAILS = "which is not below guards.tool_failures.limit=0.9; most often: "
+
+
+def test_a_tool_that_fails_is_named_with_its_most_frequent_error():
+    guards = Guards(config=GuardsConfig())
+    nine_in_ten = [*[BAD] * 29, FINE, FINE, FINE]
+    assert tool_warnings(guards, called(*nine_in_ten[:20]), called(*nine_in_ten[20:])) == [
+        f"guard: step 2: 29 of 32 calls of the tool add failed, {FAILS}exception: Error: exception"
+    ]
+    # Told once, until 32 calls of it were better.
+    steps = [
+        called(*[BAD] * 32),
+        called(*[BAD] * 28, *[FINE] * 4),
+        called(*[ToolError.timeout] * 40),
+    ]
+    assert tool_warnings(guards, *steps) == [
+        f"guard: step 3: 40 of 40 calls of the tool add failed, {FAILS}timeout: Error: timeout"
+    ]
+
+
+def test_calls_that_reached_no_tool_are_none_of_its_failures():
+    elsewhere = [ToolError.malformed, ToolError.unknown_tool, ToolError.limit, ToolError.parallel]
+    guards = Guards(config=GuardsConfig())
+    assert tool_warnings(guards, called(*elsewhere * 20), called(*[BAD] * 31)) == []
+    (told,) = tool_warnings(Guards(config=GuardsConfig()), called(*[BAD] * 32, executor="lookup"))
+    assert "32 of 32 calls of the tool lookup failed" in told
+    off = GuardsConfig(tool_failures=ToolFailures(limit=None))
+    assert tool_warnings(Guards(config=off), called(*[BAD] * 99)) == []
+
+
+def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
+    config = GuardsConfig(tool_failures=ToolFailures(limit=1, calls=4, action=OnTrip.stop))
+    first, second = Guards(config=config), Guards(config=config)
+    assert tool_warnings(first, called(BAD, BAD, BAD)) == []
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    with pytest.raises(
+        GuardTripped, match=r"4 of 4 calls of the tool add failed.*action=warn goes"
+    ):
+        tool_warnings(second, called(BAD))
+    first.load_state_dict({"streak": 3})  # of an older checkpoint
+    assert first.streak == 3 and tool_warnings(first, called(BAD, BAD, BAD)) == []
+
+
 REFUSED = {
     "guards.kl.limit=0.1": "there is no KL with algorithm.beta=0",
     "guards.kl.action=stop": "at what? add guards.kl.limit=",
     "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
     "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",
     "guards.logprob_gap.limit=nan": "must be a finite number",
+    "guards.tool_failures.limit=1.5": "a share: more than 0 and at most 1",
+    "guards.tool_failures.calls=0": "guards.tool_failures.calls=0: must be at least 1",
     "guards.logprob_gap.action=halt": "guards.logprob_gap.action",
     "guards.gap.limit=1": "unknown key",
 }

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
-    ("types", "threads", "clock"),
+    ("types", "threads", "clock", "output"),
     ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),

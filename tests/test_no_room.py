@@ -15,8 +15,10 @@ import tiny
 from children import Ended, Moment, agenttrain, arm, in_child
 from training_cases import policy, random_groups
 
-from agenttrain.config.exit_codes import DONE, FAILED
-from agenttrain.tracking.run_folder import read_summary
+from agenttrain.cli import main
+from agenttrain.config.compose import Source, compose_run, hydra_session
+from agenttrain.config.exit_codes import DONE, FAILED, REFUSED
+from agenttrain.tracking.run_folder import read_summary, write_config
 from agenttrain.training.checkpoint import UNWRITABLE, Checkpoints
 from agenttrain.training.checkpoint_files import latest, verify
 
@@ -158,6 +160,55 @@ def test_a_folder_that_may_no_longer_be_written_is_told(tmp_path: Path) -> None:
     assert "not permitted" in ended.said or "Permission denied" in ended.said
     assert str(checkpoints) in ended.said and again(folder) in ended.said
     assert_goes_on(folder)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the folder of a run in it, neither of which can be written."""
+    place = tmp_path / "shared"
+    run = place / "run"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "rollouts" / "step-000001.jsonl").write_text("")
+    with hydra_session(Source()):
+        write_config(run, compose_run(["debug=tiny"], Source()).plain, None)
+    if os.geteuid() == 0:
+        bound = ["mount", "--bind", "-o", "ro", str(place), str(place)]
+        if subprocess.run(bound, capture_output=True).returncode:
+            pytest.skip("root may write everywhere here; run as another user: scripts/test")
+        yield place
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    else:
+        folders = (run / "rollouts", run, place)
+        for folder in folders:
+            folder.chmod(0o500)
+        yield place
+        for folder in folders:
+            folder.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["debug=tiny", "hydra.run.dir={0}/new"], "hydra.run.dir={0}/new: the run's folder cannot"),
+        (["debug=tiny", "hydra.run.dir={0}/run/rollouts"], "{0}/run/rollouts may not be written"),
+        (["view", "{0}/run"], "{0}/run/rollouts may not be written (read-only?); write the page"),
+        (["resume={0}/run"], "resume={0}/run: {0}/run may not be written (read-only?); make it"),
+        (["eval", "model=shop", "hydra.run.dir={0}/new"], "the run's folder cannot be made"),
+        (
+            ["-m", "debug=tiny", "seed=0,1", "hydra.sweep.dir={0}/new"],
+            "hydra.sweep.dir={0}/new: {0} may not be written",
+        ),
+        (
+            ["rescore", "{0}/run", "reward=[exact_match]", "to={0}/scores.jsonl"],
+            "to={0}/scores.jsonl: {0} may not be written",
+        ),
+    ],
+)
+def test_a_read_only_folder_is_told_in_a_sentence(read_only, capsys, arguments, told) -> None:
+    assert main([text.format(read_only) for text in arguments]) == REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("agenttrain: ") and told.format(read_only) in line
+    assert ".lock" not in line
 
 
 @pytest.mark.slow

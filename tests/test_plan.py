@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agenttrain import cli
+from agenttrain.config.compose import Source, compose_run, hydra_session
+from agenttrain.config.schema import EngineDtype, RunConfig
 from agenttrain.plan.command import parse
-from agenttrain.plan.estimate import GIB
+from agenttrain.plan.estimate import GIB, Machine, When, estimate
+from agenttrain.plan.remedies import Planner
+from agenttrain.plan.sizes import Sizes
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -110,6 +116,23 @@ def test_weights_in_the_hosts_memory_are_not_counted(capsys, short):
     assert there["update_bytes"] - away["update_bytes"] == moved
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ((), "model.dtype=float32 with training.mixed_precision=no"),
+        (("engine=vllm", "engine.dtype=float32", "model.dtype=bfloat16"), "engine.dtype=float32"),
+        (("training.mixed_precision=bf16",), None),
+        (("--cpu",), None),
+    ],
+)
+def test_float32_on_a_gpu_is_named(capsys, short, settings, named):
+    model = ("experiment=none", "model=folder", f"model.path={short}")
+    cli.main(["plan", *model, *settings])
+    notes = [line for line in capsys.readouterr().out.splitlines() if "on a GPU" in line]
+    assert len(notes) == bool(named)
+    assert named is None or named in notes[0]
+
+
 def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, short):
     gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16")
     code, found = plan(capsys, short, *gpu)
@@ -154,13 +177,20 @@ def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     settings = ("--gpu-memory-gb", "8", "engine=vllm", "model.dtype=bfloat16")
     _, found = plan(capsys, short, *settings)
     got = parts(found)
-    assert got["engine's weights"] + got["keys and values"] == 4 * GIB
-    # (4 GiB - 374090752) / (3072 tokens x 8192 bytes) = 155.8
+    # 2048 tokens x (4 x 1024 + 3 x 3072) x 2 bytes, and 256 rows of 151936 logits x 3 x 4 bytes
+    assert got["engine's passes"] == 2048 * (4 * 1024 + 3 * 3072) * 2 + 256 * 151936 * 12
+    assert got["engine's graphs"] == 1.5 * GIB
+    names = ("engine's weights", "engine's passes", "engine's graphs", "keys and values")
+    assert sum(got[name] for name in names) == 4 * GIB
+    # (4 GiB - 374090752 - 521273344 - 1.5 GiB) / (3072 tokens x 8192 bytes) = 71.1
     (why,) = [p["why"] for p in found["parts"] if p["name"] == "keys and values"]
-    assert "holds 155 of 200 rollouts of 3,072 tokens" in why
-    # asleep, its memory is the update's
+    assert "holds 71 of 200 rollouts of 3,072 tokens" in why
+    # asleep, its memory is the update's, but for CUDA graphs and workspaces
     _, asleep = plan(capsys, short, *settings, "engine.vllm.sleep=true")
-    assert found["update_bytes"] - asleep["update_bytes"] == 4 * GIB
+    assert found["update_bytes"] - asleep["update_bytes"] == 2.5 * GIB
+    # with a cache of its own size, what vLLM takes besides comes on top
+    _, sized = plan(capsys, short, *settings, "engine.vllm.kv_cache_mb=512")
+    assert sized["rollouts_bytes"] - found["rollouts_bytes"] == GIB // 2 - got["keys and values"]
 
 
 def test_the_bundled_model_in_words(capsys):
@@ -169,8 +199,147 @@ def test_the_bundled_model_in_words(capsys):
     assert "model       bundled:shop: Qwen3ForCausalLM, 650,176 weights" in told
     assert "rollouts    128 per step, 10,240 in all" in told
     assert "fits: 6." in told
-    assert cli.main(["plan", "--cpu"]) == 0
+    assert "of the host's memory nothing is known: say it, --host-memory-gb 512" in told
+    assert cli.main(["plan"]) == 0
     assert "whether it fits: say how large a GPU is" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
+    here = psutil.virtual_memory().total
+    assert 0 < parse(["--cpu"])[0].machine.memory <= here
+    small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
+    code, one = plan(capsys, short, *small)
+    moments = one["moments"]
+    assert (code, one["gpu_bytes"], one["peak_bytes"]) == (1, 4 * GIB, moments["update"]["gpu"])
+    assert moments["update"]["gpu"] == moments["update"]["host_node"] > 4 * GIB
+    # two processes of one machine
+    _, two = plan(capsys, short, *small, "distributed=ddp", "distributed.processes=2")
+    for when, bytes_ in two["moments"].items():
+        assert bytes_["host_node"] == 2 * bytes_["gpu"], when
+    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1"]) == 1
+    assert "DOES NOT FIT: 0.7" in capsys.readouterr().out
+
+
+class Untraced(Sizes):
+    """Without what a forward pass keeps, which is of no account to an engine."""
+
+    def saved(self, tokens: int, mixed_precision: str) -> int:
+        """Nothing."""
+        return 0
+
+
+# Sizes: Qwen3's config.json. GiB of weights in bfloat16, of vLLM's passes (2048 tokens x (4 hidden
+# + 3 inner) x 2 bytes, and 0.43 of logits) and 1.5 of graphs and workspaces, taken from share x 80:
+# 0.6B   1.110 + 0.486 + 1.5     8B   15.256 + 0.638 + 1.5     32B   61.024 + 0.806 + 1.5
+# A sequence takes tokens x layers x 2 x 8 heads x 128 x 2 bytes.
+# To be compared with "Available KV cache memory" of vLLM's own log on a GPU: scripts/gpu_check.
+ENGINES = [
+    ("0.6B", 0.5, None, 36.904, 4.375),
+    ("8B", 0.5, None, 22.606, 5.625),
+    ("8B", 0.3, None, 6.606, 5.625),
+    ("8B", 0.25, None, 2.606, 5.625),
+    ("8B", 0.25, 3072, 2.606, 0.422),
+    ("32B", 0.5, None, -23.330, 10.0),
+    ("32B", 0.8, 3072, 0.670, 0.75),
+    ("32B", 0.85, 3072, 4.670, 0.75),
+]
+MODELS = {
+    "0.6B": QWEN3_06B,
+    "8B": {
+        **QWEN3_06B,
+        **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "tie_word_embeddings": False},
+    },
+    "32B": {
+        **QWEN3_06B,
+        **{"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
+        **{"num_attention_heads": 64, "tie_word_embeddings": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
+    """A run on vLLM for each of the models, asleep during updates, sharded over 64 GPUs."""
+    made = {}
+    for name, model in MODELS.items():
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(model))
+        run = (
+            *("experiment=none", "model=folder", f"model.path={folder}", "model.dtype=bfloat16"),
+            *("engine=vllm", "engine.vllm.sleep=true", "distributed=fsdp2"),
+            *("distributed.processes=8", "distributed.nodes=8", "tasks_per_step=64"),
+            *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
+        )
+        with hydra_session(Source()):
+            config = compose_run(run, Source()).config
+        made[name] = config, Untraced(config.model)
+    return made
+
+
+@pytest.mark.parametrize("name, share, context, has, needs", ENGINES)
+def test_an_engine_that_does_not_hold_one_sequence_does_not_start(
+    engines, name, share, context, has, needs
+):
+    config, sizes = engines[name]
+    config = deepcopy(config)
+    config.engine.vllm.memory_share, config.engine.max_context = share, context
+    found = estimate(config, sizes, Machine(devices=64, memory=80 * GIB), 1024)
+    assert found.room is not None
+    assert (found.room.has / GIB, found.room.needs / GIB) == pytest.approx((has, needs), abs=1e-3)
+    assert (found.room.missing == 0) is (has >= needs)
+    assert found.excess == found.over + found.room.missing
+
+
+def test_the_engines_own_format_is_what_it_takes(engines):
+    config, sizes = engines["0.6B"]
+    config = deepcopy(config)
+    config.engine.dtype = EngineDtype.float32
+    found = estimate(config, sizes, Machine(memory=80 * GIB), 1024)
+    got = {part.name: part.bytes for part in found.parts}
+    assert got["engine's weights"] == 4 * WEIGHTS
+    assert found.room.needs == 40960 * TOKEN_CACHE * 4
+    config.engine.dtype = EngineDtype.auto
+    assert estimate(config, sizes, Machine(memory=80 * GIB), 1024).room.needs == (
+        40960 * TOKEN_CACHE * 2
+    )
+
+
+def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
+    config, sizes = engines["32B"]
+    machine = Machine(devices=64, memory=80 * GIB)
+    planner = Planner(config, machine, 1024)
+    planner.sizes = lambda model: sizes
+    found = planner.estimate()
+    assert found.peak < 80 * GIB  # which was taken for "fits"
+    assert found.excess > 30 * GIB
+    (together, *_) = planner.remedies()
+    assert together.fits and together.peak <= 80 * GIB
+    assert "engine.vllm.memory_share=0.85" in together.overrides
+    assert "engine.max_context=3072" in together.overrides
+    # Eight processes of a node load 61 GiB each, and the first writes as much.
+    told = estimate(config, sizes, Machine(devices=64, memory=80 * GIB, host=256 * GIB), 1024)
+    assert told.host(When.start) == 8 * (sizes.weights + 3 * GIB)
+    assert told.over_on_host == told.host(When.start) - 256 * GIB
+
+
+def test_the_words_of_a_run_that_does_not_start(capsys, short):
+    run = ("--gpu-memory-gb", "8", "--host-memory-gb", "1", "engine=vllm", "model.dtype=bfloat16")
+    share = ("engine.vllm.memory_share=0.3", "training.gradient_checkpointing=true")
+    few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
+    sized = ("model=folder", "experiment=none", f"model.path={short}", *few)
+    assert cli.main(["plan", *run, *share, *sized]) == 1
+    told = capsys.readouterr().out
+    # 0.3 x 8 - 0.348 - 0.485 - 1.5 and 40960 x 8192 bytes
+    assert (
+        "DOES NOT START: vLLM wants room for one sequence of 40,960 tokens (engine.max_context), "
+        "0.31 GiB of keys and values, and has 0.07 GiB"
+    ) in told
+    assert "of a node's own 1.00, the most at the start" in told
+    larger = ("--gpu-memory-gb", "24", *run[4:], *few, "engine.vllm.kv_cache_mb=100")
+    code, found = plan(capsys, short, *larger)
+    assert (code, found["engine"]["missing"]) == (1, 40960 * 8192 - 100 * 2**20)
+    assert found["remedies"][-1]["overrides"] == "engine.vllm.kv_cache_mb=320"
 
 
 def test_nothing_is_known_that_helps(capsys, short):
@@ -196,6 +365,7 @@ def test_nothing_is_known_that_helps(capsys, short):
         (["--devices", "0"], "--devices 0: must be more than 0"),
         (["--gpu-memory-gb", "nan"], "--gpu-memory-gb nan: must be more than 0"),
         (["--devices", "two"], "plan: argument --devices: invalid int value: 'two'"),
+        (["--cpu", "--gpu-memory-gb", "80"], "--gpu-memory-gb: has no effect with --cpu"),
         (["--devices", "2"], "--devices 2: distributed=single is one process; add distributed=ddp"),
         (
             ["--devices", "2", "distributed=ddp", "distributed.processes=4"],

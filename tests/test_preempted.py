@@ -11,6 +11,7 @@ from children import Ended, Moment, agenttrain, arm
 from same_run import assert_same, metrics
 
 from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.signals import GRACE_S
 from agenttrain.tracking.run_folder import read_summary
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs, one after the other
@@ -50,7 +51,8 @@ def test_a_run_that_is_preempted_twice_equals_one_that_was_not(whole, tmp_path):
     assert (len(metrics(folder)), newest(folder)) == (1, "step-000001")
     assert read_summary(folder)["status"] == "preempted"
 
-    ended = at(folder, Moment(kind="update", steps=1, number=signal.SIGTERM))  # of step 3
+    # In step 3, and twice, as GNU timeout sends it.
+    ended = at(folder, Moment(kind="update", steps=1, number=signal.SIGTERM, times=2))
     assert ended.code == PREEMPTED, ended.said
     assert f"with checkpoints/step-000003; to go on: agenttrain resume={folder}" in ended.said
     assert (len(metrics(folder)), newest(folder)) == (3, "step-000003")
@@ -93,7 +95,8 @@ def test_a_run_that_is_preempted_again_and_again_equals_one_that_was_not(whole, 
 def test_a_second_sigterm_ends_the_run_at_once(tmp_path):
     """While a checkpoint is written: it never comes to be, and the one before it stands."""
     folder = tmp_path / "run"
-    moment = Moment(kind="checkpoint", steps=2, nth=5, number=signal.SIGTERM, times=2)
+    twice = {"number": signal.SIGTERM, "times": 2, "apart_s": GRACE_S}
+    moment = Moment(kind="checkpoint", steps=2, nth=5, **twice)
     ended = at(folder, moment, "checkpoint.every=1", "eval.questions=0", "eval.every=null")
     assert ended.code == TERMINATED, ended.said
     assert f"interrupted; to go on: agenttrain resume={folder}" in ended.said

@@ -338,6 +338,22 @@ def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools)
     assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
 
 
+def test_a_supervised_step_is_made_anew_from_its_rows(tmp_path, capsys):
+    folder = tmp_path / "run"
+    run = ("sft", "debug=tiny", "data=shop_demonstrations", "tracker=none", "steps=1")
+    assert main([*run, "eval.questions=0", f"hydra.run.dir={folder}"]) == 0
+    assert main(["replay", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "2 of 2 rollouts of step 1 replay to identical ids" in told
+    file = folder / "rollouts" / "step-000001.jsonl"
+    first, *rest = file.read_text().splitlines()
+    record = json.loads(first)
+    record["token_ids"][-1] += 1
+    file.write_text("\n".join([json.dumps(record), *rest]) + "\n")
+    assert main(["replay", str(folder)]) == 1
+    assert ": DIFFERS at position " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypatch, capsys):
     """Live it is another world now; its recorded replies are what they were."""
@@ -348,7 +364,10 @@ def test_an_environment_that_answers_otherwise_is_found(quiz, tmp_path, monkeypa
     other = QUIZ.replace("randrange(10_000)", "randrange(10_000, 20_000)")
     (tmp_path / "other_quizzes.py").write_text(other)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["replay", str(folder), "tools=live"]) == 1
+    # No run of this user wrote that config.yaml.
+    assert main(["replay", str(folder), "tools=live"]) == 2
+    assert "other_quizzes.Quiz\n" in capsys.readouterr().err
+    assert main(["replay", str(folder), "tools=live", "trust=true"]) == 1
     assert ": DIFFERS at position " in capsys.readouterr().out
     assert main(["replay", str(folder)]) == 0
 

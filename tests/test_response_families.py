@@ -420,6 +420,41 @@ def test_ids_that_the_model_wrote_are_kept_unless_they_repeat() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "text", "ids"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"id": "call_0_1", "name": "f"}</tool_call>'
+            '<tool_call>{"name": "f"}</tool_call>',
+            ["call_0_1", "call_0_2"],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f"}</tool_call>'
+            '<tool_call>{"id": "call_0_0", "name": "f"}</tool_call>'
+            '<tool_call>{"id": "call_0_4", "name": "f"}</tool_call>',
+            ["call_0_5", "call_0_1", "call_0_0", "call_0_4"],
+        ),
+        (
+            "mistral",
+            "[TOOL_CALLS]f[CALL_ID]0000c0001[ARGS]{}[TOOL_CALLS]f[ARGS]{}",
+            ["0000c0001", "0000c0002"],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"id": "\\ud800", "name": "f"}</tool_call>',
+            ["call_0_0"],  # no file could hold half a character
+        ),
+    ],
+)
+def test_no_two_calls_of_a_turn_have_the_same_id(family: str, text: str, ids: list[str]) -> None:
+    turn = parse_response(text, load_spec(family), turn=0)
+    assert [call.id for call in turn.calls] == ids
+    assert [call["id"] for call in turn.message()["tool_calls"]] == ids
+    assert [call.malformed for call in turn.calls] == [None] * len(ids)
+
+
+@pytest.mark.parametrize(
     ("body", "strict", "lenient"),
     [
         ('{"name": "f", "arguments": {"x": 1}}', ("f", {"x": 1}), ("f", {"x": 1})),

@@ -133,6 +133,15 @@ def test_fingerprints_that_cannot_be_read_are_told(tmp_path, capsys, text):
     assert "fingerprints.json: not readable" in capsys.readouterr().err
 
 
+def test_fingerprints_that_are_gone_or_incomplete_are_told(tmp_path, capsys):
+    now = {"data": {"rows of data.train": "1"}, "tools": {"schema of find": "2"}}
+    check_unchanged(tmp_path, now, [])
+    assert "fingerprints.json: missing, it is not known whether data" in capsys.readouterr().err
+    write(tmp_path, {"tools": now["tools"]})
+    check_unchanged(tmp_path, now, [])
+    assert "fingerprints.json: holds nothing of data; it is" in capsys.readouterr().err
+
+
 def test_resume_auto_begins_goes_on_and_refuses(mine, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     mine(MINE)

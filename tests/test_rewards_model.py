@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from fake_vllm import Machine, machine
 from reward_cases import called, made
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassification
 
 from agenttrain.rewards.base import RewardError, RewardUnavailable
 from agenttrain.rewards.build import build_rubric
 from agenttrain.rewards.reward_model import RewardModel
 from agenttrain.types import Rollout
 
+__all__ = ["machine"]
 TEXTS = ("7", "The answer is seven, as far as I can tell.", "what is 3 + 4?")
 
 
@@ -130,3 +132,18 @@ def test_settings_that_cannot_work(tmp_path):
     with pytest.raises(ValueError, match="batch_size=0: must be at least 1"):
         RewardModel(path=saved(tmp_path), batch_size=0)
     assert issubclass(RewardUnavailable, Exception)
+
+
+def test_the_model_is_on_the_gpu_of_its_process(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded in a thread of its own, where "cuda" alone would be GPU 0."""
+    path = saved(tmp_path)
+    devices: list[str] = []
+    monkeypatch.setattr(
+        PreTrainedModel, "to", lambda model, device: (devices.append(device), model)[1]
+    )
+    scores(path, "7")
+    assert devices == ["cuda:3"]
+    ((thread, device, call),) = machine.of("set_device")
+    assert (thread != "MainThread", device, call) == (True, 3, "set_device 3")

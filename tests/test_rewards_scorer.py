@@ -54,6 +54,86 @@ def test_an_async_function_that_hangs_is_cancelled():
     assert cancelled == ["r"]
 
 
+class Worded(RewardUnavailable):
+    """Its text is made by its own code."""
+
+    def __str__(self) -> str:
+        how = self.args[0]
+        if isinstance(how, BaseException):
+            raise how
+        time.sleep(how)
+        return "at last"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt(), 3.0])
+def test_the_text_of_an_error_is_made_where_the_function_runs(is_async, how):
+    def sync(rollout: Rollout) -> float:
+        raise Worded(how)
+
+    async def waits(rollout: Rollout) -> float:
+        await asyncio.sleep(0)
+        raise Worded(how)
+
+    async def main() -> int:
+        scorer = Scorer("it", waits if is_async else sync, timeout_s=0.3)
+        rubric = Rubric({"it": scorer}, on_unavailable=DROP)
+        scoring = asyncio.create_task(rubric.score([rollout := made("")]))
+        beats = 0
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            beats += 1
+        assert rollout.reward is None
+        if how == 3.0:
+            assert "a call took longer than reward.it.timeout_s=0.3" in str(scoring.result())
+        return beats
+
+    beats = asyncio.run(main())
+    assert beats > 3 or how != 3.0
+
+
+class SlowNumber(float):
+    def __float__(self) -> float:
+        time.sleep(3.0)
+        return 1.0
+
+
+def in_a_batch(completions: list, **columns: object) -> list[float]:
+    return [SlowNumber(1.0) for _ in completions]
+
+
+async def later(rollout: Rollout) -> float:
+    return SlowNumber(1.0)
+
+
+@pytest.mark.parametrize("function", [lambda rollout: SlowNumber(1.0), later, in_a_batch])
+def test_a_number_that_takes_its_time_is_read_off_the_event_loop(function):
+    async def main() -> int:
+        rubric = Rubric({"it": Scorer("it", function, timeout_s=0.3)}, on_unavailable=DROP)
+        scoring = asyncio.create_task(rubric.score([made("")]))
+        beats = 0
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            beats += 1
+        assert "a call took longer than reward.it.timeout_s=0.3" in str(scoring.result())
+        return beats
+
+    assert asyncio.run(main()) > 3
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_async_function_that_would_end_the_event_loop_is_a_reward_error(kind):
+    async def stop() -> float:
+        await asyncio.sleep(0)
+        raise kind("enough")
+
+    async def waits(rollout: Rollout) -> float:
+        return await asyncio.wait_for(stop(), 5)
+
+    with pytest.raises(RewardError, match=f"{kind.__name__}: enough"):
+        asyncio.run(Rubric({"it": Scorer("it", waits)}).score([made("")]))
+
+
 def test_a_timeout_of_the_functions_own_is_its_error():
     async def late(rollout: Rollout) -> float:
         raise TimeoutError("mine")

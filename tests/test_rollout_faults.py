@@ -482,7 +482,7 @@ def test_a_release_that_fails_and_a_close_that_hangs_are_told_and_survived():
     assert bad.reward == 2.0
     texts = [str(warning.message) for warning in told]
     assert len(texts) == 2, texts  # four rollouts, one warning
-    assert "its release() failed, which may leak what it holds: RuntimeError: OSError" in texts[0]
+    assert "its release() failed, which may leak what it holds: OSError: still in use" in texts[0]
     assert "its close() failed, which may leak what it holds: did not end within 0.2 s" in texts[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import parts
 import pytest
@@ -13,6 +14,11 @@ from parts import call, ids, rollout, toolbox
 
 from agenttrain.config.schema import OnMalformedCall, ToolLimits
 from agenttrain.engine.scripted import ScriptedEngine
+from agenttrain.rewards.exact_match import ExactMatch
+from agenttrain.rewards.json_schema import JsonSchema
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rewards.stop_tool_called import stop_tool_called
+from agenttrain.tools.base import ToolFailure
 from agenttrain.types import (
     Completion,
     Done,
@@ -158,6 +164,55 @@ def test_a_stop_tool_comes_before_the_turn_limit_and_with_bad_arguments():
     for answer in (FINAL, bad):
         assert rollout(answer, tools=tools, max_turns=1).stop_reason is StopReason.stop_tool
     assert rollout(ADD, tools=tools, max_turns=1).stop_reason is StopReason.max_turns
+
+
+def test_a_call_to_a_stop_tool_that_fails_ends_the_rollout_and_earns_nothing():
+    def final_answer(answer: str) -> str:
+        """Hand in the answer.
+
+        Args:
+            answer: The answer.
+        """
+        raise ToolFailure("one of A, B, C")
+
+    sound, failing = toolbox(stop_tools=["final_answer"]), [final_answer]
+    rubric = Rubric(
+        {
+            "stop": stop_tool_called,
+            "match": ExactMatch(),
+            "shape": JsonSchema(schema={}, tool="final_answer"),
+        }
+    )
+    task = replace(parts.TASK, columns={"answer": "7"})
+    for answer, tools, error, expected in (
+        (FINAL, sound, None, [1, 1, 1]),
+        (FINAL.replace('"7"}}', '"7"}'), sound, ToolError.malformed, [0, 0, 0]),
+        (call("final_answer", '{"wrong": "7"}'), sound, ToolError.invalid_arguments, [0, 0, 0]),
+        # The argument was handed in and counts; that the tool refused it earns nothing.
+        (FINAL, toolbox(*failing, stop_tools=["final_answer"]), ToolError.exception, [0, 1, 1]),
+    ):
+        done = rollout(answer, tools=tools, task=task)
+        assert done.stop_reason is StopReason.stop_tool
+        assert [(result.error, result.stop) for result in done.tool_results] == [(error, True)]
+        asyncio.run(rubric.score([done]))
+        assert list(done.rewards.values()) == expected, answer
+
+
+def test_another_calls_success_is_not_the_stop_tools():
+    tools = toolbox(stop_tools=["final_answer"])
+    bad = call("final_answer", '{"wrong": 1}')
+    for first, second, expected in ((ADD, bad, 0.0), (bad, FINAL, 1.0), (bad, ADD, 0.0)):
+        done = rollout(first.removesuffix("<|im_end|>") + "\n" + second, tools=tools)
+        assert done.stop_reason is StopReason.stop_tool
+        assert stop_tool_called(done) == expected
+
+
+def test_a_malformed_call_to_a_stop_tool_may_be_ignored():
+    cut = FINAL.replace('"7"}}', '"7"}')
+    ignored = OnMalformedCall.ignore
+    tools = toolbox(stop_tools=["final_answer"])
+    done = rollout(cut, tools=tools, on_malformed_call=ignored)
+    assert (done.stop_reason, done.tool_results) == (StopReason.completed, [])
 
 
 def test_all_calls_of_a_turn_with_a_stop_tool_are_answered():

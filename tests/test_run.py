@@ -146,6 +146,7 @@ def test_the_run_folder(uninterrupted):
     assert config["algorithm"]["name"] == "grpo"
     assert config["provenance"]["versions"]["torch"] == torch.__version__
     assert len(config["provenance"]["template_certificate"]) == 64
+    assert config["provenance"]["training_kernel"] == "flash"
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 6)
     assert set(summary["eval"]) == {"before", "after", "best"}
@@ -171,6 +172,11 @@ def test_view_writes_a_page_of_a_steps_rollouts(uninterrupted, capsys):
     page = Path(capsys.readouterr().out.strip())
     assert page == uninterrupted / "rollouts" / "step-000002.html"
     assert "shop/train/0/" in page.read_text()
+    page = uninterrupted.parent / "page.html"
+    assert main(["view", str(uninterrupted), "step=2", f"to={page}"]) == 0
+    assert "<html" in page.read_text()
+    assert main(["view", str(uninterrupted), "step=2", f"to={page}"]) == 2
+    assert f"to={page}: is there already" in capsys.readouterr().err
     assert main(["view", str(uninterrupted), "step=99"]) == 2
     assert "there are 1 to 6" in capsys.readouterr().err
 
@@ -181,6 +187,8 @@ def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):
     model = AutoModelForCausalLM.from_pretrained(path)
     assert tokenizer.chat_template
     assert model.num_parameters() < 2_000_000
+    answer = tokenizer.encode("So: 7.<|im_end|>", add_special_tokens=False)
+    assert tokenizer.parse_response(answer, prefix="")["content"] == "So: 7."
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])

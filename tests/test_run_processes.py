@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 TINY = [
     *("debug=tiny", "tasks_per_step=3", "tracker=none", "checkpoint.every=2"),
     *("eval.questions=2", "eval.greedy=false", "optimizer.schedule=constant"),
+    # at each step some group has rewards that differ, so that there is an update to compare
+    *("algorithm.group_size=4", "seed=3"),
 ]
 TWO = "distributed.processes=2"
 

@@ -101,6 +101,36 @@ def test_bash_keeps_folder_and_variables(backend: str) -> None:
 
 
 @each_backend()
+def test_what_bash_code_defines_or_switches_on_does_not_lose_the_session(backend: str) -> None:
+    shadows = "builtin command eval exec printf set shopt trap unset"
+    steps = [
+        ("N=3; printf() { echo mine $1; }; eval() { echo evil; }", "(no output)"),
+        ("printf x; eval y", "mine x\nevil"),
+        (f'for f in {shadows}; do . /dev/stdin <<<"$f() {{ echo $f; }}"; done', "(no output)"),
+        ("unset N; set -e; echo $N", "unset\nset\n3"),
+        (f"\\builtin unset -f {shadows}; echo $N", "3"),
+        ("shopt -s expand_aliases; alias eval=exit printf=exit builtin=exit ll=pwd", "(no output)"),
+        ("ll; eval 3", "Error: [the shell exited with status 3; its variables are lost, files are"),
+        ("N=4; set -euvx; echo a", "++ echo a\na"),
+        ("false", "[exit status 1]"),
+        ("echo [$unknown]; IFS=1; set -f; false", "[]\n[exit status 1]"),
+        ("IFS=; exec 0<&- 9>&-; trap 'echo bye' EXIT RETURN; set -o posix", "(no output)"),
+        ("if", "bash: eval: "),
+        ('echo "open', "bash: eval: "),
+        ("set -a; B=1; break; return", "bash: "),
+        ("env | grep -c agenttrain; unset -v PATH BASH_VERSION", "0"),
+        ("trap 'N=5' DEBUG ERR; false", "[exit status 1]"),
+        ("echo $N", "5"),
+        ("set -e; false; echo not this", "Error: bye\n[the shell exited with status 1; its variab"),
+        ("echo [$N]", "[]"),
+    ]
+    replies = calls(backend, *[("bash", command) for command, _ in steps])
+    for (command, expected), said in zip(steps, replies, strict=True):
+        shown = said.replace("/work\n", "").replace("/bin/", "")
+        assert shown.startswith(expected), (command, said)
+
+
+@each_backend()
 def test_both_share_a_folder_and_outputs_come_in_order(backend: str) -> None:
     code = """
 import os, subprocess, sys

@@ -95,3 +95,40 @@ def test_what_cannot_be_shown(arguments, said, capsys):
     told = capsys.readouterr()
     assert said in told.err
     assert told.out == ""
+
+
+WORLD = """
+class Maze:
+    def __init__(self, start: int = 7):
+        self.start = start
+
+    def reset(self, row, seed):
+        if row.get("broken"):
+            raise OSError("no map")
+        return f"You stand in cell {self.start}; find {row['answer']}."
+
+    def step(self, to: str) -> str:
+        \"\"\"Go one step.
+
+        Args:
+            to: Where to.
+        \"\"\"
+        return to
+"""
+
+
+def test_prompts_are_those_that_the_environments_reset_makes(capsys, elsewhere):
+    (elsewhere / "maze_world.py").write_text(WORLD)
+    rows = [{"answer": "the exit"}, {"answer": "the key", "prompt": "Be quick."}]
+    (elsewhere / "mazes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["data=file", "data.path=mazes.jsonl", "data.test_fraction=0.5", "tools=[]"]
+    settings += ["stop_tools=[]", "+environment.maze._target_=maze_world.Maze"]
+    settings += ["data.shuffle=false", "eval.group_by=null", "reward.exact_match.tool=null"]
+    assert cli.main(["data", "--rows", "1", *settings]) == 0
+    told = capsys.readouterr().out
+    assert "reset" in told.partition("── task")[0]
+    assert "<|im_start|>user\nYou stand in cell 7; find the " in told
+    broken = [{"answer": f"cell {number}", "broken": True} for number in range(8)]
+    (elsewhere / "mazes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in broken))
+    assert cli.main(["data", *settings]) == 2
+    assert "environment 'maze': its reset failed with OSError: no map" in capsys.readouterr().err

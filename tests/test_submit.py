@@ -211,6 +211,33 @@ def test_without_sbatch_only_the_script_can_be_had(capsys, elsewhere):
     assert list(elsewhere.iterdir()) == []
 
 
+CONTROLLER_GONE = "allocation failure: Unable to contact slurm controller (connect failure)"
+BAD_PARTITION = "sbatch: error: invalid partition specified: a100"
+
+
+def test_a_dry_run_needs_no_cluster_though_there_is_an_sbatch(
+    capsys, elsewhere, tmp_path_factory, monkeypatch
+):
+    folder = tmp_path_factory.mktemp("bin")
+
+    def answering(message: str) -> None:
+        (folder / "sbatch").write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 1\n")
+        (folder / "sbatch").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(folder))
+    answering(CONTROLLER_GONE)
+    assert cli.main([*DRY, "debug=tiny"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash")
+    assert "note: not checked by SLURM: submit: the cluster does not answer: alloc" in err
+    assert cli.main(["submit", "--no-check", "debug=tiny"]) == 2
+    assert "the cluster does not answer" in capsys.readouterr().err
+    answering(BAD_PARTITION)
+    assert cli.main([*DRY, "debug=tiny"]) == 2
+    assert "SLURM refuses the job: error: invalid partition" in capsys.readouterr().err
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_what_the_compute_nodes_could_not_load_is_missed_at_submission(capsys, elsewhere):
     """Template, tools and rows are read; with a network or without, the hub is not asked."""
     rows = ["data=hub", "data.path=nobody/nothing", "data.test_fraction=0.5"]

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED
@@ -34,6 +36,19 @@ def judged(rollout, mode):
             print(line, file=file)
     if mode == "broken" and Path("broken").exists():
         raise OSError("the judge is broken")
+    return 1.0
+"""
+
+
+HELD = """
+import os, sys, time
+from pathlib import Path
+
+if "-m" not in sys.argv:  # a job and not its sweep
+    Path("job").write_text(str(os.getpid()))
+    time.sleep(600)
+
+def held(rollout):
     return 1.0
 """
 
@@ -135,6 +150,51 @@ def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
     assert "2 finished" in done.stdout
     rows = (tmp_path / "s" / "0" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("launcher", ["basic", pytest.param("joblib", marks=pytest.mark.slow)])
+def test_the_job_of_a_sweep_that_is_killed_ends_with_it(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    arguments = (*TINY, "seed=0,1", f"hydra/launcher={launcher}", "hydra.sweep.dir=s")
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "agenttrain.cli",
+            "-m",
+            *arguments,
+            "reward.held._target_=held.held",
+        ],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + HANG_S
+        while not (tmp_path / "job").exists() or not (tmp_path / "job").read_text():
+            assert running.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        jobs = jobs_in(tmp_path)
+        assert int((tmp_path / "job").read_text()) in [job.pid for job in jobs]
+    finally:
+        running.kill()
+        running.wait()
+    _, alive = psutil.wait_procs(jobs, timeout=30)
+    for job in alive:
+        job.kill()
+    assert alive == []
+
+
+def jobs_in(folder: Path) -> list[psutil.Process]:
+    """The jobs of sweeps that work in a folder."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = one.cmdline()
+            if one.cwd() == str(folder) and "agenttrain.cli" in words and words.count("-m") == 1:
+                found.append(one)
+    return found
 
 
 @pytest.mark.slow

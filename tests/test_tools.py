@@ -1,12 +1,16 @@
 """What a turn's calls become: one result each, in call order, whatever the tools do."""
 
 import asyncio
+import inspect
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from contextlib import suppress
 
+import pydantic
 import pytest
 
 from agenttrain.config.schema import ToolLimits
@@ -275,6 +279,176 @@ def test_what_an_async_tool_raises_is_told_to_the_model(kind):
 
     (result,) = execute(box(tool), call_of("tool"))
     assert (result.content, result.error) == (f"Error: {kind.__name__}", ToolError.exception)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_error_that_cannot_be_derived_from_keeps_its_name(later):
+    class Order(pydantic.BaseModel):
+        count: int
+
+    def order() -> None:
+        """Order."""
+        Order(count="many")
+
+    async def order_later() -> None:
+        """Order."""
+        order()
+
+    (result,) = execute(box(order_later if later else order), call_of("order" + "_later" * later))
+    assert result.content.startswith("Error: ValidationError: 1 validation error for Order")
+
+
+@pytest.mark.parametrize("value", [{"rain": True}, KeyError({})])
+def test_a_thread_that_cannot_be_started_for_a_text_is_no_fault_of_the_run(value, monkeypatch):
+    async def forecast() -> object:
+        """Look out of the window."""
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    (result,) = execute(box(forecast, retries=0), call_of("forecast"))
+    assert result.error is ToolError.unavailable
+    assert "tool forecast: can't start new thread" in result.content
+
+
+def test_a_task_of_a_tool_can_be_asked_for_its_state():
+    async def tool() -> str:
+        """Look at a task, as anyio does to cancel it, and as a stall's report does."""
+        task = asyncio.create_task(asyncio.sleep(9))
+        await asyncio.sleep(0)
+        state = inspect.getcoroutinestate(task.get_coro())
+        frames = [frame.f_code.co_name for frame in task.get_stack()]
+        task.cancel()
+        return f"{state} {frames}"
+
+    (result,) = execute(box(tool), call_of("tool"))
+    assert result.content == "CORO_SUSPENDED ['sleep']"
+
+
+class Worded(Exception):
+    """An error whose text is made by its own code, which takes its time or refuses."""
+
+    def __init__(self, how: object) -> None:
+        self.how = how
+
+    def __str__(self) -> str:
+        if isinstance(self.how, BaseException):
+            raise self.how
+        time.sleep(self.how)
+        return "at last"
+
+
+class WordedValue(Worded):
+    """The same as a result."""
+
+
+def talkative(kind: str, how: object, *, result: bool) -> FunctionTool:
+    def speak() -> object:
+        if result:
+            return [WordedValue(how)]
+        raise Worded(how) if kind != "builtin" else ValueError(WordedValue(how))
+
+    async def speak_async() -> object:
+        await asyncio.sleep(0)
+        return speak()
+
+    for function in (speak, speak_async):
+        function.__doc__ = "Speak."
+    return FunctionTool(speak_async if kind == "async" else speak, name="speak")
+
+
+@pytest.mark.parametrize("result", [False, True])
+@pytest.mark.parametrize("kind", ["sync", "async", "builtin"])
+def test_a_text_that_takes_its_time_is_waited_for_within_the_tools_limit(kind, result):
+    async def main() -> tuple[ToolResult, int]:
+        tool = talkative(kind, 2.0, result=result)
+        toolbox = Toolbox({"speak": tool}, limits={"speak": ToolLimits(timeout_s=0.3, retries=0)})
+        asked = asyncio.create_task(toolbox.execute([call_of("speak")], context_of))
+        beats = 0
+        while not asked.done():  # other rollouts go on meanwhile
+            await asyncio.sleep(0.01)
+            beats += 1
+        return asked.result()[0], beats
+
+    with pytest.warns(RuntimeWarning, match="tool speak: a call still runs"):
+        said, beats = asyncio.run(main())
+    assert said.error is ToolError.timeout
+    assert beats > 3
+
+
+@pytest.mark.parametrize("result", [False, True])
+@pytest.mark.parametrize("kind", ["sync", "async", "builtin"])
+@pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt(), ValueError("no"), 0.0])
+def test_a_text_that_raises_is_the_tools_own_fault(kind, result, how):
+    async def main() -> list[ToolResult]:
+        return await Toolbox({"speak": talkative(kind, how, result=result)}).execute(
+            [call_of("speak")], context_of
+        )
+
+    (said,) = asyncio.run(main())
+    if result and how == 0.0:
+        assert (said.error, said.content) == (None, '["at last"]')
+    elif not (result and isinstance(how, ValueError)):  # which JSON takes for its own
+        assert said.error is ToolError.exception
+    if not result:
+        name = "ValueError" if kind == "builtin" else "Worded"
+        assert said.content == f"Error: {name}" + (": at last" if how == 0.0 else "")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_would_end_the_event_loop_stays_in_the_tool_also_from_its_tasks(kind):
+    async def stop() -> None:
+        await asyncio.sleep(0)
+        raise kind("enough")
+
+    async def direct() -> None:
+        """Stop."""
+        await stop()
+
+    async def waiting() -> None:
+        """Stop."""
+        await asyncio.wait_for(stop(), 5)
+
+    async def gathered() -> None:
+        """Stop."""
+        await asyncio.gather(asyncio.sleep(0), stop())
+
+    async def grouped() -> None:
+        """Stop."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stop())
+
+    direct_said, waiting_said, gathered_said, grouped_said = execute(
+        box(direct, waiting, gathered, grouped, retries=0),
+        *(call_of(name, i) for i, name in enumerate(("direct", "waiting", "gathered", "grouped"))),
+    )
+    for said in (direct_said, waiting_said, gathered_said):
+        assert (said.error, said.content) == (
+            ToolError.exception,
+            f"Error: {kind.__name__}: enough",
+        )
+    assert grouped_said.error is ToolError.exception
+
+
+def test_a_signal_that_arrives_in_an_async_tool_ends_the_run():
+    async def press() -> None:
+        """Stand in for Ctrl-C."""
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            execute(box(press), call_of("press"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_one_fault_leaves_the_other_calls_alone():

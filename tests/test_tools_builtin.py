@@ -92,6 +92,20 @@ def test_bundled_tools_from_configuration():
     assert run(toolbox, "final_answer", answer=37) == "ok"
 
 
+def test_stop_beside_a_target_adds_to_the_list():
+    final = {"_target_": "agenttrain.tools.final_answer.final_answer"}
+    add = {"_target_": "agenttrain.tools.calculator.add"}
+    assert build_toolbox({"final": {**final, "stop": True}}).stop_tools == {"final"}
+    assert build_toolbox({"final": {**final, "stop": False}}).stop_tools == set()
+    both = {"final": {**final, "stop": True}, "add": add}
+    assert build_toolbox(both, ["add"]).stop_tools == {"final", "add"}
+    assert build_toolbox(both, ["final"]).stop_tools == {"final"}
+    apart = {"final": {**final, "stop": True, "isolation": "process"}}
+    assert build_toolbox(apart).stop_tools == {"final"}
+    with pytest.raises(ValueError, match=r"tools\.final\.stop=yes: expected true or false"):
+        build_toolbox({"final": {**final, "stop": "yes"}})
+
+
 def scale(value: int, factor: int) -> int:
     """Scale.
 

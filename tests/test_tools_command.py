@@ -149,3 +149,37 @@ def test_the_tools_of_the_first_row(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "city {'of': 'Norway'}" in capsys.readouterr().out
     assert main(["tools", *settings, "--call", "find", "{}"]) == 2
     assert "the tools of the first row are: final_answer, city" in capsys.readouterr().err
+
+
+def test_the_tools_of_a_row_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows_finder.py").write_text(WORLD)
+    own = {"name": "city", "description": "Find a city.", "executor": "find"}
+    own["parameters"] = {"type": "object", "properties": {"of": {"type": "string"}}}
+    rows = [
+        {"prompt": "Where?", "task_id": "a", "answer": "1", "tools": ["final_answer"]},
+        {"prompt": "Where?", "task_id": "b", "answer": "2", "tools": ["final_answer", own]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = ["data=file", "data.path=rows.jsonl", "tools=[final_answer]", "data.shuffle=true"]
+    settings += ["tools.find._target_=rows_finder.find", "eval.questions=0"]
+
+    def tools(*options: str) -> list[str]:
+        assert main(["tools", "--json", *options, *settings]) == 0
+        return [tool["name"] for tool in json.loads(capsys.readouterr().out)["tools"]]
+
+    assert tools() == ["final_answer", "find"]
+    assert tools("--row", "0") == tools("--task", "a") == ["final_answer"]
+    assert tools("--row", "1") == tools("--task", "b") == ["final_answer", "city"]
+    assert main(["tools", *settings, "--task", "b", "--call", "city", '{"of": "Norway"}']) == 0
+    assert "city {'of': 'Norway'}" in capsys.readouterr().out
+    for options, message in (
+        (["--task", "a", "--call", "city", "{}"], "the tools of row a are: final_answer"),
+        (["--row", "2"], "--row 2: data.train has 2 rows, from 0 on"),
+        (["--row", "-1"], "--row -1: give the number of a row, from 0: --row 3"),
+        (["--task", "bb"], "--task bb: no row of data.train has this task_id (did you mean 'b'?)"),
+        (["--row", "0", "--task", "a"], "--row 0 --task a: name the row once"),
+    ):
+        assert main(["tools", *settings, *options]) == 2
+        assert message in capsys.readouterr().err

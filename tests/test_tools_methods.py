@@ -168,5 +168,7 @@ def test_classes_that_cannot_be_tools(tools, message):
 def test_stop_tools_may_be_methods():
     box = build_toolbox({"files": {"_target_": f"{HERE}.Files"}}, ["write"])
     assert box.stop_tools == {"write"}
+    box = build_toolbox({"files": {"_target_": f"{HERE}.Files", "stop": True}})
+    assert box.stop_tools == set(box.names) > {"write"}
     with pytest.raises(ValueError, match="there is no tool 'files'"):
         build_toolbox({"files": {"_target_": f"{HERE}.Files"}}, ["files"])

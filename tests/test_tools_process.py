@@ -66,14 +66,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def group(pgid: int) -> list[psutil.Process]:
-    """The living processes of a process group."""
+def marked(marker: str) -> list[psutil.Process]:
+    """The living processes whose environment or command line holds a text."""
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.Error):
-            if os.getpgid(process.pid) == pgid and process.status() != psutil.STATUS_ZOMBIE:
+            texts = [*process.cmdline(), *process.environ().values()]
+            if marker in " ".join(texts) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-    return found
+    return [process for process in found if process.pid != os.getpid()]
+
+
+@pytest.fixture
+def marker(monkeypatch) -> str:
+    """A text in the environment of every process that is started from here on."""
+    text = f"marker-{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("PROCESS_TEST_MARKER", text)
+    return text
 
 
 @pytest.mark.parametrize("name", ["add", "async_add"])
@@ -110,20 +119,19 @@ def test_done_and_huge_results_cross_the_border_cut():
     assert huge.content == "x" * 2_000_000 + "… [cut at 2000000 characters]"
 
 
-def test_a_call_that_hangs_is_killed_with_all_it_started_and_its_worker_replaced():
+def test_a_call_that_hangs_is_killed_with_all_it_started_and_its_worker_replaced(marker):
     async def main() -> None:
         toolbox = box("behave", timeout_s=1.0, retries=0)
         fine = await ask(toolbox, how="fine")
-        (worker,) = toolbox.tool("behave")._all
-        pgid = worker._process.pid
         asked = asyncio.create_task(ask(toolbox, how="child"))
-        while not any("sleep(600)" in part for p in group(pgid) for part in p.cmdline()):
+        while not any("sleep(600)" in part for p in marked(marker) for part in p.cmdline()):
             await asyncio.sleep(0.01)
+        first = marked(marker)
         late = await asked
         again = await ask(toolbox, how="fine")
         assert (fine.content, late.error, again.content) == ("fine", ToolError.timeout, "fine")
         assert toolbox.stuck == ()
-        wait_for(lambda: group(pgid) == [])
+        wait_for(lambda: not set(first) & set(marked(marker)))
         await toolbox.aclose()
 
     asyncio.run(main())
@@ -214,26 +222,74 @@ def test_cancelling_a_call_kills_its_worker():
     wait_for(lambda: set(psutil.Process().children(recursive=True)) <= mine)
 
 
+WAYS_OUT = ["start_new_session", "setpgid", "setsid", "double fork", "orphans of orphans"]
+
+
+def test_what_left_the_process_group_ends_with_a_call_that_hangs(marker):
+    async def main() -> None:
+        toolbox = box("leave", timeout_s=3.0, retries=0)
+        hanging = [asyncio.create_task(ask(toolbox, way=way, then="hang")) for way in WAYS_OUT]
+        while sum("sleep" in process.cmdline() for process in marked(marker)) < len(WAYS_OUT) + 3:
+            await asyncio.sleep(0.01)
+        late = await asyncio.gather(*hanging)
+        assert [result.error for result in late] == [ToolError.timeout] * len(WAYS_OUT)
+        wait_for(lambda: marked(marker) == [])
+        await toolbox.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("then", ["exit", "return"])
+def test_what_left_the_process_group_ends_with_its_worker(then, marker):
+    async def main() -> None:
+        toolbox = box("leave", retries=0)
+        for way in WAYS_OUT:
+            await ask(toolbox, way=way, then=then)
+            if then == "return":  # a server that one call starts serves the next
+                assert any("sleep" in p.cmdline() for p in marked(marker))
+            else:
+                wait_for(lambda: marked(marker) == [])
+        await toolbox.aclose()
+        assert marked(marker) == []
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_keeper_is_killed_ends(marker):
+    async def main() -> None:
+        toolbox = box("leave", retries=0)
+        result = await ask(toolbox, way="none", then="kill parent")
+        assert result.error is ToolError.unavailable
+        assert "was ended by SIGKILL" in result.content
+        wait_for(lambda: marked(marker) == [])
+        await toolbox.aclose()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("end", ["kill", "return"])
-def test_workers_end_with_their_parent_even_in_the_middle_of_a_call(end):
+def test_workers_end_with_their_parent_even_in_the_middle_of_a_call(end, marker):
     program = f"""
-        import asyncio, os
+        import asyncio, os, time
         from agenttrain.tools.build import build_toolbox
         from agenttrain.types import Task, ToolCall, ToolContext
 
-        section = {{"_target_": "process_tools.behave", "isolation": "process"}}
-        toolbox = build_toolbox({{"behave": section}})
+        section = {{"_target_": "process_tools.leave", "isolation": "process"}}
+        toolbox = build_toolbox({{"leave": section}})
         context = ToolContext(rollout_id="r", task=None, turn=0, call_id="c")
 
         async def main():
-            for how in ("fine", "hang"):
-                call = ToolCall(id="c", name="behave", arguments={{"how": how}})
+            for way in {[*WAYS_OUT, "none"]!r}:
+                arguments = {{"way": way, "then": "hang" if way == "none" else "return"}}
+                call = ToolCall(id="c", name="leave", arguments=arguments)
                 calls = asyncio.ensure_future(toolbox.execute([call], lambda call: context))
-                if how == "fine":
+                if way != "none":
                     await calls
             await asyncio.sleep(0.2)
-            (worker,) = toolbox.tool("behave")._all
-            print(worker._process.pid, flush=True)
+            library = os.fork()  # of a library: it holds the files of its parent for ever
+            if library == 0:
+                time.sleep(600)
+            print(library, flush=True)
             if {end!r} == "kill":
                 await asyncio.sleep(600)
             os._exit(0)
@@ -248,12 +304,14 @@ def test_workers_end_with_their_parent_even_in_the_middle_of_a_call(end):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert parent.stdout is not None
-    pgid = int(parent.stdout.readline())
-    if end == "kill":
-        assert group(pgid)
-        parent.send_signal(signal.SIGKILL)
-    parent.wait(60)
-    wait_for(lambda: group(pgid) == [])
+    library = int(parent.stdout.readline())
+    try:
+        if end == "kill":
+            parent.send_signal(signal.SIGKILL)
+        parent.wait(60)
+        wait_for(lambda: [process.pid for process in marked(marker)] == [library])
+    finally:
+        os.kill(library, signal.SIGKILL)
 
 
 def test_what_cannot_be_moved_to_another_process_is_refused():

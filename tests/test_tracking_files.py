@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from array import array
 
 import pytest
 from tracking_rollouts import new, say, three
@@ -12,6 +13,7 @@ from tracking_rollouts import new, say, three
 from agenttrain.config.schema import TrackerConfig
 from agenttrain.tracking.metrics_file import MetricsFile, cut, read_metrics
 from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
+from agenttrain.tracking.rollouts_read import read_rollout
 from agenttrain.tracking.run_folder import (
     FolderInUse,
     held,
@@ -21,6 +23,24 @@ from agenttrain.tracking.run_folder import (
 )
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.types import Completion, Finish
+
+
+def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
+    rollout = new(0, 1.0)
+    say(rollout, (5, 2))
+    old = rollout_record(rollout)
+    assert "entropies" not in old
+    again = read_rollout(old, rollout.task)
+    assert again.trainer_logprobs is None and again.entropies is None
+    rollout.trainer_logprobs = array("f", [-0.1, -12.3456789])
+    rollout.entropies = array("f", [0.0, math.nan])
+    write_step(tmp_path, 1, [rollout])
+    (record,) = read_step(tmp_path, 1)
+    assert record["trainer_logprobs"] == [-0.1, -12.345679]
+    assert record["entropies"] == [0.0, None]
+    again = read_rollout(record, rollout.task)
+    assert list(again.trainer_logprobs) == pytest.approx([-0.1, -12.345679])
+    assert again.entropies[0] == 0.0 and math.isnan(again.entropies[1])
 
 
 def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):

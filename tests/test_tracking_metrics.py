@@ -27,6 +27,7 @@ def test_metrics_of_three_rollouts():
         "tools/call_frequency": 2 / 3,  # 2 calls, 3 rollouts
         "tools/failure_frequency": 1 / 2,  # 1 of 2 calls
         "tools/unavailable": 0.0,
+        "tools/lenient_calls": 0.0,
         "tools/rollout_share": 2 / 3,
         "tools/add/calls": 2.0,
         "tools/add/failures": 1.0,
@@ -111,6 +112,17 @@ def test_mean_estimate_of_graded_rewards():
     interval = mean_estimate([0.25, 0.5, 0.75])
     assert (interval.low, interval.high) == pytest.approx((0.2171, 0.7829), abs=5e-5)
     assert str(interval) == "0.50 [0.22, 0.78]"
+
+
+def test_intervals_of_values_within_0_and_1_stay_there():
+    # mean .875, spread .25, half 1.96 x .25 / 2 = .245
+    high = mean_estimate([0.5, 1.0, 1.0, 1.0])
+    assert (high.low, high.high) == (pytest.approx(0.630, abs=1e-3), 1.0)
+    low = mean_estimate([0.5, 0.0, 0.0, 0.0])
+    assert (low.low, low.high) == (0.0, pytest.approx(0.370, abs=1e-3))
+    beyond = mean_estimate([1.5, 1.0, 1.0, 1.0])
+    assert beyond.high == pytest.approx(1.125 + 0.245, abs=1e-3)
+    assert math.isnan(mean_estimate([0.5]).high)
 
 
 def test_mean_estimate_of_zeros_and_ones_is_wilson():

@@ -69,6 +69,40 @@ def test_the_live_line_fits_80_columns_and_shows_everything():
         assert part in frames[-2] + frames[-1]
 
 
+def test_rollouts_of_a_long_phase_are_counted_in_the_live_line(monkeypatch):
+    now = [100.0]
+    console, out = terminal()
+    with ConsoleProgress(1000, console=console) as progress:
+        monkeypatch.setattr("agenttrain.tracking.console.time.monotonic", lambda: now[0])
+        progress.update(999, METRICS)
+        progress.phase("evaluation step-999")
+        progress.rollouts(120, 400)
+        quick = out.getvalue()
+        now[0] += 6.0
+        progress.rollouts(240, 400)
+    frames = [ESCAPE.sub("", frame) for frame in re.split(r"[\r\n]", out.getvalue())]
+    assert "rollouts" not in quick
+    assert max(map(len, frames)) <= 80
+    assert "evaluation step-999" in frames[-2] + frames[-1]
+    assert "240/400 rollouts" in frames[-2] + frames[-1]
+
+
+def test_rollouts_of_a_long_phase_are_counted_in_logs_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("agenttrain.tracking.console.time.monotonic", lambda: now[0])
+    console, out = plain()
+    with ConsoleProgress(40, console=console) as progress:
+        progress.phase("evaluation before")
+        for finished in range(1, 401):
+            now[0] += 0.125
+            progress.rollouts(finished, 400)
+        progress.phase("rollout")
+        progress.rollouts(1, 96)
+    assert out.getvalue().splitlines() == [
+        f"evaluation before: {finished} of 400 rollouts" for finished in (120, 240, 360)
+    ]
+
+
 def test_an_exception_passes_and_the_cursor_comes_back():
     console, out = terminal()
     with (

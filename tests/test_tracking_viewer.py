@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from array import array
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,38 @@ def dump(page: Path, fragment: str, profile: Path) -> str:
         "--dump-dom", f"{page.as_uri()}#{fragment}",
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def scored() -> dict:
+    """`record()` of a rollout that was trained on."""
+    rollout = new(0, 0.5)
+    say(rollout, (5, 11, 2))
+    call(rollout, 11)
+    say(rollout, (10, 2), version=8)
+    rollout.stop_reason = StopReason.completed
+    #                                add   script  </turn>  It is 7.  </turn>
+    rollout.trainer_logprobs = array("f", [-0.5, -0.75, -0.499, -0.5, -0.5])
+    rollout.entropies = array("f", [0.0, 1.5, 0.25, 0.5, 0.25])
+    return rollout_record(rollout)
+
+
+def test_the_page_shows_the_gap_and_the_entropy_of_each_token(tmp_path):
+    page = tmp_path / "page.html"
+    write(page, [scored(), record()], decode)
+    shown = {}
+    for colour in ("gap", "entropy"):
+        dom = dump(page, f"0,{colour}", tmp_path / "profile")
+        # .25 and .001 of five tokens; 2.5 nats in all
+        assert "mean gap 0.0502 nats, the widest -0.25 at position 5 · mean entropy 0.5 nats" in dom
+        tokens = re.findall(r'<i class="sampled"[^>]*>', dom)
+        assert len(tokens) == 5
+        assert "trainer -0.75   gap -0.25   entropy 1.5" in tokens[1]
+        shown[colour] = [re.search(r"background: (.*?);", token)[1] for token in tokens]
+    assert len(set(shown["gap"])) == 3 and shown["gap"][0] == shown["gap"][3]
+    assert len(set(shown["entropy"])) == 4 and shown["entropy"][2] == shown["entropy"][4]
+    unscored = dump(page, "1,gap", tmp_path / "profile")
+    assert '<p class="dim stat">no gap and no entropy' in unscored
+    assert not re.search(r'data-tip="[^"]*trainer', unscored)
 
 
 def test_the_page_in_a_browser(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from test_training_policy import on_policy, pair
-from training_cases import policy, random_groups, weights, with_tool
+from training_cases import policy, random_groups, rollout, weights, with_tool
 
 from agenttrain.algorithms.entropy import EntropyBonus
 from agenttrain.config.algorithm import (
@@ -26,8 +26,9 @@ from agenttrain.config.algorithm import (
     Scale,
     Surrogate,
 )
+from agenttrain.config.schema import SharePrefix
 from agenttrain.training.policy import Policy
-from agenttrain.types import StopReason
+from agenttrain.types import Origin, StopReason
 
 RECOMPUTED = {"behaviour": Behaviour.recomputed}
 CONF = Path(__file__).parents[1] / "conf" / "algorithm"
@@ -79,7 +80,7 @@ def test_ratios_of_whole_rollouts_do_not_read_the_engines_rounding(name: str) ->
     """An engine in bfloat16 is off by some .02 per token: GSPO's clip of 3e-4 would take it all."""
     rng = random.Random(0)
     groups = on_policy(policy(), random_groups(0))
-    for one in (rollout for group in groups for rollout in group):
+    for one in (each for group in groups for each in group):
         one.spans = [
             span
             if span.logprobs is None
@@ -200,6 +201,37 @@ def test_top_entropy_masks_the_same_share_whatever_the_packing() -> None:
         assert metrics["mask/top_entropy"] == pytest.approx(0.75, abs=0.02)
 
 
+def alike(group: str) -> list:
+    """Six rollouts that begin with the same eight sampled tokens: their entropies are equal."""
+    rng = random.Random(group)
+    spans = [
+        (Origin.prompt, [7, 8, 9]),
+        (Origin.sampled, [rng.randrange(7, 260) for _ in range(8)]),
+    ]
+    return [
+        rollout(
+            [*spans, (Origin.tool, [5, 6]), (Origin.sampled, [30 + sample] * (1 + 3 * sample))],
+            group=group,
+            sample=sample,
+            reward=float(sample % 2),
+        )
+        for sample in range(6)
+    ]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_equal_entropies_are_not_told_apart_by_packing(share: float) -> None:
+    groups = [alike("a"), alike("b")]
+    first, metrics = captured({"top_entropy": share}, groups)
+    tokens = sum(one.sampled_length for group in groups for one in group)
+    masked = math.ceil((1 - share) * (tokens - 1)) / tokens
+    assert metrics["mask/top_entropy"] == pytest.approx(masked)
+    for training in ({"token_budget": 1}, {"share_prefix": SharePrefix.always}):
+        other, metrics = captured({"top_entropy": share}, groups[::-1], training=training)
+        assert metrics["mask/top_entropy"] == pytest.approx(masked)
+        assert_equal(first, other)
+
+
 def test_masked_truncated_rollouts_are_counted() -> None:
     (group,) = on_policy(policy(), [pair(20, 21)])
     group[1].stop_reason = StopReason.context_full
@@ -248,6 +280,27 @@ def test_kl_in_the_reward_uses_the_recomputed_probabilities() -> None:
     """The engine says -5.5 for every token; the policy is its own reference, so the KL is 0."""
     algorithm = {**RECOMPUTED, "beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward}
     assert policy(algorithm=algorithm).update(random_groups(0))["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("other", [{}, {"top_entropy": 0.5}], ids=["alone", "top_entropy"])
+def test_a_kl_in_the_reward_is_of_the_probabilities_that_behaviour_names(other: dict) -> None:
+    """The engine is .3 nats below the policy at each token; the policy is its own reference."""
+    settings = {"beta": 0.1, "kl": KlEstimator.k1, "kl_in": KlIn.reward, **other}
+    for behaviour, kl in ((Behaviour.engine, -0.3), (Behaviour.recomputed, 0.0)):
+        trained = policy(algorithm={**settings, "behaviour": behaviour, "scale": Scale.none})
+        (group,) = on_policy(trained, [alike("a")])
+        for one in group:
+            one.reward = 1.0
+            one.spans = [
+                replace(span, logprobs=tuple(p - 0.3 for p in span.logprobs or ()))
+                if span.logprobs
+                else span
+                for span in one.spans
+            ]
+        assert trained.update([group])["kl"] == pytest.approx(kl, abs=1e-5)
+        # 9 to 24 sampled tokens, 3 more each: a penalty of kl x tokens, less the group's mean
+        expected = [-0.1 * kl * (9 + 3 * sample - 16.5) for sample in range(6)]
+        assert [one.advantage for one in group] == pytest.approx(expected, abs=1e-5)
 
 
 def test_reward_functions_are_normalised_each() -> None:

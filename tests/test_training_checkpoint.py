@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.training import checkpoint as module
 from agenttrain.training.checkpoint import Checkpoints
-from agenttrain.training.checkpoint_files import CheckpointError, latest, verify
+from agenttrain.training.checkpoint_files import CheckpointError, NotRead, latest, seal, verify
+from agenttrain.training.export import export
+from agenttrain.training.random_states import random_states, set_random_states
 
 ALGORITHM = {"beta": 0.05, "num_epochs": 2}
 
@@ -48,6 +51,46 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Pat
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+def test_every_file_is_as_readable_as_the_umask_allows(tmp_path: Path) -> None:
+    """safetensors alone would write the weights with mode 0600."""
+
+    def modes(folder: Path) -> set[int]:
+        return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+    before = os.umask(0o027)
+    try:
+        saved = checkpoints(tmp_path / "checkpoints").save(policy(), step=1)
+        export(saved, tmp_path / "exported")
+    finally:
+        os.umask(before)
+    assert modes(saved) == modes(tmp_path / "exported") == {0o640}
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "ran"
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("name", ["policy.pt", "rng-0.pt", "pytorch_model.bin"])
+def test_a_pickle_with_code_in_it_is_not_read(tmp_path: Path, name: str) -> None:
+    """Also where the manifest fits, which anybody can write."""
+    trained = policy()
+    saved = checkpoints(tmp_path / "checkpoints").save(trained, step=1)
+    torch.save({"a": Evil(tmp_path)}, saved / name)
+    if name == "pytorch_model.bin":
+        (saved / "model.safetensors").unlink()
+    (saved / "manifest.json").unlink()
+    seal(saved)
+    with pytest.raises(NotRead, match=r"step-000001.*: holds a pickle with more than tensors and"):
+        checkpoints(tmp_path / "checkpoints").load_latest(trained)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_random_states_come_back(tmp_path: Path) -> None:
     trained = policy()
 
@@ -61,6 +104,52 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     draw()
     checkpoints(tmp_path).load_latest(trained)
     assert (draw(), np.random.standard_normal()) == expected
+
+
+class Gpus:
+    """The part of `torch.cuda` that random states are kept with."""
+
+    def __init__(self, *states: int, current: int = 0) -> None:
+        self.states, self.current = list(states), current
+
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In place of `torch.cuda`."""
+
+        def set_rng_state(state: torch.Tensor, device: int) -> None:
+            self.states[device] = int(state)  # IndexError: there is no such device
+
+        for name, value in {
+            "is_available": lambda: bool(self.states),
+            "device_count": lambda: len(self.states),
+            "current_device": lambda: self.current,
+            "get_rng_state_all": lambda: [torch.tensor(state) for state in self.states],
+            "set_rng_state": set_rng_state,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize(
+    "count, current, expected",
+    [
+        (8, 6, [10, 11, 12, 13, 14, 15, 16, 17]),
+        (4, 2, [10, 11, 16, 13]),  # the state of its own GPU, which was number 6
+        (1, 0, [16]),
+        (10, 6, [10, 11, 12, 13, 14, 15, 16, 17, 0, 0]),
+        (0, 0, []),
+    ],
+)
+def test_random_states_come_back_on_another_number_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, current: int, expected: list[int]
+) -> None:
+    Gpus(*range(10, 18), current=6).put(monkeypatch)
+    states = random_states()
+    now = Gpus(*[0] * count, current=current)
+    now.put(monkeypatch)
+    set_random_states(states)
+    assert now.states == expected
+    older = {name: value for name, value in states.items() if name != "cuda_device"}
+    set_random_states(older)
+    assert now.states[current : current + 1] == [10 + current][:count]
 
 
 def test_a_checkpoint_is_a_model_folder(tmp_path: Path) -> None:

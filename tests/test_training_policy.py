@@ -11,7 +11,7 @@ import tiny
 import torch
 from training_cases import policy, random_groups, rollout, weights, with_tool
 
-from agenttrain.config.algorithm import Reference
+from agenttrain.config.algorithm import Behaviour, Reference
 from agenttrain.config.schema import (
     Advantage,
     Aggregation,
@@ -155,6 +155,38 @@ def test_the_gap_tells_the_engines_logprobs_from_the_trainers() -> None:
     # one of four tokens is off by 0.5
     assert metrics["sampling/logprob_gap"] == pytest.approx(0.125, abs=1e-5)
     assert metrics["sampling/logprob_gap_max"] == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"minibatches": 2},
+        {"num_epochs": 2},
+        {"num_epochs": 2, "behaviour": Behaviour.recomputed},
+        {"top_entropy": 0.5},
+    ],
+    ids=str,
+)
+def test_rollouts_keep_what_the_trainer_computed(algorithm: dict) -> None:
+    """With a learning rate of 0 they are the policy's own, whatever update computes them."""
+    trained = policy(algorithm=algorithm, lr=0.0)
+    groups = [[with_tool(sample=0, reward=1.0), with_tool(sample=1, reward=0.0)], pair(20, 21)]
+    for one in groups[1]:
+        one.reward, one.group_id = 0.5, "equal"
+        one.rollout_id = f"equal-{one.sample}"
+    trained.update(groups)
+    for one in groups[0]:
+        ids = torch.tensor(one.token_ids)
+        full = trained.model(ids[None]).logits[0].log_softmax(-1)
+        sampled = [p for p, mask in enumerate(one.loss_mask) if mask]
+        expected = [full[p - 1, ids[p]].item() for p in sampled]
+        entropies = [-(full[p - 1].exp() * full[p - 1]).sum().item() for p in sampled]
+        assert list(one.trainer_logprobs) == pytest.approx(expected, abs=1e-5)
+        assert list(one.entropies) == pytest.approx(entropies, abs=1e-5)
+    # a group of equal rewards is scored only where the algorithm asks for it
+    asked = "behaviour" in algorithm or "top_entropy" in algorithm
+    assert [one.entropies is not None for one in groups[1]] == [asked] * 2
 
 
 def test_advantages_are_set_and_none_without_a_reward() -> None:

@@ -48,6 +48,8 @@ def test_the_bundled_agent_learns_with_vllm(tmp_path: Path) -> None:
     assert sum(rewards[:3]) / 3 < 0.6
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
     assert max(row["sampling/logprob_gap_max"] for row in rows) < 1e-3
+    for row in rows:
+        assert 0 < row["weight_sync/gap"] < row["weight_sync/gap_q90"] < 1e-3
 
 
 def test_sleep_mode_is_refused_on_the_build_that_would_ignore_it(

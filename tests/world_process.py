@@ -40,6 +40,12 @@ def main() -> None:
             world.barrier("the update", timeout_s=1)
         except WorldTimeout as error:
             found["late"], found["missing"] = str(error), list(error.missing)
+        world.timeout_s = 1
+        try:
+            with world.collective("the update of step 3"):
+                pass
+        except WorldTimeout as error:
+            found["phase"], found["absent"] = str(error), list(error.missing)
     found["looks"] = world.looks
     tell(world.rank, found)
     # Rank 1 leaves the other meeting only now, so that the store outlives it.

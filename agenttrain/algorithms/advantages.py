@@ -42,7 +42,8 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
     result_PG = centred_PG
     if baseline is Advantage.leave_one_out:
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
-        result_PG = centred_PG * (count_P1 / (count_P1 - 1).clamp(min=1))
+        # In this order: the quotient of two integer tensors would be float32.
+        result_PG = centred_PG * count_P1 / (count_P1 - 1).clamp(min=1)
     if scale is Scale.group:
         square_P1 = centred_PG.square().nansum(1, keepdim=True)
         result_PG = result_PG / ((square_P1 / (count_P1 - 1).clamp(min=1)).sqrt() + EPSILON)

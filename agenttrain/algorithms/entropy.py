@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,20 +10,31 @@ from torch import Tensor
 
 from agenttrain.config.algorithm import AlgorithmConfig
 
+TIED = 1e-4
+"""Nats within which two tokens' entropies are equal: a token's own changes by some 1e-6 with what
+shares its microbatch."""
 
-def top_entropy_threshold(entropy_N: Tensor, share: float) -> float:
-    """The entropy that the top `share` of tokens reach: https://arxiv.org/abs/2506.01939.
 
-    Example: of [0, 1, 2, 3, 4] the top half, .5, reaches 2. Linear between two tokens' entropies.
+def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
+    """Whether each token is among the top `share` by entropy, [N] of bool.
+
+    https://arxiv.org/abs/2506.01939. As many tokens as reach TRL's quantile if no two are equal.
+    Of tokens that are equal to the last one kept (`TIED`) those of the lowest `place_N` are kept,
+    where TRL keeps all that rounding puts above: rollouts of a group have the same entropy where
+    their texts do not differ yet, and rounding is another in other microbatches.
+
+    Example: of [0, 1, 2, 3, 4] the top half, .5, is [2, 3, 4]; of [1, 1, 1, 2, 0] with places 0 …
+    4 it is the first two and the 2.
     """
-    if entropy_N.numel() == 0:
-        return torch.inf
-    # torch.quantile takes no more than 2**24 values.
-    ordered_N = entropy_N.float().sort().values
-    position = (1 - share) * (entropy_N.numel() - 1)
-    lower = int(position)
-    upper = min(lower + 1, entropy_N.numel() - 1)
-    return torch.lerp(ordered_N[lower], ordered_N[upper], position - lower).item()
+    tokens = entropy_N.numel()
+    count = tokens - math.ceil((1 - share) * (tokens - 1) - 1e-9)
+    if tokens == 0:
+        return torch.zeros(0, dtype=torch.bool)
+    cutoff = entropy_N.float().sort(descending=True).values[count - 1]
+    kept_N = entropy_N > cutoff + TIED
+    (tied,) = ((entropy_N >= cutoff - TIED) & ~kept_N).nonzero(as_tuple=True)
+    kept_N[tied[place_N[tied].argsort()[: count - int(kept_N.sum())]]] = True
+    return kept_N
 
 
 @dataclass(slots=True)

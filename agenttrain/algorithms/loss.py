@@ -14,9 +14,9 @@ from agenttrain.algorithms import surrogate as surrogates
 from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
 from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.metrics import Metrics, clip_metrics, extremes, mean_parts
-from agenttrain.algorithms.rows import row_sum
+from agenttrain.algorithms.rows import row_mean, row_sum
 from agenttrain.algorithms.surrogate import importance_ratio, vespo_weight
-from agenttrain.config.algorithm import AlgorithmConfig, Correction, Surrogate
+from agenttrain.config.algorithm import AlgorithmConfig, Correction, Ratio, Surrogate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,9 @@ def _surrogate(
     if config.surrogate is Surrogate.cispo:
         capped_S = (ratio_S.detach() > 1 + high) & (advantages_S > 0)
         loss_S = surrogates.cispo_surrogate(ratio_S, logprobs_S, advantages_S, high)
+        if config.ratio is not Ratio.token:
+            # A rollout's tokens share its ratio: the share is one of rollouts, as TRL's.
+            capped_S = row_mean(capped_S.float(), inputs.row_S, inputs.rollouts)
         return loss_S, {"cispo_clip_ratio": mean_parts(capped_S)}
     if config.surrogate is Surrogate.sapo:
         taus = config.tau_pos, config.tau_neg

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from agenttrain.chat.features import (
 )
 from agenttrain.chat.load import formats
 from agenttrain.chat.probes import Step, conversations
+from agenttrain.chat.response_export import response_template
 from agenttrain.chat.template import Chat
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message
 
@@ -108,13 +110,16 @@ class Certificate:
         name = self.family or "of no known family"
         found = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
         found += [f"  note     {self.chosen}"] if self.chosen else []
-        said: dict[str, str] = {}
-        for probe in self.probes:
-            # What several probes stumble over is told in full once.
-            first = said.setdefault(probe.reason, probe.name)
-            again = first != probe.name and probe.status is not Status.passed
-            why = f"as `{first}`" if again else probe.why
-            found.append(f"  {probe.status:<8} {probe.name:<32} {why}".rstrip())
+        alike: dict[tuple[Status, str], list[Probe]] = {}
+        for number, probe in enumerate(self.probes):
+            # Probes that stumble over the same thing are one line, which names them all.
+            reason = probe.reason if probe.status is not Status.passed else str(number)
+            alike.setdefault((probe.status, reason), []).append(probe)
+        for (status, _), probes in alike.items():
+            found.append(f"  {status:<8} {probes[0].name:<32} {probes[0].why}".rstrip())
+            if len(probes) > 1:
+                names = ", ".join(probe.name for probe in probes[1:])
+                found.append(f"{'':11}and for the same reason: {names}")
         found += [f"  fix      {change}" for change in self.changes]
         found += [f"  warning  {warning}" for warning in self.warnings]
         return found if self.passed else [*found, f"  remedy   {self.remedy}"]
@@ -191,8 +196,28 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         variable = "date_string" in chat.template
         how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
         yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
+    if ends := _two_ends(chat):
+        last, followed = ends
+        yield (
+            f"an answer is sampled with {last} at its end, where the template writes {followed} "
+            f"once a user's message follows: after it the model is trained with {last} in view "
+            f"and served with {followed}, one token in place of the other"
+        )
+    if response_template(chat) is None:
+        yield (
+            "transformers' tokenizer.parse_response cannot read this format of calls: checkpoints "
+            "carry no response_template, a server needs a tool parser of its own for it"
+        )
     if chat.one_call_per_turn:
         yield "the template renders one call per turn: rollout.on_parallel_calls decides on more"
+
+
+def _two_ends(chat: Chat) -> tuple[str, str] | None:
+    """How the template ends the last answer and an earlier one, where these differ."""
+    with suppress(ChatError):
+        last, followed = chat.answer_ends()
+        return (chat.decode(last), chat.decode(followed)) if last != followed else None
+    return None
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
@@ -261,6 +286,8 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
         _compare(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
         _compare(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         remarks |= dict.fromkeys(_remarks(chat, schemas, turn, sampled, after))
+        if not turn.calls and answered and (ends := _two_ends(chat)):
+            remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         context += ours
         ledger = full
     return context, list(remarks)

@@ -1,16 +1,17 @@
 """Text to token ids and back, with control tokens inside other people's text kept as text.
 
 A control token (``<|im_end|>``, ``<tool_call>``) steers the model when the template writes it and
-must be ordinary text when a user or a tool wrote it. Messages are therefore *marked* before they
-are rendered: each control token in them is wrapped in two Unicode noncharacters, which templates
-pass through and which no text of others may hold (`clean` sees to that). In a rendering, what is
-not wrapped was written by the template.
+must be ordinary text when a user or a tool wrote it: every token that was added to a tokenizer's
+vocabulary is one, special or not, unless `Encoder.ordinary` says why not. Messages are therefore
+*marked* before they are rendered: each control token in them is wrapped in two Unicode
+noncharacters, which templates pass through and which no text of others may hold (`clean` sees to
+that). In a rendering, what is not wrapped was written by the template.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -20,8 +21,12 @@ from agenttrain.types import AgenttrainError
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 KNOWN_PIECES = 256
 """Pieces between control tokens whose ids are kept."""
-FEW_CONTROL = 64
-"""Control tokens that are found in a text faster than the text is encoded."""
+BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+"""White space as the `tokenizers` library knows it where a token absorbs what surrounds it."""
+SPACE = "\u2581"
+"""How SentencePiece writes a blank."""
 _RESERVED = re.compile("[\\ud800-\\udfff\\ufdd0-\\ufdef]")
 _MARKS = str.maketrans("", "", OPEN + CLOSE)
 
@@ -42,9 +47,20 @@ class Encoder:
     """Encodes and decodes with copies of a tokenizer's core, so nobody's settings interfere."""
 
     control: dict[str, int]
-    """Control tokens by their text: special tokens, and added ones that the template writes."""
+    """Control tokens by their text: every added token that is not in `ordinary`."""
+    written: frozenset[int]
+    """Ids of control tokens that are special or stand in the template: no part of what a model
+    says, whereas another that it sampled is content."""
+    unspecial: tuple[str, ...]
+    """Control tokens that are merely added, not special."""
+    ordinary: dict[str, str]
+    """Added tokens that anybody's text may become, and why."""
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(
+        self, tokenizer: Any, template: str, plain: Mapping[str, str] | None = None
+    ) -> None:
+        """`plain`: added tokens that are ordinary text, and why; of no effect on tokens that are
+        special or that the template writes."""
         core = getattr(tokenizer, "backend_tokenizer", None)
         if core is None:
             raise ChatError(
@@ -52,29 +68,42 @@ class Encoder:
                 "library; save the tokenizer with a tokenizer.json"
             )
         added = dict(sorted(core.get_added_tokens_decoder().items()))
-        # Added tokens that no template writes, such as Gemma's runs of blanks, are plain text.
-        self.control = {
-            token.content: token_id
-            for token_id, token in added.items()
-            if token.special or (token.content.strip() and token.content in template)
+        steering = {t.content for t in added.values() if t.special or t.content in template}
+        self.ordinary = {
+            token.content: reason
+            for token in added.values()
+            if (reason := _ordinary(token, plain or {}, steering)) is not None
         }
+        ids = {token.content: token_id for token_id, token in added.items()}
+        self.control = {text: ids[text] for text in ids if text not in self.ordinary}
+        self.written = frozenset(ids[text] for text in steering if text in self.control)
         self._full = _copy(core, added, hidden=())
         self._plain = _copy(core, added, hidden=self.control)
-        self._control, self._pieces = _patterns([t for t in added.values() if t.content in self])
-        self._refuse_forgeable()
+        if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
+            self._except(forgeable)
+            self._plain = _copy(core, added, hidden=self.control)
+        self.unspecial = tuple(
+            t.content for t in added.values() if t.content in self.control and not t.special
+        )
+        self._control, self._pieces = _patterns(self.control)
+        self._absorbing = {
+            token.content: (token.lstrip, token.rstrip)
+            for token in added.values()
+            if token.lstrip or token.rstrip
+        }
+        self._control_ids = frozenset(self.control.values())
         self._known: dict[tuple[bool, str], tuple[int, ...]] = {}
         self._by_piece = self._encodes_by_piece()
 
-    def __contains__(self, text: str) -> bool:
-        return text in self.control
-
-    def _refuse_forgeable(self) -> None:
-        for text, token_id in self.control.items():
-            if token_id in self.encode_plain(text):
+    def _except(self, forgeable: Sequence[str]) -> None:
+        """Leave what the tokenizer makes from plain text as text; refuse what steers a model."""
+        for text in forgeable:
+            if self.control.pop(text) in self.written:
                 raise ChatError(
                     f"the tokenizer makes the control token {text!r} from plain text, so a tool "
                     "could forge it; use a tokenizer with byte-level pieces"
                 )
+            self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
 
     def encode(self, rendering: str) -> list[int]:
         """Ids of a rendering: control tokens are tokens, except those that `mark` wrapped.
@@ -82,7 +111,11 @@ class Encoder:
         Example: ``encode("<|im_start|>user\\nhi<|im_end|>")`` is what the tokenizer itself gives.
         """
         if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
-            return self._full.encode(rendering, add_special_tokens=False).ids
+            whole = self._full.encode(rendering, add_special_tokens=False).ids
+            # A normalizer can make a control token of a text that holds none, as of ＜think＞.
+            found = sum(token_id in self._control_ids for token_id in whole)
+            if found == sum(control for control, _ in self.pieces(rendering)):
+                return whole
         ids: list[int] = []
         for control, piece in self.pieces(rendering):
             ids += self._piece_ids(control, piece)
@@ -104,14 +137,12 @@ class Encoder:
 
         Some SentencePiece tokenizers put a blank before what begins a text, and only there.
         """
-        if len(self.control) > FEW_CONTROL:
-            return False
-        probes = [f"a b{text} c\nd{text}\n e{text}f" for text in self.control]
-        return all(
-            [i for control, piece in self.pieces(probe) for i in self._piece_ids(control, piece)]
-            == self._full.encode(probe, add_special_tokens=False).ids
-            for probe in probes
-        )
+        probe = "".join(f"a b{text} c\nd{text}\n e{text}f" for text in self.control)
+        ids: list[int] = []
+        for control, piece in self.pieces(probe):
+            encode = self._full.encode if control else self._plain.encode
+            ids += encode(piece, add_special_tokens=False).ids
+        return ids == self._full.encode(probe, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which no control token is a token."""
@@ -144,14 +175,20 @@ class Encoder:
 
     def pieces(self, rendering: str) -> Iterator[tuple[bool, str]]:
         """Split a rendering into the template's own control tokens (True) and all else (False)."""
-        start = 0
-        for match in self._pieces.finditer(rendering):
-            if match["control"] is None:
+        start = position = 0
+        while (match := self._pieces.search(rendering, position)) is not None:
+            position = match.end()
+            if (text := match["control"]) is None:
                 continue
-            if match.start() > start:
-                yield False, rendering[start : match.start()]
-            yield True, match[0]
-            start = match.end()
+            before = rendering[start : match.start()]
+            left, right = self._absorbing.get(text, (False, False))
+            kept = before.rstrip(BLANKS) if left else before
+            while right and position < len(rendering) and rendering[position] in BLANKS:
+                position += 1
+            if kept:
+                yield False, kept
+            yield True, rendering[start + len(kept) : position]
+            start = position
         if start < len(rendering):
             yield False, rendering[start:]
 
@@ -161,17 +198,40 @@ def unmark(text: str) -> str:
     return text.translate(_MARKS)
 
 
-def _patterns(control: Sequence[AddedToken]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What finds control tokens in a text; and in a rendering, with the blanks that they absorb."""
-    control = sorted(control, key=lambda token: -len(token.content))
-    texts = "|".join(re.escape(token.content) for token in control) or "(?!)"
-    absorbing = "|".join(
-        r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
-        for token in control
-    )
-    return re.compile(texts), re.compile(
-        f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{absorbing or '(?!)'})"
-    )
+def _ordinary(token: AddedToken, plain: Mapping[str, str], steering: Collection[str]) -> str | None:
+    """Why an added token is ordinary text; None where it is a control token."""
+    if token.special:
+        return None
+    if not token.content.replace(SPACE, " ").strip():
+        return "white space"
+    if token.content in steering:
+        return None
+    return plain.get(token.content)
+
+
+def _patterns(control: Collection[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Patterns of control tokens in a text, and of marked or bare ones in a rendering."""
+    texts = _alternatives(control) if control else "(?!)"
+    return re.compile(texts), re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
+
+
+def _alternatives(texts: Collection[str]) -> str:
+    """A pattern of the longest of the texts at a place, in time that does not grow with their
+    number: they share their beginnings. Example: of ab, abc and d it is ``(?:ab(?:c)?|d)``."""
+    branches: dict[str, list[str]] = {}
+    for text in texts:
+        branches.setdefault(text[:1], []).append(text)
+    optional = branches.pop("", None) is not None
+    parts = []
+    for group in branches.values():
+        first, last = min(group), max(group)
+        pairs = enumerate(zip(first, last, strict=False))
+        head = first[: next((i for i, (a, b) in pairs if a != b), len(first))]
+        parts.append(re.escape(head) + _alternatives([text[len(head) :] for text in group]))
+    pattern = "|".join(parts)
+    if not parts or (len(parts) == 1 and not optional):
+        return pattern
+    return f"(?:{pattern})" + "?" * optional
 
 
 def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
@@ -180,12 +240,15 @@ def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if getattr(core, part) is not None:
             setattr(copy, part, getattr(core, part))
-    for token_id, token in added.items():
+    tokens = []
+    for token in added.values():
         if token.content not in hidden:
-            copy.add_tokens([token])
+            tokens.append(token)
         elif copy.token_to_id(token.content) is None:
             # Takes the id, so that later tokens keep theirs; cleaned text cannot hold the mark.
-            copy.add_tokens([AddedToken(OPEN + token.content, special=True, normalized=False)])
+            tokens.append(AddedToken(OPEN + token.content, special=True, normalized=False))
+    copy.add_tokens(tokens)  # all at once: each call costs time for every token that there is
+    for token_id, token in added.items():
         if token.content not in hidden and copy.token_to_id(token.content) != token_id:
             raise ChatError(
                 f"the added token {token.content!r} has id {token_id}, which does not follow "

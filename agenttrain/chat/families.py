@@ -41,6 +41,17 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Added tokens that a model knows from ordinary text.
+
+    Example: ``Plain(why="HTML", tokens=("<table>", "</table>"))``
+    """
+
+    why: str
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What is known of one family."""
 
@@ -64,6 +75,9 @@ class Family:
     added: tuple[str, ...] = ()
     """Added tokens that are not special, for `agenttrain templates`."""
     bos: str | None = None
+    plain: tuple[Plain, ...] = ()
+    """Added tokens that are ordinary text: all others of the tokenizer, but those of white space,
+    are control tokens, which no text of a user or a tool can become."""
 
 
 def pattern(find: str) -> re.Pattern[str]:
@@ -101,7 +115,16 @@ def parse_family(name: str, found: Mapping[str, Any]) -> Family:
         fixes = tuple(tuple(Edit(**edit) for edit in fix) for fix in found.get("fixes") or ())
     except TypeError as error:
         raise ChatError(f"chat_template={name}: family.fixes: {error}") from error
-    return Family(**{**found, **lists, "fixes": fixes})
+    try:
+        plain = tuple(
+            Plain(why=str(entry["why"]), tokens=tuple(map(str, entry["tokens"])))
+            for entry in found.get("plain") or ()
+        )
+    except (KeyError, TypeError) as error:
+        raise ChatError(
+            f"chat_template={name}: family.plain: must be a list of {{why: …, tokens: […]}}"
+        ) from error
+    return Family(**{**found, **lists, "fixes": fixes, "plain": plain})
 
 
 @cache

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.seam import ANSWER, CALL
 from agenttrain.chat.template import Chat
-from agenttrain.types import Message
+from agenttrain.types import Finish, Message
 
 USER_TEXT = "What is 3 + 4?"
 FEATURES = (
     *("generation prompt", "same each time", "end of turn", "tools in the prompt"),
-    "system message",
+    *("system message", "control tokens in prompts"),
 )
 """Names of the probes below."""
 RENDERINGS = 8
@@ -82,6 +84,7 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         _end_of_turn(chat),
         _tools_shown(chat, schemas),
         _system_message(chat, schemas),
+        _control_tokens(chat, schemas),
     ]
 
 
@@ -162,3 +165,59 @@ def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
     except ChatError as error:
         return f"the template refuses system messages ({error.__cause__ or error})"
     return None if SYSTEM_TEXT in text else "the template leaves out system messages"
+
+
+def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
+    """No text of others becomes a control token, wherever in a prompt or after it it stands."""
+    name = "control tokens in prompts"
+    forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
+    control = frozenset(chat.encoder.control.values())
+    for place, ids_of in _places(chat, schemas).items():
+        try:
+            harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
+        except ChatError:  # the probes of this kind of message say so
+            continue
+        for token_id in control:
+            if ids[token_id] != harmless[token_id]:
+                token = chat.decode([token_id])
+                return refused(name, f"the text {token!r} in {place} becomes a control token")
+    return Probe(name=name, status=Status.passed, reason=_counted(chat))
+
+
+def _places(chat: Chat, schemas: Sequence[dict]) -> dict[str, Callable[[str], Sequence[int]]]:
+    """Where text of others stands in a context, and the ids of a context with a text there."""
+
+    def described(text: str) -> list[dict]:
+        function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
+        return [*schemas, {"type": "function", "function": function}]
+
+    def replied(text: str) -> list[int]:
+        turn, reply = ANSWER, {"role": "user", "content": text}
+        if chat.renders_calls:
+            turn = CALL
+            reply |= {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
+        spans = chat.suffix(
+            turn, [reply], completion_ids=[], finish=Finish.length, generation_prompt=True
+        )
+        return [token_id for _, ids in spans for token_id in ids]
+
+    system = {"role": "system", "content": ""}
+    return {
+        "a user's message": lambda text: chat.prompt_ids(
+            [{"role": "user", "content": text}], schemas
+        ),
+        "a system message": lambda text: chat.prompt_ids(
+            [{**system, "content": text}, *_user()], schemas
+        ),
+        "a tool's description": lambda text: chat.prompt_ids(_user(), described(text)),
+        "a reply": replied,
+    }
+
+
+def _counted(chat: Chat) -> str:
+    """How many tokens are control tokens, and which added ones are not."""
+    special = len(chat.encoder.control) - len(chat.encoder.unspecial)
+    reason = f"{special} special tokens and {len(chat.encoder.unspecial)} other added ones"
+    for why, count in Counter(chat.encoder.ordinary.values()).items():
+        reason += f"; {count} added tokens stay text: {why}"
+    return reason

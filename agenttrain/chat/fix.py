@@ -104,9 +104,9 @@ def recognise(
     taken. A template that none describes has the first family without fixes whose calls it
     renders; None where there is no such family.
     """
-    described = [name for name, family in known.items() if _described(source, family)]
-    described.sort(key=lambda name: -sum(map(len, known[name].marks)))
-    for name in described:
+    names = [name for name, family in known.items() if described(source, family)]
+    names.sort(key=lambda name: -sum(map(len, known[name].marks)))
+    for name in names:
         family = known[name]
         if not family.tools or _reads_fixed(source, name, family, reads_back):
             return name
@@ -116,7 +116,8 @@ def recognise(
     return None
 
 
-def _described(source: str, family: Family) -> bool:
+def described(source: str, family: Family) -> bool:
+    """Whether a template holds the marks of a family."""
     held = [bool(pattern(mark).search(source)) for mark in family.marks]
     return (
         bool(held) and all(held) and not any(pattern(text).search(source) for text in family.absent)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from agenttrain.chat.behaviour import behaviour
 from agenttrain.chat.carried import carried_template, read_template
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import Family, families, parse_family
-from agenttrain.chat.fix import REMEDY, Fix, fixed, recognise
+from agenttrain.chat.fix import REMEDY, Fix, described, fixed, recognise
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
+from agenttrain.chat.response_export import response_template
 from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.response_template import TemplateSpec
 from agenttrain.chat.specs import load_spec, resolve_spec, spec_names
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
@@ -60,14 +63,29 @@ def load_chat(
     _read_by(fix.template, template.kwargs)
     calls = renders_calls(tokenizer, fix.template, template.kwargs)
     family = known.get(fix.family or "")
-    return Chat(
+    make = partial(
+        Chat,
         tokenizer,
         fix.template,
-        _response(tokenizer, response_schema, fix, family, calls),
         kwargs=template.kwargs,
         eos_token_ids=_eos_token_ids(tokenizer),
         fix=fix,
+        plain=_plain(source, family, known),
     )
+    spec = _response(tokenizer, response_schema, fix, family, calls)
+    if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
+        # A checkpoint of ours carries its family's format in transformers' words, which say less.
+        chat = make(load_spec(family.response))
+        if response_template(chat) == spec.source:
+            return chat
+    return make(spec)
+
+
+def _plain(source: str, family: Family | None, known: Mapping[str, Family]) -> dict[str, str]:
+    """Added tokens that are ordinary text, and why: of the family, and of those whose template the
+    model has where another's tools were added to it."""
+    taken = [other for other in known.values() if other == family or described(source, other)]
+    return {text: plain.why for one in taken for plain in one.plain for text in plain.tokens}
 
 
 def make_fix(

@@ -1,7 +1,8 @@
 """Stock templates of known families to look at, and small tokenizers to try them with.
 
 The templates are those that the test dependency `trl` carries as data (it is read, not imported),
-and for Mistral those that `mistral_common` makes.
+and for Mistral those that `mistral_common` makes. For families whose templates come with no package
+there are templates of ours that write the same turns (`OWN`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,22 @@ from agenttrain.chat.families import Family
 TRL = "trl"
 TEMPLATES = "chat_templates"
 MISTRAL = "mistral_common:"
+OWN = {
+    # A turn begins on a new line; without a system message there is one of the model's.
+    "own:dbrx": (
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
+        "{%- endif %}{%- for message in messages %}{{- '' if loop.first else '\n' }}"
+        "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '\n<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    # A turn ends with a line break.
+    "own:falcon_mamba": (
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+        "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+}
+"""By the names that families know them by."""
 
 
 def originals_folder() -> Path | None:
@@ -27,8 +44,10 @@ def originals_folder() -> Path | None:
 
 
 def original(name: str) -> str | None:
-    """The source of a stock template, e.g. of `qwen3` or `mistral_common:v7`; None where it is not
-    installed."""
+    """The source of a stock template, e.g. of `qwen3`, `mistral_common:v7` or `own:dbrx`; None
+    where it is not installed."""
+    if name in OWN:
+        return OWN[name]
     if name.startswith(MISTRAL):
         return _mistral(name.removeprefix(MISTRAL))
     folder = originals_folder()
@@ -37,7 +56,7 @@ def original(name: str) -> str | None:
 
 
 def _mistral(revision: str) -> str | None:
-    """Of `v7`, or with thinking of `v13:thinking`."""
+    """Of `v7`, or with thinking of `v13:thinking`; `v1` is that of SentencePiece."""
     if originals_folder() is None or find_spec("mistral_common") is None:
         return None
     from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
@@ -45,7 +64,7 @@ def _mistral(revision: str) -> str | None:
 
     version, _, thinking = revision.partition(":")
     return generate_chat_template(
-        spm=False,
+        spm=version == "v1",
         tokenizer_version=TokenizerVersion(version),
         image_support=False,
         audio_support=False,

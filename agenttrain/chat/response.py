@@ -8,6 +8,9 @@ reason the model reads. A malformed call never takes its siblings with it.
 in a call's text                            result
 ==========================================  ======================================================
 arguments as a JSON string                  decoded: ``"{\\"a\\": 3}"`` is ``{"a": 3}``
+… and encoded once more                     decoded once more, and no further
+arguments whose braces a spec's own pattern read with their braces added
+takes
 arguments missing, null or an empty string  ``{}``
 name missing, empty or no string            malformed
 arguments that are no mapping               malformed
@@ -15,12 +18,15 @@ a key or parameter given twice              malformed: nothing says which was me
 keys without quotes                         read in Gemma's format; malformed in JSON
 Python literals, single quotes              read in LFM2's format; malformed in JSON
 trailing commas                             read in LFM2's format; malformed in JSON
-… and with ``lenient: true`` in the spec    the last three are read in JSON too
+arguments without their braces              malformed: ``"arguments": "a": 3, "b": 4``
+… ``response_schema.lenient=true``          the last four are read in JSON too, and such calls
+                                            counted (`tools/lenient_calls`)
 XML parameters, GLM's values                text, or by the tool's schema what the text is JSON of
 NaN, Infinity, 1e999                        malformed
 lone surrogates, over 64 levels             malformed: no JSON file could hold them
 text between a call and its closing mark    malformed
 closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
+an id written twice in a turn               such calls are numbered; one written once is kept
 a name that can be read, in a malformed call the malformed call's name
 a mark inside a string or parameter         part of it, up to 16 marks
 text after a call that has no closing mark  content (Llama, Mistral)
@@ -32,10 +38,12 @@ calls beyond the 1,024th                    one malformed call
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
-from agenttrain.chat.response_json import excerpt, kind, portable, read_json
+from agenttrain.chat.response_json import Json, excerpt, kind, portable, read_json
+from agenttrain.chat.response_literal import read_loose
 from agenttrain.chat.response_parts import Found, ResponseSpec, capped
 from agenttrain.chat.response_regex import search_budget
 from agenttrain.types import AssistantTurn, ToolCall
@@ -63,23 +71,34 @@ def parse_response(
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
     found_calls = capped(parts.calls)
-    ids = [found.id for found in found_calls if found.id]
-    written = Counter(ids) if ids else {}
+    ids = _ids(found_calls, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = tuple(
-        _call(
-            found,
-            # An id that the model wrote twice would give one reply to two calls.
-            found.id
-            if found.id and written[found.id] == 1
-            else spec.call_id.format(turn=turn, index=index),
-        )
-        for index, found in enumerate(found_calls)
+        _call(found, call_id, lenient=spec.lenient)
+        for found, call_id in zip(found_calls, ids, strict=True)
     )
     return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=calls)
 
 
-def _call(found: Found, call_id: str) -> ToolCall:
-    arguments, problem = _arguments(found.arguments, found.arguments_label)
+def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
+    """Return an id for each call, no two the same, or one reply would answer two calls.
+
+    An id that the model wrote once is kept; one that it wrote twice names neither call. Example:
+    calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
+    """
+    written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
+    kept = {call_id for call_id, times in written.items() if times == 1}
+    spare = count(len(calls))
+    ids = []
+    for index, call in enumerate(calls):
+        call_id = call.id if call.id in kept else numbered(index)
+        while call.id not in kept and call_id in kept:
+            call_id = numbered(next(spare))
+        ids.append(call_id)
+    return ids
+
+
+def _call(found: Found, call_id: str, *, lenient: bool) -> ToolCall:
+    arguments, problem, loose = _arguments(found.arguments, found.arguments_label, lenient)
     if found.problem is not None:
         problem = found.problem
     elif not isinstance(found.name, str) or not found.name:
@@ -94,18 +113,32 @@ def _call(found: Found, call_id: str) -> ToolCall:
         arguments=arguments if problem is None else {},
         malformed=problem,
         text=found.text,
+        lenient=problem is None and (loose or found.lenient),
     )
 
 
-def _arguments(value: Any, label: str) -> tuple[dict[str, Any], str | None]:
-    """(arguments, problem); a JSON object in a string is decoded."""
+def _arguments(
+    value: Any, label: str, lenient: bool, *, again: bool = True
+) -> tuple[dict[str, Any], str | None, bool]:
+    """(arguments, problem, whether they were read only by being lenient).
+
+    A JSON object in a string is decoded, and so is one whose string was encoded `again`.
+    """
+    loose = False
     if isinstance(value, str) and value.strip():
         text = value
         value, end, problem, _ = read_json(text)
         if problem is not None or text[end:].strip():
-            return {}, f"{label} is a string without a JSON object: {excerpt(text)}"
+            value, _, problem, _ = read_loose(text) if lenient else Json(problem="strict")
+            if problem is not None:
+                return {}, f"{label} is a string without a JSON object: {excerpt(text)}", False
+            loose = True
+        if isinstance(value, str) and again:
+            arguments, problem, loose = _arguments(value, label, lenient, again=False)
+            if problem is None:
+                return arguments, None, loose
     if value is None or value == "":
-        return {}, None
+        return {}, None, loose
     if not isinstance(value, dict):
-        return {}, f"{label} must be a JSON object, not {kind(value)}"
-    return value, None
+        return {}, f"{label} must be a JSON object, not {kind(value)}", False
+    return value, None, loose

@@ -23,7 +23,9 @@ from agenttrain.chat.response_literal import (
     PYTHON,
     LiteralError,
     read_literal,
+    read_loose,
     take_literal,
+    unbraced,
 )
 from agenttrain.chat.response_parts import MAX_CALLS, Found, unread
 
@@ -41,7 +43,8 @@ class Syntax:
     footer: str | None = None
     """named_json: what stands after the arguments, e.g. a code fence; it may be missing."""
     lenient: bool = False
-    """Whether JSON may have keys without quotes, Python's literals and trailing commas."""
+    """Whether JSON may have keys without quotes, Python's literals, trailing commas, and arguments
+    without their braces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +72,20 @@ def _value(body: str, at: int, syntax: Syntax) -> Json:
     return read_literal(body, at, LENIENT) if syntax.lenient else read_json(body, at)
 
 
+def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
+    """Whether the value at `at`, which was read, is no strict JSON."""
+    return syntax.lenient and read_json(text, at).problem is not None
+
+
 def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``{"name": "f", "arguments": {"x": 1}}``"""
     value, end, problem, cut = _value(body, 0, syntax)
     if problem is not None:
         return _problem(problem, name=written_name(body, syntax.name_key), cut=cut)
-    return Read(calls=[_object(value, syntax)], end=end)
+    return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
 
 
-def _object(value: Any, syntax: Syntax, text: str = "") -> Found:
+def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Found:
     if not isinstance(value, dict):
         return Found(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     written = value.get("id")
@@ -88,6 +96,7 @@ def _object(value: Any, syntax: Syntax, text: str = "") -> Found:
         id=written if isinstance(written, str) else None,
         name_label=f'"{syntax.name_key}"',
         arguments_label=f'"{syntax.arguments_key}"',
+        lenient=lenient,
     )
 
 
@@ -102,7 +111,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
     items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
-        _object(item.value, syntax, text=item.text)
+        _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
         else Found(text=item.text, name=item.name, problem=item.problem)
         for item in items
@@ -128,12 +137,12 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
     name = groups["name"]
-    value, end, problem, cut = _value(body, header.end(), syntax)
+    (value, end, problem, cut), footer, loose = _named_arguments(body, header, syntax)
     if problem is not None:
         return _problem(problem, name=name, cut=cut)
-    if syntax.footer is not None:
+    if footer:
         at = skip_blank(body, end)
-        end = at + len(syntax.footer) if body.startswith(syntax.footer, at) else end
+        end = at + len(footer) if body.startswith(footer, at) else end
     call = Found(
         text="",
         name=name,
@@ -141,8 +150,32 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         id=groups.get("id"),
         name_label="the text before the arguments",
         arguments_label="the value of the arguments",
+        lenient=loose,
     )
     return Read(calls=[call], end=end)
+
+
+def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
+    """Read the arguments behind a header: (value, the footer still to come, whether it is loose).
+
+    A header that ends with the opening brace, as in ``f({``, has taken it from the arguments, and
+    their closing brace is perhaps the first character of the footer or of the closing mark.
+    """
+    at, footer = header.end(), syntax.footer or ""
+    if header.group().rstrip().endswith("{"):
+        brace = body.rindex("{", 0, at)
+        for text in (body, f"{body}}}"):
+            found = _value(text, brace, syntax)
+            if found.problem is None:
+                end = min(found.end, len(body))
+                footer = footer.lstrip().removeprefix("}")
+                return found._replace(end=end), footer, _is_loose(text, syntax, brace)
+    if syntax.lenient and unbraced(body, at):
+        inside = body[at:].rstrip()
+        inside = inside.removesuffix(footer) if footer else inside
+        found = read_loose(inside)
+        return found._replace(end=at + len(inside)), footer, True
+    return _value(body, at, syntax), footer, _is_loose(body, syntax, at)
 
 
 _GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")

@@ -8,9 +8,13 @@ from functools import cache
 from typing import Any
 
 from agenttrain.chat.response_json import excerpt, kind, read_json
-from agenttrain.chat.response_literal import Dialect, read_literal
+from agenttrain.chat.response_literal import Dialect, read_literal, read_loose
 from agenttrain.chat.response_regex import Pattern
 
+INSIDE, LOOSE = " inside", " loose"
+"""Arguments of ours for `json`, whose blanks no key of a user's has: the text is what stands inside
+an object's braces; it may be almost JSON."""
+_CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
@@ -21,6 +25,21 @@ class ContentError(ValueError):
         super().__init__(problem)
         self.cut = cut
         """Whether the text ends inside a value."""
+
+
+def captures_inside(pattern: str) -> bool:
+    """Whether an expression captures what stands behind an opening brace, without the brace.
+
+    Example: ``"arguments": \\{(?P<arguments>.*)\\}``
+    """
+    return _CAPTURED_INSIDE.search(pattern) is not None
+
+
+def with_braces(arguments: Any) -> Any:
+    """Add to the captured inside of an object its braces, where the text has none."""
+    if isinstance(arguments, str) and arguments.strip() and not arguments.lstrip().startswith("{"):
+        return f"{{{arguments}}}"
+    return arguments
 
 
 def _text(text: str, args: Mapping[str, Any]) -> str:
@@ -48,6 +67,14 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:
         value, end, problem, cut = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
+    if problem is not None and args.get(INSIDE):
+        inner, end, wrong, _ = read_json(f"{{{text}}}")
+        if wrong is None and end == len(text) + 2:
+            return inner
+    if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
+        loose = read_loose(text)
+        if loose.problem is None:
+            return loose.value
     if problem is None:
         return value
     if args.get("allow_non_json"):

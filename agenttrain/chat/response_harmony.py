@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.chat.response_json import excerpt, read_json
+from agenttrain.chat.response_literal import read_loose
 from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, Found, Parts
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -37,9 +38,10 @@ class _Message:
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonySpec:
-    """A ResponseSpec without settings but the ids of calls."""
+    """A ResponseSpec without settings but the ids of calls and how strict their arguments are."""
 
     call_id: str = CALL_ID
+    lenient: bool = False
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -60,7 +62,7 @@ class HarmonySpec:
             if len(calls) > MAX_CALLS:
                 break
             if (recipient := _RECIPIENT.search(message.header)) is not None:
-                calls.append(_call(message, recipient[1]))
+                calls.append(_call(message, recipient[1], lenient=self.lenient))
             elif message.body is None:
                 content += [] if channel or "<|" in message.header else [message.header]
             elif channel is not None and channel[1] == "analysis":
@@ -105,15 +107,19 @@ def _message(
         )
 
 
-def _call(message: _Message, recipient: str) -> Found:
+def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}
     body = message.body or ""
+    loose = False
     if problem is None and body.strip():
         arguments, end, problem, _ = read_json(body)
         if problem is None and body[end:].strip():
             problem = f"text after the arguments: {excerpt(body[end:])}"
+        if problem is not None and lenient:
+            arguments, _, problem, _ = read_loose(body)
+            loose = problem is None
     return Found(
         text=message.text,
         name=name,
@@ -121,4 +127,5 @@ def _call(message: _Message, recipient: str) -> Found:
         problem=problem,
         name_label="the text after to=functions.",
         arguments_label="the value of the arguments",
+        lenient=loose,
     )

@@ -14,6 +14,7 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 _PYTHON_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])", re.ASCII)
 _WORD = re.compile(r"[^\W\d][\w-]*")
+_KEY_AHEAD = re.compile(r"""(?:"[^"\\]*+"|'[^'\\]*+'|[^\W\d][\w-]*+)\s*+:""")
 _ESCAPE = re.compile(
     r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
 )
@@ -39,6 +40,8 @@ class Dialect:
     bare_keys: bool = False
     """Whether keys may stand without quotes."""
     trailing_commas: bool = False
+    unbraced: bool = False
+    """Whether a mapping inside another may lack its opening brace, and its closing one."""
     words: Mapping[str, Any]
 
 
@@ -48,8 +51,11 @@ GEMMA = Dialect(
 """``{city:<|"|>Oslo<|"|>,days:2}``; early templates write None for null"""
 PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
 """``{'city': "Oslo", "exact": True}``, mixed with JSON, as templates write it"""
-LENIENT = Dialect(single_quotes=True, bare_keys=True, trailing_commas=True, words=_PYTHON_WORDS)
-"""JSON with what models often get wrong in it: ``{name: 'f', "arguments": {"x": True,}}``"""
+LENIENT = Dialect(
+    single_quotes=True, bare_keys=True, trailing_commas=True, unbraced=True, words=_PYTHON_WORDS
+)
+"""JSON with what models often get wrong in it: ``{name: 'f', "arguments": {"x": True,}}``, and
+``{"name": "f", "arguments": "x": 1, "y": 2}``"""
 
 
 def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
@@ -73,6 +79,27 @@ def read_literal(text: str, start: int, dialect: Dialect) -> Json:
     except LiteralError as error:
         return Json(problem=f"invalid arguments: {error}", cut=error.cut)
     return Json(value, end)
+
+
+def read_loose(text: str) -> Json:
+    """Read all of a text as LENIENT; the braces around an object may be missing.
+
+    Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
+    """
+    text = text.strip()
+    tries = [f"{{{text}}}", f"{{{text}"] if _KEY_AHEAD.match(text) else [text]
+    for tried in tries:
+        value, end, problem, cut = read_literal(tried, 0, LENIENT)
+        if problem is None and tried[end:].strip():
+            problem = f"text after the arguments: {excerpt(tried[end:])}"
+        if problem is None:
+            return Json(value, len(text))
+    return Json(problem=problem, cut=cut)
+
+
+def unbraced(text: str, at: int) -> bool:
+    """Whether a key stands where a value should: the inside of an object without its braces."""
+    return _KEY_AHEAD.match(text, skip_blank(text, at)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +136,17 @@ class _Reader:
             at = skip_blank(self.text, at)
             if self.text[at : at + 1] != ":":
                 self._expected("':'", at)
-            value, at = self.value(skip_blank(self.text, at + 1), depth - 1)
+            at = skip_blank(self.text, at + 1)
+            if self.dialect.unbraced and _KEY_AHEAD.match(self.text, at):
+                if depth == 1:
+                    raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
+                value, end = self._mapping(at, depth - 1)
+                pairs.append((key, value))
+                # One brace closes both mappings, or each has its own.
+                at = skip_blank(self.text, end)
+                at = at if self.text[at : at + 1] == "}" else end - 1
+                break
+            value, at = self.value(at, depth - 1)
             pairs.append((key, value))
             at, comma = self._after_item(at, "}", len(pairs))
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jmespath
@@ -47,6 +48,8 @@ class Node:
     items: Node | None = None
     prefix_items: tuple[Node, ...] = ()
     required: tuple[str, ...] = ()
+    json_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ours for `x-parser: json`."""
 
     def sources(self) -> Iterator[str]:
         """All regular expressions of this node and those below it."""
@@ -127,6 +130,7 @@ class Node:
             if not isinstance(value, str):
                 raise ContentError(f"expected JSON text, found {kind(value)}")
             args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
+            args |= self.json_args
             value = CONTENT["json"](value, args)
         if self.transform is None:
             return value
@@ -190,8 +194,14 @@ def _scalar(name: str | None, value: Any) -> Any:
     raise ContentError(f"expected {name}, found {excerpt(json.dumps(value, default=str))}")
 
 
-def node_of(found: Any, scope: str = "response_schema") -> Node:
-    """Compile a node and those below it. Raises ValueError with the key that is wrong."""
+def node_of(
+    found: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
+) -> Node:
+    """Compile a node and those below it, all with these `json_args`.
+
+    Raises ValueError with the key that is wrong.
+    """
+    below = partial(node_of, json_args=json_args)
     if found is True or found is None:
         return Node()
     if not isinstance(found, Mapping):
@@ -214,16 +224,15 @@ def node_of(found: Any, scope: str = "response_schema") -> Node:
         parser=parser,
         allow_non_json=bool(args.get("allow_non_json")),
         transform=_transform(args.get("transform"), scope),
-        properties={
-            str(key): node_of(value, f"{scope}.{key}") for key, value in properties.items()
-        },
-        additional=None if additional is False else node_of(additional or None, scope),
-        items=node_of(found["items"], f"{scope}.items") if "items" in found else None,
+        properties={str(key): below(value, f"{scope}.{key}") for key, value in properties.items()},
+        additional=None if additional is False else below(additional or None, scope),
+        items=below(found["items"], f"{scope}.items") if "items" in found else None,
         prefix_items=tuple(
-            node_of(value, f"{scope}.prefixItems")
+            below(value, f"{scope}.prefixItems")
             for value in _given(found, "prefixItems", list, "a list", scope) or ()
         ),
         required=tuple(_given(found, "required", list, "a list", scope) or ()),
+        json_args=json_args or {},
     )
 
 

@@ -32,6 +32,8 @@ class Found:
     name_label: str = '"name"'
     """What the model reads the name to be called, in a problem's text."""
     arguments_label: str = '"arguments"'
+    lenient: bool = False
+    """Only a lenient spec reads it."""
 
 
 def unread(text: str) -> Found:
@@ -60,6 +62,11 @@ class ResponseSpec(Protocol):
     @property
     def call_id(self) -> str:
         """Format of the ids of calls that have none, of `turn` and `index`."""
+        ...
+
+    @property
+    def lenient(self) -> bool:
+        """Whether arguments that are almost JSON are read."""
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
-from agenttrain.chat.response_content import ContentError
+from agenttrain.chat.response_content import INSIDE, LOOSE, ContentError, captures_inside
 from agenttrain.chat.response_json import read_items, skip_blank, written_name
 from agenttrain.chat.response_marked import parameters
 from agenttrain.chat.response_node import Node, groups, node_of
@@ -40,7 +40,12 @@ class SchemaSpec:
     """A ResponseSpec made from a `response_schema`."""
 
     root: Node
+    loose: Node
+    """The same, but for JSON that may be almost JSON."""
+    inside: bool = False
+    """Whether an expression captures the inside of an object's braces."""
     call_id: str = CALL_ID
+    lenient: bool = False
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -176,28 +181,47 @@ class SchemaSpec:
         return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
-        items = self.root.properties[CALLS].items
+        given = groups(match)
+        loose = False
         try:
-            given = groups(match)
-            value = items.value(given) if items is not None else given
-            name = call_of(value, text, {}).name
-            if items is not None and isinstance(name, str) and schemas.get(name):
-                value = _typed(value, items.value(given, raw=True), schemas[name])
+            value = self._item_value(given, schemas, self.root)
         except ContentError as error:
-            return Found(text=text, name=written_name(text), problem=str(error))
-        return call_of(value, text, {})
+            try:
+                if not self.lenient:
+                    raise
+                value, loose = self._item_value(given, schemas, self.loose), True
+            except ContentError:
+                return Found(text=text, name=written_name(text), problem=str(error))
+        return replace(call_of(value, text, {}, inside=self.inside), lenient=loose)
+
+    def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
+        items = root.properties[CALLS].items
+        if items is None:
+            return given
+        value = items.value(given)
+        name = call_of(value, "", {}).name
+        if isinstance(name, str) and schemas.get(name):
+            return _typed(value, items.value(given, raw=True), schemas[name])
+        return value
 
     def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
         """Calls that are read as one value: all of a list, or item by item where it is broken."""
+        loose = False
         try:
-            inner = node.inner(value)
             read = node.value(value)
         except ContentError as error:
-            return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+            try:
+                if not self.lenient:
+                    raise
+                read, loose = self.loose.properties[CALLS].value(value), True
+            except ContentError:
+                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+        inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
         values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
-        return [call_of(item, text, schemas) for item in values]
+        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        return [replace(call, lenient=loose) for call in calls]
 
     def _repaired(self, node: Node, value: str) -> list[Found]:
         try:
@@ -240,7 +264,13 @@ def _typed(guessed: Any, raw: Any, schema: Mapping[str, Any]) -> Any:
 
 def schema_spec(found: Mapping[str, Any]) -> SchemaSpec:
     """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
-    spec = SchemaSpec(root=node_of(found))
+    root = node_of(found)
+    inside = any(captures_inside(source) for source in root.sources())
+    spec = SchemaSpec(
+        root=node_of(found, json_args={INSIDE: True}) if inside else root,
+        loose=node_of(found, json_args={INSIDE: inside, LOOSE: True}),
+        inside=inside,
+    )
     if spec.root.type not in ("object", None) or not spec.root.properties:
         raise ValueError("response_schema: the root must be an object with properties")
     return spec

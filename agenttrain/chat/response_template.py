@@ -13,13 +13,25 @@ transformers raises on or loses text of:
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from agenttrain.chat.response_calls import Schemas, typed
-from agenttrain.chat.response_content import CONTENT, ContentError, check_content, reshaped
+from agenttrain.chat.response_content import (
+    CONTENT,
+    INSIDE,
+    LOOSE,
+    ContentError,
+    captures_inside,
+    check_content,
+    reshaped,
+    with_braces,
+)
 from agenttrain.chat.response_json import kind, written_name
 from agenttrain.chat.response_marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
@@ -30,6 +42,7 @@ CONTENT_FIELD = "content"
 MAX_REGIONS = 8 * MAX_CALLS
 """Regions of one completion that are read."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_OPEN_BRACE = re.compile(r"\{(?:\\s[*+]\+?|\s)*$")
 _TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
 _FIELD_KEYS = (
     *("open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats"),
@@ -64,6 +77,8 @@ class _Region:
     closed: bool = True
     value: Any = None
     problem: str | None = None
+    loose: bool = False
+    """Only a lenient spec reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +87,17 @@ class TemplateSpec:
 
     fields: tuple[_Field, ...]
     anchor: Pattern
+    source: Mapping[str, Any]
+    """What it was made from."""
     call_id: str = CALL_ID
+    lenient: bool = False
+
+    @cached_property
+    def _inside(self) -> bool:
+        """Whether a mark captures the inside of an object's braces."""
+        calls = (field for field in self.fields if field.name == CALLS)
+        marks = (mark for field in calls for mark in (field.open, field.close))
+        return any(mark is not None and captures_inside(mark.source) for mark in marks)
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -101,7 +126,7 @@ class TemplateSpec:
             call
             for region in regions
             if region.field.name == CALLS
-            for call in _calls(region, text[region.start : region.end], known)
+            for call in _calls(region, text[region.start : region.end], known, self._inside)
         ]
         thoughts = [region for region in regions if region.field.name in REASONING]
         return Parts(
@@ -114,7 +139,8 @@ class TemplateSpec:
         """All regions in order; `inside`: the field whose region the text begins in."""
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
-        marks = _Marks(text, [f for f in self.fields if f.open is not None], outside)
+        opening = [f for f in self.fields if f.open is not None]
+        marks = _Marks(text, opening, outside, lenient=self.lenient)
         at = calls = 0
         if inside is not None:
             regions.append(_close(_Region(inside, 0, 0, {}), marks))
@@ -143,8 +169,10 @@ class TemplateSpec:
 class _Marks:
     """Where fields open and close, each searched once: again only behind what was found."""
 
-    def __init__(self, text: str, opening: Sequence[_Field], outside: _Field | None) -> None:
-        self.text = text
+    def __init__(
+        self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
+    ) -> None:
+        self.text, self.lenient = text, lenient
         self._searches: list[tuple[_Field | None, Pattern]] = [
             (field, field.open) for field in opening if field.open is not None
         ]
@@ -199,14 +227,14 @@ def _close_call(first: _Region, marks: _Marks) -> _Region:
     ends where the next one opens."""
     opening = marks.opening(first.field, first.body, count=MARKS_IN_STRINGS[-1] + 1)
     limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
-    cut = _read(first, marks.text) if first.stop <= limit else True
+    cut = _read(first, marks) if first.stop <= limit else True
     found = first
     for _ in range(MARKS_IN_STRINGS[-1]):
         hit = first.field.close and first.field.close.search(marks.text, found.end)
         if not cut or not hit or not found.closed or hit.start > limit or hit.end <= found.end:
             break
         found = replace(found, stop=hit.start, end=hit.end, problem=None)
-        cut = _read(found, marks.text)
+        cut = _read(found, marks)
     if found.problem is None and not cut:
         return found
     if opening and opening[0] < first.stop:
@@ -215,15 +243,23 @@ def _close_call(first: _Region, marks: _Marks) -> _Region:
     return first
 
 
-def _read(region: _Region, text: str) -> bool:
+def _read(region: _Region, marks: _Marks) -> bool:
     """Fill in the region's value or problem; whether its text ends inside a value."""
     if region.field.name != CALLS:
         return False
-    field = region.field
+    field, text = region.field, marks.text[region.body : region.stop]
+
+    def value(args: Mapping[str, Any]) -> Any:
+        read = CONTENT[field.content](text, args)
+        return reshaped(field.transform, read, region.captures, each=field.each)
+
     try:
-        value = CONTENT[field.content](text[region.body : region.stop], field.content_args)
-        region.value = reshaped(field.transform, value, region.captures, each=field.each)
+        region.value = value(field.content_args)
     except ContentError as error:
+        if marks.lenient and field.content == "json":
+            with suppress(ContentError):
+                region.value, region.loose = value({**field.content_args, LOOSE: True}), True
+                return False
         region.problem = str(error)
         return error.cut
     return False
@@ -236,7 +272,7 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
     return regions[0].field.join.join(bodies).strip()
 
 
-def _calls(region: _Region, text: str, schemas: Schemas) -> list[Found]:
+def _calls(region: _Region, text: str, schemas: Schemas, inside: bool) -> list[Found]:
     if not region.closed and region.field.close is not None:
         problem = region.problem or "the call is not closed"
         return [Found(text=text, name=_name(region, text), problem=problem)]
@@ -245,7 +281,8 @@ def _calls(region: _Region, text: str, schemas: Schemas) -> list[Found]:
     values = region.value if isinstance(region.value, list) else [region.value]
     values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
     by_text = region.field.content in ("xml-inline", "kv-lines")
-    return [call_of(value, text, schemas if by_text else {}) for value in values]
+    calls = [call_of(value, text, schemas if by_text else {}, inside=inside) for value in values]
+    return [replace(call, lenient=True) for call in calls] if region.loose else calls
 
 
 def _name(region: _Region, text: str) -> str:
@@ -253,12 +290,16 @@ def _name(region: _Region, text: str) -> str:
     return region.captures.get("name") or written_name(text)
 
 
-def call_of(value: Any, text: str, schemas: Schemas) -> Found:
-    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside."""
+def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> Found:
+    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
+
+    `inside`: arguments that are text are what stands inside an object's braces.
+    """
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
         return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
     name, arguments = inner.get("name"), inner.get("arguments")
+    arguments = with_braces(arguments) if inside else arguments
     known = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and known:
         arguments = {
@@ -284,7 +325,7 @@ def template_spec(found: Mapping[str, Any]) -> TemplateSpec:
     anchor = _anchor(found, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
-    return TemplateSpec(fields=fields, anchor=anchor)
+    return TemplateSpec(fields=fields, anchor=anchor, source=found)
 
 
 def _only(found: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
@@ -300,12 +341,15 @@ def _field(name: str, found: Any) -> _Field:
     _only(found, _FIELD_KEYS, scope)
     content, arguments = found.get("content", "text"), found.get("content_args") or {}
     check_content(content, arguments, found.get("transform"), scope)
+    opening, closing = _anchor(found, "open", scope), _anchor(found, "close", scope)
+    # The marks may have taken the braces of what stands between them.
+    taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     return _Field(
         name=name,
-        open=_anchor(found, "open", scope),
-        close=_anchor(found, "close", scope),
+        open=opening,
+        close=closing,
         content=content,
-        content_args=arguments,
+        content_args={**arguments, INSIDE: True} if taken and content == "json" else arguments,
         transform=found.get("transform"),
         each=bool(found.get("transform_each")),
         join=str(found.get("join") or ""),

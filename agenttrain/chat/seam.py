@@ -78,10 +78,14 @@ class Seam:
             f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
         )
 
+    def answer_end(self) -> str:
+        """The end of an answer that nothing follows, e.g. ``<|im_end|>``."""
+        answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
+        return self._to_last_control(answer)
+
     def _closing(self, assistant: Message) -> tuple[str, str]:
         """(what closes the turn's calls, the end of turn) where nothing follows."""
-        answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
-        end = self._to_last_control(answer)
+        end = self.answer_end()
         if not assistant.get("tool_calls"):
             return "", end
         text = _after_body(self._render([USER, assistant], False))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -24,7 +24,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.response_calls import READERS
 from agenttrain.chat.response_harmony import HarmonySpec
 from agenttrain.chat.response_marked import MarkedSpec
-from agenttrain.chat.response_parts import CALL_ID, ResponseSpec
+from agenttrain.chat.response_parts import CALL_ID, MAX_CALLS, ResponseSpec
 from agenttrain.chat.response_schema import schema_spec
 from agenttrain.chat.response_template import template_spec
 from agenttrain.config.groups import conf_folder
@@ -65,6 +65,17 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
     to set.
     """
+    spec = _chosen_spec(tokenizer, config, family)
+    if not config.lenient:
+        return spec
+    try:
+        _check_lenient(spec)
+    except ValueError as error:
+        raise ChatError(f"{GROUP}.lenient=true: {error}") from error
+    return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
+
+
+def _chosen_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
     if (config.path is not None) != (config.name == "file"):
         raise ChatError(
             f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
@@ -137,7 +148,9 @@ def _ours(found: dict[str, Any]) -> ResponseSpec:
     kind = found.pop("format", "marked")
     _check_id(found.get("call_id", CALL_ID))
     if kind == "harmony":
-        _known(found, ["call_id"])
+        _known(found, ["call_id", "lenient"])
+        if not isinstance(found.get("lenient", False), bool):
+            raise ValueError(f"lenient: must be true or false, not {found['lenient']!r}")
         return HarmonySpec(**found)
     if kind != "marked":
         raise ValueError(f"format: {kind!r} is not known: it is marked or harmony")
@@ -171,6 +184,8 @@ def _check(spec: MarkedSpec) -> None:
         raise ValueError(f"syntax: {spec.syntax!r} is not one of {', '.join(READERS)}")
     if spec.syntax == "named_json" and "(?P<name>" not in (spec.header or ""):
         raise ValueError("header: the pattern must have the group (?P<name>…)")
+    if spec.lenient:
+        _check_lenient(spec)
     re.compile(spec.header or "")
     if re.search(pattern := spec.call_open_pattern or "x", "") is not None:
         raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
@@ -178,9 +193,18 @@ def _check(spec: MarkedSpec) -> None:
         raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
 
 
+def _check_lenient(spec: ResponseSpec) -> None:
+    if isinstance(spec, MarkedSpec) and spec.syntax in ("xml", "pairs", "gemma"):
+        raise ValueError(
+            f"lenient: has no effect on calls of syntax {spec.syntax}, which no JSON is"
+        )
+
+
 def _check_id(call_id: Any) -> None:
     try:
-        if call_id.format(turn=0, index=0) != call_id.format(turn=0, index=1):
+        # Twice as many as there may be calls: those with ids of the model's are skipped.
+        ids = {call_id.format(turn=0, index=index) for index in range(2 * MAX_CALLS + 2)}
+        if len(ids) == 2 * MAX_CALLS + 2:
             return
     except (AttributeError, LookupError, ValueError):
         pass

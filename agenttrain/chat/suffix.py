@@ -44,6 +44,9 @@ class Suffix:
     blocks: tuple[tuple[int, ...] | Open, ...]
     glue_length: int
     """Tokens of `blocks` with empty replies."""
+    last_end_ids: tuple[int, ...] = ()
+    """The end of an answer that nothing follows, where the template then writes another than
+    `end_ids`."""
 
 
 def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:

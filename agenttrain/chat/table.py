@@ -6,15 +6,24 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 
 from agenttrain.chat.certificate import REASONING_PROBES, Certificate, Status, certify
+from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.families import Family, families
 from agenttrain.chat.load import load_chat
-from agenttrain.chat.originals import original, small_tokenizer
+from agenttrain.chat.originals import OWN, original, small_tokenizer
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
 
 UNKNOWN = "not run: the original comes with the test extra"
+RECORD = Path(__file__).with_name("table.json")
+"""The table as it was when its date and versions were written: `scripts/certify_templates`."""
+PACKAGES = ("transformers", "trl", "mistral_common")
+"""Whose versions say which stock templates were certified, and by what they were rendered."""
 COLUMNS = {
     "family": "`chat_template=`",
     "models": "models",
@@ -59,11 +68,44 @@ class Row:
     reasoning: str
     """What becomes of past reasoning: kept, dropped, `kept by the fix`, or none."""
     certificate: str
+    certified: str | None = None
+    """When and with which versions, where that was not now but in the table that is shipped."""
 
 
 def rows() -> list[Row]:
-    """All known families, by name."""
-    return [_row(name, family) for name, family in families().items()]
+    """All known families, by name: certified now, or as shipped where a template is missing."""
+    shipped = recorded()
+    return [
+        shipped[name]
+        if name in shipped and any(original(source) is None for source in _sources(family))
+        else _row(name, family)
+        for name, family in families().items()
+    ]
+
+
+@cache
+def recorded() -> dict[str, Row]:
+    """The shipped table, by family."""
+    found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
+    versions = ", ".join(f"{name} {text}" for name, text in found.get("versions", {}).items())
+    certified = f"{found.get('date')} with {versions}"
+    return {row["family"]: Row(**row, certified=certified) for row in found["rows"]}
+
+
+def record() -> None:
+    """Certify all families and write the table to be shipped. Raises ChatError without the stock
+    templates."""
+    for name, family in families().items():
+        for source in _sources(family):
+            if original(source) is None:
+                raise ChatError(f"{name}: the template {source} is missing; install the test extra")
+    certified = [asdict(_row(name, family)) for name, family in families().items()]
+    found = {
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "rows": [{k: v for k, v in row.items() if k != "certified"} for row in certified],
+    }
+    RECORD.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _row(name: str, family: Family) -> Row:
@@ -80,7 +122,7 @@ def _row(name: str, family: Family) -> Row:
         fix="; ".join(changes or ({} if certificates else why)),
         parser=family.response,
         reasoning=_reasoning(found),
-        certificate=str(worst) + _note(certificates),
+        certificate=str(worst) + _note(family, certificates),
     )
 
 
@@ -88,22 +130,26 @@ def _tools(family: Family) -> Sequence[dict]:
     return EXAMPLE_TOOLS if family.tools else ()
 
 
-def _note(certificates: Sequence[Certificate]) -> str:
-    return ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
+def _note(family: Family, certificates: Sequence[Certificate]) -> str:
+    one = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
+    return one + ", on templates of ours" * any(source in OWN for source in family.originals)
+
+
+def _sources(family: Family) -> dict[str, Family]:
+    """The templates to certify a family with, and whose they are. One without marks is for any
+    template: it is tried on those that have no tools."""
+    if family.marks:
+        return dict.fromkeys(family.originals, family)
+    others = [other for other in families().values() if not other.tools]
+    return {source: other for other in others for source in other.originals}
 
 
 def _chats(name: str, family: Family) -> Iterator[Chat]:
     """The family's templates, each with a small tokenizer; those that are not installed are left
-    out. One without marks is for any template: it is tried on those that have no tools."""
-    for source in family.originals:
+    out."""
+    for source, owner in _sources(family).items():
         if (text := original(source)) is not None:
-            yield _chat(family, text, "auto")
-    if family.marks:
-        return
-    for other in families().values():
-        for source in () if other.tools else other.originals:
-            if (text := original(source)) is not None:
-                yield _chat(other, text, name)
+            yield _chat(owner, text, "auto" if family.marks else name)
 
 
 def _chat(family: Family, template: str, name: str) -> Chat:

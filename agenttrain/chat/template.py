@@ -16,7 +16,7 @@ from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.render import USER, render
 from agenttrain.chat.response import parse_response
 from agenttrain.chat.response_parts import ResponseSpec
-from agenttrain.chat.seam import BODY, CALL, ReplyTexts, Seam, placeholder
+from agenttrain.chat.seam import ANSWER, BODY, CALL, ReplyTexts, Seam, placeholder
 from agenttrain.chat.suffix import Suffix, build, fill
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
@@ -57,12 +57,15 @@ class Chat:
         kwargs: Mapping[str, Any] | None = None,
         eos_token_ids: Sequence[int] = (),
         fix: Fix | None = None,
+        plain: Mapping[str, str] | None = None,
     ) -> None:
+        """`plain`: added tokens that are ordinary text, and why, as in `Family.plain`."""
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
         self.kwargs = dict(kwargs or {})
-        self.encoder = Encoder(tokenizer, template)
+        self.plain = dict(plain or {})
+        self.encoder = Encoder(tokenizer, template, self.plain)
         self.response = response
         self.eos_token_ids = tuple(eos_token_ids)
         self._suffixes: dict[Any, Suffix] = {}
@@ -73,7 +76,7 @@ class Chat:
         self._reply_text = ReplyTexts(self._seam, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
         self._marks = response.marks(self.encoder.control)
-        self._stripped = frozenset(self.stop_token_ids) | set(self.encoder.control.values())
+        self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
         self._in_reasoning = {role: self._opens_reasoning(role) for role in ("user", "tool")}
         self.thinking_is_off = self._thinking_is_off()
@@ -111,6 +114,7 @@ class Chat:
             self.response,
             kwargs=self.kwargs,
             eos_token_ids=self.eos_token_ids,
+            plain=self.plain,
         )
 
     def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
@@ -194,7 +198,7 @@ class Chat:
         turn, replies = self.shown(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
         spans = fill(suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder)
-        missing = list(_missing_end(suffix.end_ids, completion_ids, finish))
+        missing = list(_missing_end(suffix, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
             spans[0][1][:0] = missing
         elif missing:
@@ -224,6 +228,12 @@ class Chat:
         turn, replies = self.shown(turn, replies)
         return self._suffix(turn, replies, generation_prompt).end_ids
 
+    def answer_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How the template ends an answer that nothing follows, and one that a user's message
+        follows. They differ in harmony: ``<|return|>``, rendered as ``<|end|>`` from then on."""
+        suffix = self._suffix(ANSWER, [USER], True)
+        return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
+
     def wrapper_length(
         self,
         turn: AssistantTurn,
@@ -235,7 +245,7 @@ class Chat:
     ) -> int:
         """Tokens of `suffix` with empty replies."""
         suffix = self._suffix(*self.shown(turn, replies), generation_prompt)
-        return suffix.glue_length + len(_missing_end(suffix.end_ids, completion_ids, finish))
+        return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
         """`text`, or its head and a visible marker, in at most `max_tokens` plain tokens."""
@@ -285,7 +295,13 @@ class Chat:
         end, text = self._seam.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        return build(end, text, self.encoder, replies=len(replies))
+        suffix = build(end, text, self.encoder, replies=len(replies))
+        if not end or calls:
+            return suffix
+        last = tuple(self.encoder.encode(self._seam.answer_end()))
+        # Phi-3 ends the last answer as any other, and then the text.
+        same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
+        return replace(suffix, last_end_ids=() if same else last)
 
     def _render_marked(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         return self.render(messages, generation_prompt=generation_prompt)
@@ -335,18 +351,18 @@ class Chat:
         return thought is not None and not self.opens_reasoning()
 
 
-def _missing_end(
-    end: Sequence[int], completion_ids: Sequence[int], finish: Finish
-) -> Sequence[int]:
+def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:
     """What of the end of turn is still to be written after the actual end of a completion.
 
     Example: of ``(5, 6)`` all of it after ``[1, 2]``, ``(6,)`` after ``[1, 5]``, nothing after
-    ``[1, 5, 6]``. A text that was cut has no end, whatever its last token.
+    ``[1, 5, 6]``. A text that was cut has no end, whatever its last token. An answer that ended as
+    the template ends its last one has ended: a second end would be a context that nobody serves.
     """
+    end, last = suffix.end_ids, suffix.last_end_ids
     if finish is not Finish.stop:
         return end
     # The blanks before its last token may have merged with the text.
-    if end and completion_ids[-1] == end[-1]:
+    if end and completion_ids[-1] in (end[-1], *last[-1:]):
         return ()
     for length in range(min(len(end), len(completion_ids)), 0, -1):
         if tuple(completion_ids[-length:]) == tuple(end[:length]):

@@ -95,7 +95,9 @@ class KlIn(StrEnum):
     """Where the KL penalty acts."""
 
     loss = "loss"
+    """Of the policy as it is trained."""
     reward = "reward"
+    """Of the probabilities that `behaviour` names: the engine's, or the trainer's own."""
 
 
 class Reference(StrEnum):
@@ -108,7 +110,7 @@ class Reference(StrEnum):
 
 
 class Behaviour(StrEnum):
-    """Whose probabilities the ratio is divided by."""
+    """Whose probabilities the ratio is divided by, and a KL in the reward is taken of."""
 
     engine = "engine"
     """Those that the engine sampled with."""

@@ -16,6 +16,7 @@ from hydra.errors import OverrideParseException
 from agenttrain.config.compose import Source, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.trust import TRUSTED
 
 RUN_DIR = "hydra.run.dir="
 AUTO = "auto"
@@ -36,7 +37,7 @@ VERBS = {
     "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
-    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N]",
+    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N] [to=FILE]",
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
     "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
     "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
@@ -59,6 +60,8 @@ class Command:
     """Without `saved`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
+    trust: bool
+    """`trust=true`: the code that `saved` names may run."""
     auto: bool
     """`resume=auto`: `saved` is hydra.run.dir where that holds a run, else None."""
     options: list[str]
@@ -83,7 +86,13 @@ def parse(arguments: Sequence[str]) -> Command:
     parsed = parser.parse_intermixed_args(rest)
     if parsed.config_path is not None:
         raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
-    overrides, saved = _take_saved(parsed.overrides, verb)
+    words, trust = take_trust(parsed.overrides)
+    overrides, saved = _take_saved(words, verb)
+    if trust and saved is None:
+        raise ConfigError(
+            f"{TRUSTED}: lets the code run that a saved run names; it goes with "
+            f"{'run=' if verb == 'eval' else 'resume='}, leave it out"
+        )
     if misplaced := [word for word in overrides if word in VERBS]:
         raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
     sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
@@ -100,6 +109,7 @@ def parse(arguments: Sequence[str]) -> Command:
         verb=verb,
         overrides=overrides,
         saved=saved,
+        trust=trust,
         auto=auto,
         options=[text for text in rest if text not in parsed.overrides],
         source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
@@ -142,6 +152,14 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see agenttrain --help")
 
 
+def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Take `trust=true` out of the words, and return whether it is there."""
+    typed = [word for word in words if word.startswith("trust=")]
+    if any(word not in (TRUSTED, "trust=false") for word in typed):
+        raise ConfigError(f"{typed[-1]}: expected {TRUSTED}, or leave it out")
+    return [word for word in words if word not in typed], TRUSTED in typed
+
+
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
     mine, other = ("run", "resume") if verb == "eval" else ("resume", "run")
@@ -161,14 +179,19 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
 
 def _run_in(overrides: Sequence[str]) -> Path | None:
     """The folder of `resume=auto`, where it holds a run."""
-    named = [_value(text) for text in overrides if text.startswith(RUN_DIR)]
-    if not named or "${" in named[-1]:
+    folder = named_folder(overrides)
+    if folder is None:
         raise ConfigError(
             f"resume=auto: goes on with the run in a folder, or starts it there; add "
             f"{RUN_DIR}<folder>, the same each time"
         )
-    folder = Path(named[-1])
     return folder if (folder / "config.yaml").exists() else None
+
+
+def named_folder(overrides: Sequence[str]) -> Path | None:
+    """The folder of `hydra.run.dir=`; None without one, or where Hydra has to complete it."""
+    named = [_value(text) for text in overrides if text.startswith(RUN_DIR)]
+    return None if not named or "${" in named[-1] else Path(named[-1])
 
 
 def _value(override: str) -> str:

@@ -37,6 +37,15 @@ class ToolLimits:
 
 
 @dataclass
+class ToolSettings(ToolLimits):
+    """Settings of one tool, beside its `_target_`."""
+
+    stop: bool = False
+    """A call to it ends the rollout, as one to a tool that `stop_tools` names; where the section
+    makes several tools, a call to any of them."""
+
+
+@dataclass
 class EnvironmentSettings(ToolLimits):
     """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
 

@@ -11,18 +11,25 @@ from inspect import isclass
 from typing import Any
 
 from agenttrain.config.corpus import SEARCH, check_corpus
+from agenttrain.config.data_settings import names_test_rows
 from agenttrain.config.environments import REWARD_TARGET, reward_sections
 from agenttrain.config.environments import setting_problems as environment_setting_problems
 from agenttrain.config.mcp_server import MCP_SERVER, check_mcp_server
 from agenttrain.config.reward_settings import setting_problems
 from agenttrain.config.row_file import ENDLESS, FILE_ROWS, HUB_ROWS, check_hub, check_row_file
 from agenttrain.config.sandbox import INTERPRETER, interpreter_problems
-from agenttrain.config.schema import EnvironmentSettings, RewardSettings, RunConfig, ToolLimits
+from agenttrain.config.schema import (
+    EnvironmentSettings,
+    RewardSettings,
+    RunConfig,
+    ToolLimits,
+    ToolSettings,
+)
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.target import about_argument, locate
 from agenttrain.config.targets import look_up
-from agenttrain.config.tool_limits import is_number, limit_problems
-from agenttrain.config.tool_names import named_tool_problems
+from agenttrain.config.tool_limits import is_number, tool_setting_problems
+from agenttrain.config.tool_names import named_tool_problems, stop_tools
 
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}stop_tool_called.stop_tool_called"
@@ -33,12 +40,12 @@ TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
 
 
 def tool_problems(config: RunConfig) -> Iterator[str]:
-    limits = tuple(field.name for field in fields(ToolLimits))
+    limits = tuple(field.name for field in fields(ToolSettings))
     for name, section in config.tools.items():
         problems = list(_component(f"tools.{name}", section, extra=limits, others=config.tools))
         yield from problems or _tool_arguments(f"tools.{name}", section, limits)
         if isinstance(section, Mapping):
-            yield from limit_problems(f"tools.{name}", section)
+            yield from tool_setting_problems(f"tools.{name}", section)
             yield from _without_effect(f"tools.{name}", section, config)
         if isinstance(section, Mapping) and section.get("_target_") == INTERPRETER:
             timeout_s = section.get("timeout_s", ToolLimits.timeout_s)
@@ -111,14 +118,20 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 def _reward_arguments(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """What is wrong with the arguments of our own rewards, which import nothing heavy."""
     target, ours = section["_target_"], {field.name for field in fields(RewardSettings)}
-    if target == STOP_TOOL_CALLED and not config.stop_tools:
+    if look_up(target).takes_nothing:
+        yield (
+            f"{key}._target_={target}: takes no argument; a reward gets the rollout, and the "
+            "columns that it names: def mine(rollout, answer)"
+        )
+    if target == STOP_TOOL_CALLED and not stop_tools(config):
         yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
     if not target.startswith(OUR_REWARDS):
         return
+    module = target.rpartition(".")[0]
     bound = {k: v for k, v in section.items() if k not in ours and k != "_target_"}
     found = locate(target, key=f"{key}._target_")
     try:
-        if isclass(found):
+        if isclass(found) and found.__module__ == module:  # not what the module imports itself
             found(**bound)
     except TypeError as error:
         yield f"{key}: {error}"
@@ -127,7 +140,7 @@ def _reward_arguments(key: str, section: Mapping[str, Any], config: RunConfig) -
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:
-    for split in ("train", "test"):
+    for split in ("train", "test") if names_test_rows(config.data) else ("train",):
         key, section = f"data.{split}", getattr(config.data, split)
         problems = list(_component(key, section, extra=()))
         yield from problems or _arguments(key, section)
@@ -155,7 +168,13 @@ def _component(
 ) -> Iterator[str]:
     """Check a `_target_` with its arguments; `extra` are keys of ours that stand beside them."""
     if not isinstance(section, Mapping) or "_target_" not in section:
-        *_, name = key.split(".")
+        kind, *_, name = key.split(".")
+        if name == "_target_" and isinstance(section, str):
+            yield (
+                f"{key}={section}: has no name; a file in {kind}/ begins with the line "
+                f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
+            )
+            return
         built = [n for n, s in (others or {}).items() if isinstance(s, Mapping) and "_target_" in s]
         hint = did_you_mean(name, built)
         yield f"{key}={section}: has no _target_{hint}; add one: {key}._target_=my_module.{name}"

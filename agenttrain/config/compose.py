@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from agenttrain.config.data_settings import has_test_rows
 from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.groups import conf_folder, list_groups
 from agenttrain.config.schema import RunConfig
@@ -90,7 +91,45 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
     """The settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
     with explained(overrides, source.groups):
-        return convert(raw)
+        composed = convert(raw)
+    _check_emptied(overrides, composed)
+    return composed
+
+
+def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
+    """Raise ConfigError where `tools=[]`, `reward=[]` or `data.test={}` leaves something.
+
+    The first two empty the list of the group's options only: Hydra merges a file's own body behind
+    it. An empty mapping changes nothing at all.
+    """
+    problems = []
+    typed = [text.lstrip("+").partition("=")[0] for text in overrides]
+    if "data.test={}" in overrides and composed.config.data.test:
+        problems.append(
+            "data.test={}: leaves its keys as they are; for no evaluation set eval.questions=0"
+        )
+    for section in ("tools", "reward"):
+        if f"{section}=[]" not in overrides:
+            continue
+        left = [
+            name
+            for name, part in getattr(composed.config, section).items()
+            # Not what the command line itself says: reward=[] +reward.environment.weight=2
+            if isinstance(part, Mapping)  # what else stands there, validate.py refuses
+            and f"{section}.{name}._target_" not in typed
+            and not {f"{section}.{name}.{key}" for key in part} <= set(typed)
+        ]
+        if left:
+            chosen = [text for text in overrides if text.startswith("experiment=")]
+            body = f"the body of {chosen[-1] if chosen else 'a YAML file'}"
+            names, out = (
+                " ".join(f"{mark}{section}.{name}" for name in left) for mark in ("", "~")
+            )
+            problems.append(
+                f"{section}=[]: {body} has {names}, which stays; to leave it out too add {out}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
@@ -105,6 +144,8 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     config = cast(RunConfig, OmegaConf.to_object(typed))
     # OmegaConf has lists only; validate.py counts.
     config.optimizer.betas = cast(tuple[float, float], tuple(config.optimizer.betas))
+    if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
+        config.eval.questions = 0
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
     return Composed(config=config, plain=cast(dict[str, Any], complete))
 

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from agenttrain.config.errors import ConfigError
 from agenttrain.config.expression import compiled
-from agenttrain.config.row_file import ENDLESS
+from agenttrain.config.row_file import ENDLESS, FILE_ROWS, HUB_ROWS
 from agenttrain.config.schema import DataConfig, RunConfig
 from agenttrain.config.text_template import TextTemplate
+
+HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
+
+
+def names_test_rows(data: DataConfig) -> bool:
+    """Whether data.test names rows: a path where it needs one, or another split of the same."""
+    if data.test.get("_target_") not in (FILE_ROWS, HUB_ROWS) or data.test.get("path") is not None:
+        return bool(data.test)
+    said = [name for name, value in data.test.items() if value not in (None, data.train.get(name))]
+    return bool(said)
+
+
+def has_test_rows(data: DataConfig) -> bool:
+    """Whether there are rows to evaluate on: those of data.test, or some held out of data.train."""
+    return data.test_fraction is not None or names_test_rows(data)
+
+
+def check_test_rows(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError for an evaluation without rows."""
+    if verb == "eval" and not has_test_rows(config.data):
+        raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
 
 
 def data_setting_problems(config: RunConfig) -> Iterator[str]:
@@ -29,6 +51,8 @@ def _unused(data: DataConfig) -> Iterator[str]:
 def _held_out(config: RunConfig) -> Iterator[str]:
     data, same = config.data, config.data.train == config.data.test
     fraction = data.test_fraction
+    if not has_test_rows(data) and config.eval.every is not None:
+        yield f"eval.every={config.eval.every}: data.test names no rows; {HOLD_OUT}"
     if fraction is None:
         # Whoever names one file twice wants to be tested on what was trained.
         if data.path is not None and same and config.eval.questions:
@@ -39,7 +63,7 @@ def _held_out(config: RunConfig) -> Iterator[str]:
             )
     elif not 0 < fraction < 1:
         yield f"data.test_fraction={fraction}: must be between 0 and 1"
-    elif not same or data.train.get("_target_") in ENDLESS:
+    elif (names_test_rows(data) and not same) or data.train.get("_target_") in ENDLESS:
         yield (
             f"data.test_fraction={fraction}: data.test has rows of its own; leave it out, or let "
             "both read the same: data=file data.path=…"

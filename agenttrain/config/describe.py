@@ -9,9 +9,10 @@ from typing import Any
 from agenttrain.config.algorithm import AlgorithmConfig
 from agenttrain.config.algorithm_checks import shown
 from agenttrain.config.arithmetic import arithmetic
+from agenttrain.config.data_settings import has_test_rows, names_test_rows
 from agenttrain.config.environments import reward_sections, rewarding
-from agenttrain.config.schema import DistributedName, RewardSettings, RunConfig
-from agenttrain.config.tool_names import tool_names
+from agenttrain.config.schema import DataConfig, DistributedName, RewardSettings, RunConfig
+from agenttrain.config.tool_names import stop_tools, tool_names
 
 
 def describe(config: RunConfig) -> str:
@@ -21,10 +22,10 @@ def describe(config: RunConfig) -> str:
         "model": f"{config.model.path} ({config.model.dtype})",
         "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
         "tools": ", ".join(config.tools) or "none",
-        "stop tools": ", ".join(config.stop_tools) or "none",
+        "stop tools": ", ".join(stop_tools(config)) or "none",
         **_environments(config),
         "train data": _call(config.data.train),
-        "test data": _call(config.data.test),
+        "test data": _test_rows(config.data),
         "reward": "\n            ".join(_rewards(_reward_sections(config))) or "none",
         "algorithm": _algorithm(config.algorithm),
         "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
@@ -43,6 +44,12 @@ def _processes(config: RunConfig) -> dict[str, str]:
         return {}
     nodes = f" on each of {section.nodes} nodes" if section.nodes > 1 else ""
     return {"processes": f"{section.processes or 'one per GPU'}{nodes}, {section.name}"}
+
+
+def _test_rows(data: DataConfig) -> str:
+    if names_test_rows(data):
+        return _call(data.test)
+    return "held out of the train data" if has_test_rows(data) else "none, so no evaluation"
 
 
 AXES = ("advantage", "scale", "surrogate", "ratio", "aggregation")

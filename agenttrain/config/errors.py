@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
+from shlex import quote
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -113,6 +115,12 @@ def _about_key(
 ) -> str:
     key = str(cause.full_key)
     where = _where(key, text, overrides)
+    chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
+    if key in groups and key == chosen and key not in setting_keys():
+        return (
+            f"{where}: its file lacks the first line `# @package _global_`, so that its keys would "
+            f"stand in a section {key!r}; put that line at its top"
+        )
     if isinstance(cause, MissingMandatoryValue):
         return _missing(key, groups)
     if isinstance(cause, InterpolationKeyError):
@@ -174,13 +182,32 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
+    others = _elsewhere(missing)
+    if not group:
+        remedy = others or "; name one of conf/, or the folder that has it: --config-dir <folder>"
+        return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
     if group in ("hydra/launcher", "hydra/sweeper") and option in EXTRAS:
         extra = EXTRAS[option]
         return f"{group}={option}: is not installed; pip install 'agenttrain[{extra}]'"
     if group not in groups:
         return _first_line(error)
-    hint = did_you_mean(option, groups[group])
-    return f"{group}={option}: no such option{hint}; the options are: {', '.join(groups[group])}"
+    hint = "" if others else did_you_mean(option, groups[group])
+    known = ", ".join(groups[group])
+    return f"{group}={option}: no such option{hint}{others}; the options are: {known}"
+
+
+def _elsewhere(missing: str) -> str:
+    """Name the folders beside the user that have a file which was looked for in vain.
+
+    Example: "; my_conf/experiment/mine.yaml is found with --config-dir my_conf".
+    """
+    files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
+    depth = len(Path(missing).parts)
+    return "".join(
+        f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
+        for file in files
+        if file.is_file()
+    )
 
 
 def _broken_yaml(error: MarkedYAMLError) -> str:
@@ -201,6 +228,7 @@ def _unreadable(error: OverrideParseException) -> str:
 
 
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
+    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if override.startswith("~") and "Could not delete" in str(error):
@@ -211,6 +239,8 @@ def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequ
             return f"{override}: a group takes an option ({options}); ~{key} leaves it out"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
+        if there and override.startswith("+") and key == there[1]:
+            return f"{override}: the key is there already; write {key}={value}"
         if f"Ambiguous value for argument '{override}'" in str(error):
             return (
                 f"{override}: several values; add -m to run one after the other, or write "

@@ -1,12 +1,25 @@
-"""Where Hydra would put a run, for one that somebody else starts."""
+"""Where Hydra would put a run, and whether a folder can be written."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from agenttrain.config.compose import Source, compose_raw
-from agenttrain.config.errors import explained
+from agenttrain.config.errors import ConfigError, explained
+
+
+def check_writable(folder: Path, said: str, remedy: str) -> None:
+    """Raise ConfigError, ``<said>: …; <remedy>``, unless files can be written into the folder.
+
+    A folder that is not there must be one that can be made.
+    """
+    nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise ConfigError(f"{said}: {nearest} is a file, not a folder; {remedy}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{said}: {nearest} may not be written (read-only?); {remedy}")
 
 
 def run_folder(overrides: Sequence[str], source: Source) -> Path:

@@ -36,6 +36,17 @@ class Streak:
 
 
 @dataclass
+class ToolFailures:
+    """Calls of one tool that may fail, by an error of the tool's or for arguments it refuses."""
+
+    limit: float | None = 0.9
+    """Share of the calls; None: not watched."""
+    calls: int = 32
+    """Calls that are judged together, at least; a tool with fewer in a step is judged later."""
+    action: OnTrip = OnTrip.warn
+
+
+@dataclass
 class GuardsConfig:
     """What is watched after every step. Values that are not finite always stop the run."""
 
@@ -48,6 +59,9 @@ class GuardsConfig:
     """Least that `entropy` of the sampled tokens may be, in nats."""
     no_variance: Streak = field(default_factory=Streak)
     """Steps in a row in which no rollout had an advantage: all rewards of each group were equal."""
+    tool_failures: ToolFailures = field(default_factory=ToolFailures)
+    """Least share of failed calls at which a tool is named. Evaluations are watched too, and never
+    stopped."""
 
 
 def guard_problems(config: Any) -> Iterator[str]:
@@ -59,6 +73,11 @@ def guard_problems(config: Any) -> Iterator[str]:
             yield f"guards.{name}.limit={limit}: must be more than 0; null: not watched"
     if guards.no_variance.limit is not None and guards.no_variance.limit < 1:
         yield f"guards.no_variance.limit={guards.no_variance.limit}: must be at least 1"
+    failures = guards.tool_failures
+    if failures.limit is not None and not 0 < failures.limit <= 1:
+        yield f"guards.tool_failures.limit={failures.limit}: a share: more than 0 and at most 1"
+    if failures.calls < 1:
+        yield f"guards.tool_failures.calls={failures.calls}: must be at least 1"
     for name in ("kl", "entropy"):
         guard = getattr(guards, name)
         if guard.limit is None and guard.action is OnTrip.stop:

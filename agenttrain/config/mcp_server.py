@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from string import Template
@@ -10,6 +11,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MCP_SERVER = "agenttrain.tools.mcp.McpServer"
+
+
+def without_password(text: str) -> str:
+    """Hide what stands before the host of the addresses in a text, unless it is a variable's name.
+
+    Example: ``http://me:secret@host/mcp`` -> ``http://***@host/mcp``; ``http://me:$SECRET@host/mcp``
+    stays.
+    """
+
+    def hidden(match: re.Match[str]) -> str:
+        return match[0] if _is_named(match[2]) else f"{match[1]}***@"
+
+    return re.sub(r"(\w://)([^/\s?#]+)@", hidden, text)
+
+
+def _is_named(credentials: str) -> bool:
+    """Return whether the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
+    name, _, secret = credentials.partition(":")
+    return re.fullmatch(r"\$(\w+|\{\w+\})", secret or name) is not None
 
 
 def check_mcp_server(
@@ -33,6 +53,7 @@ def check_mcp_server(
         _check_command(command, expanded("env", env).get("PATH"))
     if url is not None:
         _check_url(url)
+        _check_credentials(str(url))
     for name, value, other in (("env", env, url), ("headers", headers, command)):
         if value and other is not None:
             started = "a server that is started" if name == "env" else "a url"
@@ -45,7 +66,7 @@ def check_mcp_server(
 
 
 def expanded(name: str, values: object) -> dict[str, str]:
-    """The texts of `env` or `headers`, with ``$NAME`` replaced by our environment's NAME.
+    """The texts of `env`, `headers` or `url`, with ``$NAME`` replaced by our environment's NAME.
 
     So that secrets need not stand in a configuration, which every run keeps a copy of. Example:
     ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
@@ -89,7 +110,24 @@ def _check_url(url: Any) -> None:
     except (ValueError, AttributeError, TypeError):
         whole = False
     if not whole:
-        raise ValueError(f"url={url}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
+        raise ValueError(
+            f"url={without_password(str(url))}: must be a whole address, e.g. "
+            "http://127.0.0.1:8000/mcp"
+        )
+
+
+def _check_credentials(url: str) -> None:
+    """Raise ValueError for credentials that every file and message of the run would repeat."""
+    credentials, found, _ = urlsplit(url).netloc.rpartition("@")
+    if found and not _is_named(credentials):
+        hidden = without_password(url)
+        raise ValueError(
+            f"url={hidden}: holds credentials, which the run's files would keep; put them into the "
+            "environment and write their names: "
+            f"'url={hidden.replace('***', '$NAME:$PASSWORD')}', or "
+            "'headers={Authorization: Bearer $TOKEN}'"
+        )
+    expanded("url", {"url": url})
 
 
 def _check_names(allow: object, prefix: object) -> None:

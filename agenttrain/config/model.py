@@ -73,3 +73,6 @@ class ResponseSchemaConfig:
     """A YAML or JSON file of the user's, for name=file."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The format, as the group's files hold it; empty: the file of that name in conf/."""
+    lenient: bool = False
+    """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
+    inference servers may refuse; counted as `tools/lenient_calls`."""

@@ -17,6 +17,7 @@ from agenttrain.config.compose import Composed, Source, compose_raw, compose_run
 from agenttrain.config.errors import ConfigError, explained
 from agenttrain.config.schema import Init, RunConfig
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.config.trust import SECTIONS, check_trusted, is_own, named_code
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
@@ -41,10 +42,22 @@ def check_new(config: RunConfig) -> None:
         raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
 
 
-def resumed(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
-    """The settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`."""
+def resumed(
+    folder: Path,
+    overrides: Sequence[str],
+    source: Source,
+    *,
+    trust: bool = False,
+    runs: Sequence[str] = SECTIONS,
+) -> Composed:
+    """The settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
+
+    `trust`: the code that the folder's config.yaml names may run. Without it that has to be the
+    user's own or bundled code in the sections that the verb `runs`.
+    """
     said = f"resume={folder}"
-    return _going_on(said, folder, _changed(said, folder, overrides, RESUMABLE, source))
+    changed = _changed(said, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
+    return _going_on(said, folder, changed)
 
 
 def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
@@ -96,27 +109,34 @@ def _differences(
 
 def viewed(folder: Path, source: Source) -> Composed:
     """The settings of the run or evaluation of `view <folder>`, as `resumed`."""
-    return _changed(f"view {folder}", folder, [], (), source)
+    return _changed(f"view {folder}", folder, [], (), source, runs=())
 
 
-def replayed(folder: Path, source: Source) -> Composed:
+def replayed(
+    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = SECTIONS
+) -> Composed:
     """The settings of the run, or crash, of `replay <folder>`, as `resumed`."""
-    return _changed(f"replay {folder}", folder, [], (), source)
+    return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
 
 
-def rescored(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+def rescored(
+    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+) -> Composed:
     """The settings of `rescore <folder>`, with another reward; as `resumed`."""
-    return _changed(f"rescore {folder}", folder, overrides, ("reward",), source)
+    runs, allowed = ("reward", "data"), ("reward",)
+    return _changed(f"rescore {folder}", folder, overrides, allowed, source, runs=runs, trust=trust)
 
 
-def evaluated(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+def evaluated(
+    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+) -> Composed:
     """The settings of `eval run=<folder>`, with the checkpoint as the model.
 
     `folder` is a run's, for its newest checkpoint, or a checkpoint's. Raises ConfigError. Needs a
     `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source)
+    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, trust=trust)
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
@@ -167,11 +187,19 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _changed(
-    said: str, folder: Path, overrides: Sequence[str], allowed: Sequence[str], source: Source
+    said: str,
+    folder: Path,
+    overrides: Sequence[str],
+    allowed: Sequence[str],
+    source: Source,
+    *,
+    runs: Sequence[str] = SECTIONS,
+    trust: bool = False,
 ) -> Composed:
     """The settings of the run in `folder` with overrides on top, of `allowed` sections only.
 
-    `said` is what the user named the folder with.
+    `said` is what the user named the folder with. Code that config.yaml names in the sections that
+    are `runs` is checked as `check_trusted` does, unless an override put other code in its place.
     """
     parsed = [_parse(text, source) for text in overrides]
     for override in parsed:
@@ -181,10 +209,19 @@ def _changed(
                 f"{override.input_line}: cannot be combined with {said}"
                 f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
             )
-    node = _typed(said, folder)
+    node, own = _read(said, folder)
+    before = named_code(cast(dict[str, Any], OmegaConf.to_container(node)), runs)
     with explained(overrides, source.groups):
         _apply(parsed, node, source)
-        return convert(node)
+        composed = convert(node)
+    typed = {override.key_or_group for override in parsed}
+    code = [
+        text
+        for text in named_code(composed.plain, runs)
+        if text in before and text.partition("=")[0] not in typed
+    ]
+    check_trusted(said, code, trust=trust or own)
+    return composed
 
 
 def _parse(text: str, source: Source) -> Override:
@@ -196,18 +233,34 @@ def _parse(text: str, source: Source) -> Override:
 
 
 def _typed(said: str, folder: Path) -> DictConfig:
+    return _read(said, folder)[0]
+
+
+def _read(said: str, folder: Path) -> tuple[DictConfig, bool]:
+    """The settings in a folder's config.yaml, and whether this user's own run wrote them."""
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{said}: is no run folder: there is no config.yaml in it")
     try:
-        plain = cast(DictConfig, OmegaConf.load(file))
+        plain = OmegaConf.load(file)
         if not plain:
             raise ValueError("it is empty")
+        if not isinstance(plain, DictConfig):
+            raise ValueError("it holds a list, and a run's settings are a mapping of names")
+        own = is_own(cast(dict[str, Any], OmegaConf.to_container(plain)))
         plain.pop("provenance", None)
-        return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), plain))
+        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        OmegaConf.resolve(typed)
+        return cast(DictConfig, typed), own
+    except UnicodeDecodeError as error:
+        problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
+    except RecursionError:
+        problem = "a value in it contains itself, or is nested too deeply"
     except Exception as error:
         problem = str(error).partition("\n")[0]
-        raise ConfigError(f"{said}: its config.yaml does not fit: {problem}") from error
+    raise ConfigError(
+        f"{said}: its config.yaml does not fit: {problem}; put back the file that the run wrote"
+    )
 
 
 def _apply(overrides: Sequence[Override], node: DictConfig, source: Source) -> None:

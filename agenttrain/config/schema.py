@@ -24,6 +24,7 @@ from agenttrain.config.component_settings import Isolation as Isolation
 from agenttrain.config.component_settings import OnUnavailable as OnUnavailable
 from agenttrain.config.component_settings import RewardSettings as RewardSettings
 from agenttrain.config.component_settings import ToolLimits as ToolLimits
+from agenttrain.config.component_settings import ToolSettings as ToolSettings
 from agenttrain.config.curriculum import CurriculumConfig as CurriculumConfig
 from agenttrain.config.distributed import DistributedConfig as DistributedConfig
 from agenttrain.config.distributed import DistributedName as DistributedName
@@ -126,8 +127,8 @@ class DataConfig:
 
     train: dict[str, Any] = MISSING
     """`_target_` of a callable returning rows, with its arguments."""
-    test: dict[str, Any] = MISSING
-    """Rows of the evaluation, likewise."""
+    test: dict[str, Any] = field(default_factory=dict)
+    """Rows of the evaluation, likewise; none: evaluations are left out."""
     shuffle: bool = False
     """Draw rows in an order seeded by (seed, epoch)."""
     path: str | None = None
@@ -137,7 +138,7 @@ class DataConfig:
     revision: str | None = None
     """data=hub: a commit, branch or tag; None: the newest."""
     test_fraction: float | None = None
-    """Share of the rows held out for evaluation, where train and test read the same ones."""
+    """Share of data.train held out for evaluation, where data.test has no rows of its own."""
     test_seed: int = 0
     """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
     map: dict[str, str] = field(default_factory=dict)
@@ -213,11 +214,24 @@ class VllmSettings:
     """Give the GPU's memory back while the policy is updated, once per step."""
 
 
+class EngineDtype(StrEnum):
+    """Number format of the weights of an engine that has its own, and of its cache."""
+
+    auto = "auto"
+    """bfloat16 on a GPU that has it, else the policy's."""
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 @dataclass
 class EngineConfig:
     """What samples. `transformers` runs in this process on the policy's own weights."""
 
     name: str = "transformers"
+    dtype: EngineDtype = EngineDtype.auto
+    """Number format of the engine's weights, for engine=vllm: the policy's are cast to it when they
+    are sent."""
     max_context: int | None = None
     """Tokens of one sequence; None: what the model's config allows."""
     max_rows: int = 128
@@ -234,8 +248,9 @@ class WeightSyncConfig:
 
     mode: WeightSyncMode = WeightSyncMode.drain
     tolerance: float | None = None
-    """Largest gap of log-probabilities between engine and policy after a sync, for an engine with
-    weights of its own; None: 1e-3 in float32, 0.2 in bfloat16."""
+    """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
+    engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text
+    that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
 
 
 @dataclass
@@ -308,9 +323,9 @@ class RunConfig:
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
     response_schema: ResponseSchemaConfig = field(default_factory=ResponseSchemaConfig)
     tools: dict[str, Any] = field(default_factory=dict)
-    """Name -> `_target_`, limits (ToolLimits) and bound arguments."""
+    """Name -> `_target_`, settings (ToolSettings) and bound arguments."""
     stop_tools: list[str] = field(default_factory=list)
-    """A call to one of these ends the rollout."""
+    """A call to one of these ends the rollout, as does one to a tool with `stop: true`."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
     `environment` picks one per row."""

@@ -41,6 +41,8 @@ class Target:
     """None: unknown."""
     methods: tuple[str, ...] = ()
     """Of a class: the methods that its own source has, `__call__` and the like included."""
+    takes_nothing: bool = False
+    """A call of it takes no argument, or, of a class, a call of its instances."""
 
 
 def look_up(path: object) -> Target:
@@ -99,7 +101,9 @@ def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) ->
         return Target()
     if not isinstance(node, ast.ClassDef):
         kind = None if node.decorator_list else Kind.function
-        return Target(parameters=_parameters(node), kind=kind)
+        nothing = _takes_nothing(node, 0)
+        return Target(parameters=_parameters(node), kind=kind, takes_nothing=nothing)
+    called = next((n for name, n in _definitions(node.body) if name == "__call__"), None)
     return Target(
         parameters=_parameters(node),
         kind=Kind.part_class if node.bases or node.decorator_list else Kind.whole_class,
@@ -108,7 +112,17 @@ def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) ->
             for name, inner in _definitions(node.body)
             if not isinstance(inner, ast.ClassDef) and inner is not None
         ),
+        takes_nothing=_takes_nothing(called, 1),
     )
+
+
+def _takes_nothing(node: Definition | None, skip: int) -> bool:
+    """Whether a plain function has no parameter after the first `skip`."""
+    if node is None or isinstance(node, ast.ClassDef) or node.decorator_list:
+        return False
+    arguments = node.args
+    several = arguments.vararg or arguments.kwarg or arguments.kwonlyargs
+    return not several and len([*arguments.posonlyargs, *arguments.args]) <= skip
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition | None]]:

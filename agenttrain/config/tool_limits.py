@@ -1,4 +1,4 @@
-"""What the limits of a tool may be; they stand beside its `_target_` in `tools.<name>`."""
+"""What the settings of a tool may be; they stand beside its `_target_` in `tools.<name>`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields
 from math import isfinite
 from typing import Any
 
-from agenttrain.config.schema import Isolation, ToolLimits
+from agenttrain.config.schema import Isolation, ToolLimits, ToolSettings
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.targets import look_up
 
@@ -34,14 +34,23 @@ def limit_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def take_limits(key: str, section: MutableMapping[str, Any]) -> ToolLimits:
-    """The limits, taken out of a tool's section; raises ValueError for the first wrong one."""
-    for problem in limit_problems(key, section):
+def tool_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the settings in a tool's section, as ``key=value: problem``."""
+    yield from limit_problems(key, section)
+    stop = section.get("stop", False)
+    if not isinstance(stop, bool):
+        yield f"{key}.stop={stop}: expected true or false (true: a call to it ends the rollout)"
+
+
+def take_settings(key: str, section: MutableMapping[str, Any]) -> tuple[ToolLimits, bool]:
+    """Take limits and `stop` out of a tool's section; raises ValueError for the first wrong one."""
+    for problem in tool_setting_problems(key, section):
         raise ValueError(problem)
+    stop = section.pop("stop", ToolSettings.stop)
     given = {name: section.pop(name) for name in LIMITS if name in section}
     if "isolation" in given:
         given["isolation"] = Isolation(given["isolation"])
-    return ToolLimits(**given)
+    return ToolLimits(**given), stop
 
 
 def _seconds(value: Any) -> str | None:

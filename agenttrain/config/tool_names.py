@@ -37,6 +37,21 @@ def tool_names(config: RunConfig) -> ToolNames:
     return ToolNames(names=tuple(names), complete=all(part.complete for part in found))
 
 
+def stop_tools(config: RunConfig) -> tuple[str, ...]:
+    """The stop tools that sources tell: those of `stop_tools`, and of each section with `stop`.
+
+    Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
+    section whose tools only building it tells (an MCP server) stands for them as ``"mcp …"``.
+    """
+    found = dict.fromkeys(config.stop_tools)
+    for name, section in config.tools.items():
+        if isinstance(section, Mapping) and section.get("stop") is True:
+            made = _of_tool(name, _target(section))
+            known = made.complete or made.names == (name,)
+            found.update(dict.fromkeys(made.names if known else (f"{name} …",)))
+    return tuple(found)
+
+
 def named_tool_problems(config: RunConfig) -> Iterator[str]:
     """Tools that `stop_tools` and `eval.tools` name and no source has."""
     known = tool_names(config)

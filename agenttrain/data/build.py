@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.config.data_settings import HOLD_OUT, names_test_rows
 from agenttrain.config.schema import DataConfig
 from agenttrain.config.target import about_argument, locate_section
 from agenttrain.data.change import Change
@@ -25,8 +26,9 @@ class Splits:
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
-        """Both by the keys that declare them."""
-        return {"data.train": self.train, "data.test": self.test}
+        """By the keys that declare them; without rows to evaluate on those of training alone."""
+        test = {"data.test": self.test} if len(self.test) else {}
+        return {"data.train": self.train, **test}
 
 
 def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
@@ -43,6 +45,9 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
     test: Rows
     if config.test_fraction is not None:
         train, test = _held_out(train_rows, change, config, notes, needs_prompt)
+    elif not names_test_rows(config):
+        train, test = _usable(train_rows, change, config, "data.train", notes, needs_prompt), ()
+        notes.append(f"data.test: names no rows, so evaluations are left out; {HOLD_OUT}")
     else:
         train, test = (
             _usable(rows, change, config, key, notes, needs_prompt)
@@ -53,7 +58,7 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
         )
     return Splits(
         train=TaskSource(train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt),
-        test=TaskSource(test, needs_prompt=needs_prompt),
+        test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True),
         notes=tuple(notes),
     )
 

@@ -48,13 +48,20 @@ class TaskSource:
     """Tasks by occurrence: occurrence n of a run is row n, or the n-th of a seeded shuffle."""
 
     def __init__(
-        self, rows: Rows, *, shuffle: bool = False, seed: int = 0, needs_prompt: bool = True
+        self,
+        rows: Rows,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        needs_prompt: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
         """`needs_prompt=False`: an environment may ask what a row does not.
 
-        Raises ValueError for an empty dataset, and for one without end that is to be shuffled.
+        Raises ValueError for an empty dataset unless it `may_be_empty`, and for one without end
+        that is to be shuffled.
         """
-        if len(rows) == 0:
+        if len(rows) == 0 and not may_be_empty:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
         if shuffle and len(rows) == sys.maxsize:
             raise ValueError(

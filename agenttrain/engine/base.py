@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from agenttrain.types import AgenttrainError, Completion, Sampling
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -66,6 +67,22 @@ class Separate(Protocol):
     async def rest(self) -> None:
         """Give memory back until the next `update`; nothing may be asked of it meanwhile."""
         ...
+
+
+@runtime_checkable
+class Typed(Protocol):
+    """A `Separate` engine whose weights may have another number format than the policy's."""
+
+    dtype: torch.dtype
+    """Weights are cast to it on their way: half as many bytes cross between processes."""
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """A `Separate` engine that takes adapters, and gives back the weights under them in `rest`."""
+
+    lacks_base: bool
+    """Whether the next update has to bring the weights under the adapters too, before these."""
 
 
 @runtime_checkable

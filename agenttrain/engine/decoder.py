@@ -29,7 +29,7 @@ class Decoder:
     """Feeds rows of the cache. A row is a position in the cache, not a request."""
 
     def __init__(self, model: Any, max_rows: int, max_context: int) -> None:
-        _refuse_unknown_caches(model)
+        refuse_unknown_caches(model)
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         layers = model.config.get_text_config().num_hidden_layers
@@ -118,7 +118,8 @@ def _groups(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield start, len(lengths)
 
 
-def _refuse_unknown_caches(model: Any) -> None:
+def refuse_unknown_caches(model: Any) -> None:
+    """Raise EngineError for a model with other caches than those of full attention."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:

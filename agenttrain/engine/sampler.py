@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
@@ -55,9 +56,12 @@ def _has_filter(sampling: Sampling) -> bool:
 
 
 def noise(seed: int, count: int) -> list[float]:
-    """`count` uniforms in [0, 1): the sampling noise of one request, one number a token."""
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    """`count` uniforms in [0, 1): the sampling noise of one request, one number a token.
+
+    From Python's generator, which reads all 63 bits of a seed: torch's on a CPU reads the lower 32.
+    """
+    draw = Random(seed % 2**63).random
+    return [draw() for _ in range(count)]
 
 
 def sample(logits_BV: Tensor, plan: Plan, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:

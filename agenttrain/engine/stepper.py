@@ -1,13 +1,24 @@
-"""One thread that owns an engine which is advanced step by step, and nothing else touches it."""
+"""One thread that builds an engine and advances it step by step; nothing else touches it.
+
+CUDA's current device and stream belong to a thread: an engine that is built in one thread and
+stepped in another launches kernels on two devices, in two orders.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from concurrent.futures import Future, wait
+from typing import Generic, Protocol, TypeVar
+
+from agenttrain.threads import current_gpu, use_gpu
 
 Value = TypeVar("Value")
+WAKE_S = 0.5
+"""How long a wait for a build keeps the interpreter from its signals."""
+INTERRUPT_S = 5.0
+"""Seconds that an interrupted build has to come to its end."""
 
 
 class Steppable(Protocol):
@@ -26,18 +37,38 @@ class Steppable(Protocol):
         ...
 
 
-class Stepper:
-    """Runs commands between the steps of an engine, in the order in which they were given."""
+Engine = TypeVar("Engine", bound=Steppable)
 
-    def __init__(self, engine: Steppable, *, name: str) -> None:
-        self._engine = engine
+
+class Stepper(Generic[Engine]):
+    """Builds an engine, and runs commands between its steps in the order of their arrival.
+
+    All of it in one thread, on the GPU of the thread that made the Stepper.
+    """
+
+    engine: Engine
+    """What was built; use it in commands only."""
+
+    def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
+        """Wait for `build`, in the new thread; raises what it raises."""
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._closed = False
         self.dead: BaseException | None = None
         """What a step raised; nothing runs any more."""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        built: Future[None] = Future()
+        arguments = (build, built, current_gpu())
+        self._thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+        try:
+            self._thread.start()
+            # A signal that comes just before a wait does not end it: it must not last for ever.
+            while not wait((built,), WAKE_S).done:
+                pass
+            built.result()
+        except BaseException as error:
+            if not built.done():  # Ctrl-C or a signal, which only the main thread hears
+                self._interrupt(type(error))
+            raise
 
     def post(self, command: Callable[[], None]) -> None:
         """Run `command` before the next step; what it raises ends the engine, as in a step."""
@@ -70,6 +101,23 @@ class Stepper:
             self._wake.notify()
         self._thread.join()
 
+    def _live(self, build: Callable[[], Engine], built: Future[None], gpu: int | None) -> None:
+        """The thread's life."""
+        try:
+            use_gpu(gpu)
+            self.engine = build()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(None)
+        self._run()
+
+    def _interrupt(self, kind: type[BaseException]) -> None:
+        """Raise `kind` in the thread, as it would have been if this one had built the engine."""
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(kind))
+        self._thread.join(INTERRUPT_S)
+
     def _run(self) -> None:
         while True:
             with self._wake:
@@ -82,16 +130,16 @@ class Stepper:
                 while commands:
                     commands.pop(0)()
                 if self._moving():
-                    self._engine.step()
+                    self.engine.step()
             except BaseException as error:
                 self._die(error, commands)
 
     def _die(self, error: BaseException, commands: list[Callable[[], None]]) -> None:
         """Tell all who wait; `commands` were given and are run, so that nobody waits for them."""
         self.dead = error
-        self._engine.fail(error)
+        self.engine.fail(error)
         with self._wake:
             self._commands[:0] = commands
 
     def _moving(self) -> bool:
-        return self.dead is None and self._engine.busy()
+        return self.dead is None and self.engine.busy()

@@ -23,6 +23,7 @@ from agenttrain.engine.base import EngineError
 from agenttrain.engine.decoder import Decoder
 from agenttrain.engine.scheduler import Request, Scheduler
 from agenttrain.engine.worker import EngineStats, Worker
+from agenttrain.threads import current_gpu, use_gpu
 from agenttrain.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class TransformersEngine:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
         config = config or EngineConfig()
-        self.max_context = _max_context(model, config)
+        self.max_context = max_context(model, config)
         _check_counts(config)
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
@@ -160,9 +161,13 @@ class TransformersEngine:
         if self._closed:
             raise EngineError("the engine is closed (aclose). Build a new one.")
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._worker.run, name="agenttrain-decode", daemon=True
-            )
+            gpu = current_gpu()
+
+            def run() -> None:
+                use_gpu(gpu)
+                self._worker.run()
+
+            self._thread = threading.Thread(target=run, name="agenttrain-decode", daemon=True)
             self._thread.start()
         self._worker.post(action)
 
@@ -180,7 +185,8 @@ def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], resul
         loop.call_soon_threadsafe(settle)
 
 
-def _max_context(model: PreTrainedModel, config: EngineConfig) -> int:
+def max_context(model: PreTrainedModel, config: EngineConfig) -> int:
+    """Tokens of one sequence; raises EngineError for more than the model has positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     wanted = config.max_context if config.max_context is not None else limit
     if wanted is None:

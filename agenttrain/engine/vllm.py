@@ -1,7 +1,7 @@
 """`VllmEngine`: vLLM's continuous batching and prefix cache, in this process.
 
-One thread steps vLLM's `LLMEngine`; every rollout is a coroutine that waits for its own completion
-only. Written for vLLM 0.32.
+One thread builds, steps, updates and shuts down vLLM's `LLMEngine`; every rollout is a coroutine
+that waits for its own completion only. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from agenttrain.config.schema import EngineConfig, LoraSettings, WeightSyncMode
 from agenttrain.engine.base import EngineDead, EngineError
 from agenttrain.engine.stepper import Stepper
-from agenttrain.engine.vllm_adapters import load_adapters
+from agenttrain.engine.vllm_adapters import load_adapters, split_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
-from agenttrain.engine.vllm_setup import build_llm_engine
-from agenttrain.engine.vllm_weights import Manifest, load_weights
+from agenttrain.engine.vllm_setup import build_llm_engine, check_device, settings_restored
+from agenttrain.engine.vllm_weights import Manifest
 from agenttrain.types import Completion, Finish, Sampling
 
 Value = TypeVar("Value")
@@ -56,17 +57,39 @@ class VllmEngine:
         mode: WeightSyncMode = WeightSyncMode.drain,
         drain_s: float = DRAIN_S,
         tokenizer: Path | None = None,
+        seed: int = 0,
+        log: Path | None = None,
     ) -> None:
-        """With `adapters`, `update` brings these; the weights under them stay those of `folder`.
-        `drain_s` bounds how long an update waits for requests in flight. `tokenizer` is a folder,
-        for requests with a grammar; without it these are refused.
+        """`dtype` is the policy's; the engine's own is `engine.dtype`. With `adapters`, `update`
+        brings these; the weights under them stay those of `folder`. `drain_s` bounds how long an
+        update waits for requests in flight. `tokenizer` is a folder, for requests with a grammar;
+        without it these are refused. `log`: the file that vLLM's log is appended to.
 
         Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
-        rank = adapters.rank if adapters else 0
-        llm = build_llm_engine(folder, config, dtype=dtype, rank=rank, tokenizer=tokenizer)
+
+        def build() -> Driver:
+            llm = build_llm_engine(
+                folder,
+                config,
+                dtype=dtype,
+                rank=adapters.rank if adapters else 0,
+                tokenizer=tokenizer,
+                seed=seed,
+                log=log,
+            )
+            check_device(llm)
+            llm.set_weight_version("0")
+            return Driver(llm)
+
+        with settings_restored():
+            self._stepper = Stepper(build, name="vllm")
+        self._driver = self._stepper.engine
+        llm = self._driver.llm
+        self.dtype: torch.dtype = llm.model_config.dtype
         self._grammars = tokenizer is not None
         self._adapters = adapters
         self.takes_adapters = adapters is not None
+        self.lacks_base = False
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
@@ -75,9 +98,6 @@ class VllmEngine:
         self._vocabulary: int = llm.model_config.get_vocab_size()
         self._closed = False
         self._numbers = itertools.count()
-        self._driver = Driver(llm)
-        llm.set_weight_version("0")
-        self._stepper = Stepper(self._driver, name="vllm")
 
     @property
     def stats(self) -> VllmStats:
@@ -158,10 +178,8 @@ class VllmEngine:
     async def rest(self) -> None:
         """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
         if self._sleeps:
-            # 2 forgets the weights, which come anew; adapters need those under them: 1 keeps them
-            # in the host's memory.
-            level = 1 if self.takes_adapters else 2
-            await self._between_steps(partial(self._driver.llm.sleep, level))
+            await self._between_steps(self._driver.sleep)
+            self.lacks_base = self.takes_adapters
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # vLLM would die of what it does not know, and take every other rollout along.
@@ -216,19 +234,25 @@ class VllmEngine:
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         llm, driver = self._driver.llm, self._driver
-        weights = self._manifest.checked(weights)
+        driver.pause()
         try:
-            if self._sleeps:
-                llm.wake_up()
-            if self._adapters is not None:
-                driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
+            driver.wake("weights")
+            if self._adapters is None:
+                self._manifest.load(llm, weights)
             else:
-                load_weights(llm, weights)
+                if self.lacks_base:
+                    base, weights = split_adapters(weights)
+                    self._manifest.load(llm, base)
+                    self.lacks_base = False
+                driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
+            # Last: what the weights need while they come, the cache may have afterwards.
+            driver.wake("kv_cache")
         except Exception as error:
             driver.refusal = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
                 f"{error}"
             )
+            driver.resume()
             driver.refuse_all(driver.refusal)
             driver.release_held()
             raise driver.refusal from error
@@ -237,6 +261,7 @@ class VllmEngine:
         llm.reset_prefix_cache(reset_running_requests=again)
         llm.set_weight_version(str(version))
         driver.version = version
+        driver.resume()
         driver.release_held()
 
     async def aclose(self) -> None:
@@ -244,10 +269,10 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
-        self._stepper.post(partial(self._driver.fail, EngineDead("the engine was closed")))
-        await asyncio.to_thread(self._stepper.close)
         # Now, and not when memory is collected: it would tear down the groups of the next engine.
-        self._driver.llm.engine_core.shutdown()
+        closed = self._stepper.call(self._driver.close)
+        await asyncio.to_thread(self._stepper.close)
+        closed.result()
 
 
 def _parameters(sampling: Sampling, budget: int) -> Any:

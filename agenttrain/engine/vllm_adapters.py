@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,27 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
         llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
     # Without load_inplace, or every step would read the folder again.
     return LoRARequest(NAME, NUMBER, name)
+
+
+def split_adapters(
+    weights: Iterable[tuple[str, Tensor]],
+) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
+    """Weights that come before adapters, and the adapters, to be taken in this order."""
+    items = iter(weights)
+    first: list[tuple[str, Tensor]] = []
+
+    def base() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in items:
+            if "lora_" in name:
+                first.append((name, tensor))
+                return
+            yield name, tensor
+
+    def adapters() -> Iterator[tuple[str, Tensor]]:
+        yield from first
+        yield from items
+
+    return base(), adapters()
 
 
 def _config(tensors: dict[str, Tensor], alpha: float) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 
 from agenttrain.engine.base import EngineDead, EngineError
 
+SLEEP_LEVEL = 2
+"""Weights are forgotten. Level 1 would keep a copy in pinned memory of the host, for each GPU."""
+
 
 @dataclass(slots=True)
 class VllmStats:
@@ -77,10 +80,13 @@ class Driver:
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiting] = field(default_factory=dict)
     _held: list[Request] = field(default_factory=list)
+    _asleep: list[str] = field(default_factory=list)
+    """vLLM's names of the memory that was given back and not taken again."""
+    _closed: bool = False
 
     def busy(self) -> bool:
         """Whether vLLM has requests that are not finished."""
-        return bool(self.llm.has_unfinished_requests())
+        return not self._closed and bool(self.llm.has_unfinished_requests())
 
     def step(self) -> None:
         """One step of vLLM."""
@@ -138,6 +144,44 @@ class Driver:
         if len(held) == len(self._held):
             self.llm.abort_request([request_id])
         self._held = held
+
+    def pause(self) -> None:
+        """Schedule no further token, and deliver those that are being computed.
+
+        With asynchronous scheduling a step hands a batch over and returns the one before it: a
+        batch on its way is of the weights that are loaded now, and carries their version. Raises
+        EngineDead where such a step fails.
+        """
+        core = self.llm.engine_core.engine_core
+        try:
+            core.pause_scheduler("keep", clear_cache=False)
+            while core.batch_queue:
+                self.step()
+        except Exception as error:
+            self.fail(error)
+            raise EngineDead(str(self.refusal)) from error
+
+    def resume(self) -> None:
+        """Schedule again."""
+        self.llm.engine_core.engine_core.resume_scheduler()
+
+    def sleep(self) -> None:
+        """Give memory back: weights and cache, which both come anew with the next update."""
+        self.pause()
+        self.llm.sleep(SLEEP_LEVEL)
+        self._asleep = ["weights", "kv_cache"]
+
+    def wake(self, memory: str) -> None:
+        """Take memory that was given back, by vLLM's name for it."""
+        if memory in self._asleep:
+            self.llm.wake_up([memory])
+            self._asleep.remove(memory)
+
+    def close(self) -> None:
+        """Tell all who wait, and shut vLLM down; there is no further step."""
+        self.fail(EngineDead("the engine was closed"))
+        self._closed = True
+        self.llm.engine_core.shutdown()
 
     def release_held(self) -> None:
         """Requests come in again."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from agenttrain.config.schema import EngineConfig
+from agenttrain.config.schema import EngineConfig, EngineDtype
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.vllm_adapters import room_for
-from agenttrain.engine.vllm_noise import draw_ahead
+from agenttrain.engine.vllm_noise import use_whole_seeds
+from agenttrain.threads import current_gpu
 
 BLOCK_ON_CPU = 32
 """Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
@@ -21,6 +26,10 @@ MOST_TOKENS_ON_CPU = 8192
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """The engine steps in this process, whatever the user's environment says."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+"""With one of these the user says where vLLM's log goes."""
+SEEDS = 2**32
+"""numpy, which vLLM seeds too, takes seeds below this."""
 KEYS = {
     "max_model_len": "engine.max_context",
     "max seq len": "engine.max_context",
@@ -28,7 +37,7 @@ KEYS = {
     "gpu_memory_utilization": "engine.vllm.memory_share",
     "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
     "KV cache": "engine.vllm.kv_cache_mb",
-    "dtype": "model.dtype",
+    "dtype": "engine.dtype",
 }
 """vLLM's words -> the setting that they mean."""
 
@@ -40,11 +49,15 @@ def build_llm_engine(
     dtype: str,
     rank: int = 0,
     tokenizer: Path | None = None,
+    seed: int = 0,
+    log: Path | None = None,
 ) -> Any:
     """The engine with the weights of `folder`, and room for adapters of `rank`, if it is not 0.
 
-    `tokenizer`: the folder of the one that grammars are for, if there are to be some. Raises
-    EngineError with what vLLM says."""
+    `dtype` is the policy's. `tokenizer`: the folder of the one that grammars are for, if there are
+    to be some. `log`: the file that vLLM's log is appended to, None: only its errors are shown.
+    Call it in the thread that is to step the engine, on its GPU. Raises EngineError with what vLLM
+    says."""
     on_gpu = torch.cuda.is_available()
     _set_environment(config, on_gpu=on_gpu)
     try:
@@ -58,7 +71,8 @@ def build_llm_engine(
     options = config.vllm
     arguments = EngineArgs(
         model=str(folder),
-        dtype=dtype,
+        dtype=chosen_dtype(config.dtype, dtype),
+        seed=seed % SEEDS,
         max_model_len=config.max_context,
         max_num_seqs=config.max_rows,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -85,14 +99,108 @@ def build_llm_engine(
         **({} if on_gpu else _on_cpu(folder, config)),
     )
     try:
-        llm = LLMEngine.from_engine_args(arguments)
+        with _logging_to(log, arguments), _local_rank(current_gpu()):
+            llm = LLMEngine.from_engine_args(arguments)
     except Exception as error:
         raise EngineError(
             f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
         ) from error
     if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
-        draw_ahead(llm)
+        use_whole_seeds(llm)
     return llm
+
+
+def check_device(llm: Any) -> None:
+    """Raise EngineError unless the calling thread, which steps the engine, is on the model's GPU.
+
+    On any other one vLLM's kernels read the model's addresses in that one's memory. Of workers that
+    are other processes nothing can be said here.
+    """
+    if llm.vllm_config.parallel_config.world_size > 1:
+        return
+    model = llm.model_executor.driver_worker.worker.get_model()
+    device, gpu = next(model.parameters()).device, current_gpu()
+    if device.type == "cuda" and device.index != gpu:
+        raise EngineError(
+            f"engine=vllm: the model is on {device}, and the thread that steps it on GPU {gpu}: "
+            "vLLM would read the wrong GPU's memory. Start each process with the LOCAL_RANK of its "
+            "own GPU."
+        )
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """Undo what vLLM sets in all of the process when an engine is built: torch's precision of
+    float32 products, its number of threads, and on CPU the function that sets it."""
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+
+
+def chosen_dtype(wanted: EngineDtype, policys: str) -> str:
+    """The engine's number format; auto: bfloat16 on a GPU that has it, else the policy's."""
+    if wanted is not EngineDtype.auto:
+        return str(wanted)
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if on_gpu else policys
+
+
+@contextlib.contextmanager
+def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
+    """Append vLLM's log, its workers' too, to a file while and after an engine is built."""
+    if log is None or any(name in os.environ for name in OWN_LOGGING):
+        yield
+        return
+    from vllm.config import LoggingConfig
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    shown = os.environ["VLLM_LOGGING_LEVEL"]
+    layout = {
+        "()": "vllm.logging_utils.NewLineFormatter",
+        "format": "%(levelname)s %(asctime)s pid=%(process)d [%(fileinfo)s:%(lineno)d] %(message)s",
+    }
+    file = {"class": "logging.FileHandler", "filename": str(log), "formatter": "vllm"}
+    terminal = {"class": "logging.StreamHandler", "level": shown, "formatter": "vllm"}
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"vllm": layout},
+        "handlers": {"file": file, "terminal": terminal},
+        "loggers": {
+            "vllm": {
+                "handlers": ["file", "terminal"],
+                "level": "DEBUG" if shown == "DEBUG" else "INFO",
+                "propagate": False,
+            }
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="agenttrain-") as folder:
+        path = Path(folder, "logging.json")
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        arguments.logging_config = LoggingConfig(pylogging_config_file=str(path))
+        yield
+
+
+@contextlib.contextmanager
+def _local_rank(gpu: int | None) -> Iterator[None]:
+    """Have vLLM take the thread's GPU, in one of several processes too.
+
+    It reads its number in LOCAL_RANK, which is another where each process sees one GPU only.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    if gpu is None or before is None:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(gpu)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
 
 
 def _set_environment(config: EngineConfig, *, on_gpu: bool) -> None:

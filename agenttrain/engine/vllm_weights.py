@@ -6,9 +6,11 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,30 +22,111 @@ NAMED = 4
 """Weights that a message names."""
 
 
+CHUNK, CHUNK_ON_CPU = 2**22, 2**15
+"""Values that are checked at once: a tensor of the vocabulary's size is not copied whole, and on a
+CPU what is copied stays in its cache."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPREAD = 2**40 + 15
+"""Keeps the sum of values and the sum of their squares apart in one number."""
+
+
 @dataclass(slots=True)
 class Manifest:
     """Names, formats and shapes of an engine's weights: those of the first that it was sent."""
 
     forms: dict[str, str] = field(default_factory=dict)
     """E.g. {"model.norm.weight": "torch.float32 [64]"}."""
+    held: dict[str, list[str]] | None = None
+    """vLLM's parameters that held, after the first load, the very bytes that were sent, and the
+    weights that each is made of; None: nothing was loaded yet."""
 
-    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they come.
+    def load(self, llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the model's weights, and compare what it holds with what was sent.
+
+        Raises ValueError as `checked`, and for parameters that held such bytes after the first load
+        and now do not. vLLM keeps some in another form (packed for a CPU's kernels, quantised,
+        spread over several workers): the probe of a weight sync stands for these.
+        """
+        sums: dict[str, Tensor] = {}
+        load_weights(llm, self.checked(weights, sums))
+        found = _holds(llm, sums) if sums else {}
+        self.held = found if self.held is None else self.held
+        if lost := sorted(self.held.keys() - found.keys()):
+            more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+            raise ValueError(
+                f"{', '.join(lost[:NAMED])}{more}: hold other bytes than were sent, and held them "
+                "after the first load"
+            )
+
+    def checked(
+        self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they come; adds to `sums` the checksums of those that can be compared.
 
         Raises ValueError where they are not all those of the manifest, and no others: vLLM keeps
         what it has of a weight that does not come, and says nothing.
         """
         came: dict[str, str] = {}
+        compared = None if self.held is None else set(chain.from_iterable(self.held.values()))
         for name, tensor in weights:
             came[name] = f"{tensor.dtype} {list(tensor.shape)}"
             if self.forms and self.forms.get(name) != came[name]:
                 known = self.forms.get(name, "nothing of that name")
                 raise ValueError(f"{name} is {came[name]}, and was {known} before")
+            if sums is not None and (compared is None or name in compared):
+                sums[name] = checksum(tensor)
             yield name, tensor
         if missing := [name for name in self.forms if name not in came]:
             more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
             raise ValueError(f"{', '.join(missing[:NAMED])}{more}: came before, and not now")
         self.forms = came
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number [] of the values' bits that does not depend on their order or on zeros beside them.
+
+    So that it is known of a parameter that vLLM makes of several weights and pads: the sum of
+    theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK_ON_CPU if tensor.device.type == "cpu" else CHUNK):
+        wide = chunk.long()
+        total += (wide * (wide + SPREAD)).sum()
+    return total
+
+
+def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
+    """vLLM's parameters that hold the bytes that were sent, and the weights each is made of.
+
+    `sums` are the checksums of these. Parameters of one worker in this process; others cannot be
+    looked at.
+    """
+    if llm.vllm_config.parallel_config.world_size > 1:
+        return {}
+    model = llm.model_executor.driver_worker.worker.get_model()
+    packed = getattr(model, "packed_modules_mapping", {})
+    found = {}
+    for name, parameter in model.named_parameters():
+        parts = _parts(name, packed)
+        if parameter.numel() and all(part in sums for part in parts):
+            sent = sum(int(sums[part]) for part in parts)
+            if (sent - int(checksum(parameter))) % 2**64 == 0:
+                found[name] = parts
+    return found
+
+
+def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
+    """The weights that a parameter of vLLM is made of, by transformers' names.
+
+    Example: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}:
+    "h.0.q_proj.weight", "h.0.k_proj.weight", "h.0.v_proj.weight".
+    """
+    path = name.split(".")
+    for index, module in enumerate(path):
+        if module in packed:
+            return [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
+    return [name]
 
 
 def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from agenttrain.config.engine_checks import LEAST_TEMPERATURE
 from agenttrain.engine import sampler
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.decoder import Decoder
@@ -163,10 +164,16 @@ class Worker:
         request = _request(seat)
         self.scheduler.release(seat.session)
         self._spoilt = True
+        temperature = request.sampling.temperature
+        cause = (
+            f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"
+            if 0 < temperature < LEAST_TEMPERATURE
+            else "the model's logits are NaN or infinite there; look at its weights and model.dtype"
+        )
         request.deliver(
             EngineError(
-                f"session={seat.session!r}: the model's logits are not finite (logprob {logprob}) "
-                f"at token {len(request.sampled)}. Look for NaN weights: a lower learning rate?"
+                f"session={seat.session!r}: the logprob of token {len(request.sampled)} is not "
+                f"finite ({logprob}) at temperature {temperature:g}: {cause}"
             )
         )
 

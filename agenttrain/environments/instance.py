@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agenttrain.threads import DaemonThreads, attempt
+from agenttrain.threads import DaemonThreads, attempt, attempt_async
 
 IDLE_S = 3600.0
 """An object's thread waits this long for its next call: models may sample for minutes."""
@@ -96,9 +96,9 @@ class Instance:
         self._running += 1
         try:
             if inspect.iscoroutinefunction(function):
-                return await function(*args, **kwargs)
+                return await self._on_loop(function(*args, **kwargs))
             value = await self._in_thread(lambda: function(*args, **kwargs))
-            return await value if inspect.isawaitable(value) else value
+            return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
             self._given_up = True
             raise
@@ -124,11 +124,19 @@ class Instance:
 
     async def _close(self, close: Callable[[], Any]) -> None:
         if inspect.iscoroutinefunction(close):
-            await close()
+            await self._on_loop(close())
             return
         value = _value(await self._threads.run(close, label=self._label))
         if inspect.isawaitable(value):
-            await value
+            await self._on_loop(value)
+
+    async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
+        deadline = time.monotonic() + 0.9 * self._limit_s
+        return _value(
+            await attempt_async(
+                awaitable, threads=self._threads, label=self._label, deadline=deadline
+            )
+        )
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         given_up = threading.Event()

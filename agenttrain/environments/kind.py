@@ -23,7 +23,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from agenttrain.config.schema import EnvironmentSettings
 from agenttrain.environments.instance import Instance, TookTooLong, bounded
@@ -31,6 +31,9 @@ from agenttrain.types import Message, Rollout, ToolUnavailable
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
 """What a `reset` may ask for, by name."""
+
+
+Reward = TypeVar("Reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,9 @@ class EnvironmentKind:
             row = copy.deepcopy(dict(start.row))
             given = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
             asked = {name: given[name] for name in self._reset_arguments}
-            episode.messages = _messages(await instance.call(instance.made.reset, **asked))
+            prompt = await instance.call(instance.made.reset, **asked)
+            # In its thread: an error quotes the prompt, whose text may be made by its own code.
+            episode.messages = () if prompt is None else await instance.call(_messages, prompt)
         if await instance.call(lambda: getattr(instance.made, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
 
@@ -227,17 +232,20 @@ class Episode:
             )
         return said
 
-    async def reward(self, rollout: Rollout) -> Any:
-        """What the class's `reward` gives for the finished rollout; None where it has none.
+    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
+        """Return what `read` makes of the class's `reward` of the finished rollout; None where it
+        has none.
 
-        Raises what it raises; ToolUnavailable when that takes too long.
+        Both run in the instance's thread: a value may be an object with code of its own. Raises
+        what they raise; ToolUnavailable when that takes too long.
         """
         if not self.kind.rewards:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
             made = self.instance.made
-            return await bounded(self.instance.call(made.reward, rollout), limit)
+            value = await bounded(self.instance.call(made.reward, rollout), limit)
+            return await bounded(self.instance.call(read, value), limit)
         except TookTooLong as error:
             raise self.kind.unavailable("its reward", error) from error
 

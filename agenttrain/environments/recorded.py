@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.environments.instance import Instance
-from agenttrain.environments.kind import EnvironmentKind, Episode, Start
+from agenttrain.environments.kind import EnvironmentKind, Episode, Reward, Start
 from agenttrain.types import Message, Rollout
 
 
@@ -58,9 +58,9 @@ class RecordedEpisode(Episode):
         """What the user said next; None: nothing more."""
         return next(self._user, None)
 
-    async def reward(self, rollout: Rollout) -> Any:
-        """The recorded reward."""
-        return self._said.reward
+    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
+        """Return the recorded reward."""
+        return read(self._said.reward)
 
     async def finish(self, *, again: bool = True) -> None:
         """Nothing was begun."""

@@ -6,12 +6,14 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from agenttrain.config.distributed import DistributedName
+from agenttrain.config.engine_checks import float32_on_gpu
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.plan.estimate import GIB, Estimate, Machine, Part, When
+from agenttrain.plan.estimate import GIB, Estimate, Load, Machine, Part, When
 from agenttrain.plan.remedies import Planner, Remedy
 
 PROMPT = 1024
@@ -33,6 +35,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Take the options out of the arguments; raises ConfigError."""
     parser = argparse.ArgumentParser(prog="agenttrain plan", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory-gb", type=float)
+    parser.add_argument("--host-memory-gb", type=float)
     parser.add_argument("--devices", type=int)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--cpu", action="store_true")
@@ -40,13 +43,22 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parser.error = _refuse  # type: ignore[method-assign]
     parsed, rest = parser.parse_known_args(list(arguments))
     _check(parsed)
+    if parsed.cpu and parsed.gpu_memory_gb is not None:
+        raise ConfigError(
+            "--gpu-memory-gb: has no effect with --cpu; say --host-memory-gb, or leave it out for "
+            "this machine's"
+        )
     here = [] if parsed.cpu else _gpus_here()
     given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
-    machine = Machine(
-        devices=parsed.devices or len(here) or 1,
-        memory=min(here, default=None) if given is None else given,
-        kind="cpu" if parsed.cpu else "cuda",
-    )
+    host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
+    devices = parsed.devices or len(here) or 1
+    if parsed.cpu:
+        machine = Machine(devices=devices, memory=host or _memory_here(), kind="cpu")
+    else:
+        if host is None and here and given is None:  # a GPU that is only named stands elsewhere
+            host = _memory_here()
+        memory = min(here, default=None) if given is None else given
+        machine = Machine(devices=devices, memory=memory, host=host)
     return Options(
         machine=machine,
         devices=parsed.devices,
@@ -60,6 +72,7 @@ def _check(parsed: argparse.Namespace) -> None:
         ("--devices", parsed.devices),
         ("--prompt-tokens", parsed.prompt_tokens),
         ("--gpu-memory-gb", parsed.gpu_memory_gb),
+        ("--host-memory-gb", parsed.host_memory_gb),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} {value:g}: must be more than 0")
@@ -67,8 +80,8 @@ def _check(parsed: argparse.Namespace) -> None:
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError(
-        f"plan: {message}; its options are --gpu-memory-gb 80, --devices 8, --prompt-tokens 1024, "
-        "--cpu, --json"
+        f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, --devices 8, "
+        "--prompt-tokens 1024, --cpu, --json"
     )
 
 
@@ -78,6 +91,18 @@ def _gpus_here() -> list[int]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+
+
+def _memory_here() -> int:
+    """Bytes of this machine's memory, or of what its container may have of it."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def _check_devices(config: RunConfig, asked: int | None) -> None:
@@ -99,94 +124,144 @@ def show(config: RunConfig, options: Options) -> int:
     """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
     _check_devices(config, options.devices)
     planner = Planner(config, options.machine, options.prompt_tokens)
-    found = planner.estimate()
-    limit = options.machine.memory
-    fits = None if limit is None else found.peak <= limit
+    made = planner.estimate()
+    fits = None if options.machine.memory is None else True
+    if made.excess:
+        fits = False
     remedies = planner.remedies() if fits is False else []
     if options.as_json:
-        print(json.dumps(_json(found, options, fits, remedies), indent=2))
+        print(json.dumps(_json(made, fits, remedies), indent=2))
     else:
-        print("\n".join(_lines(config, planner, found, options, remedies)))
+        print("\n".join(_lines(config, planner, made, remedies)))
     return 1 if fits is False else 0
 
 
-def _json(
-    found: Estimate, options: Options, fits: bool | None, remedies: Sequence[Remedy]
-) -> dict[str, Any]:
-    machine = options.machine
+def _json(made: Estimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    room = made.room
     return {
-        "devices": found.load.devices,
-        "gpu_bytes": machine.memory,
-        "parts": [asdict(part) for part in found.parts],
-        "rollouts_bytes": found.at(When.rollouts),
-        "update_bytes": found.at(When.update),
-        "peak_bytes": found.peak,
+        "devices": made.load.devices,
+        "gpu_bytes": made.machine.memory,
+        "host_bytes": made.machine.host,
+        "parts": [asdict(part) for part in made.parts],
+        "rollouts_bytes": made.at(When.rollouts),
+        "update_bytes": made.at(When.update),
+        "peak_bytes": made.peak,
+        "moments": {when: {"gpu": made.at(when), "host_node": made.host(when)} for when in When},
+        "engine": None if room is None else {**asdict(room), "missing": room.missing},
         "fits": fits,
-        "remedies": [{"overrides": r.overrides, "peak_bytes": r.peak} for r in remedies],
+        "remedies": [
+            {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
+        ],
         "tokens": {
-            "prompt": found.load.prompt,
-            "rollout": found.load.context,
-            "microbatch": found.load.packed,
-            "rollouts_in_flight": found.load.rows,
+            "prompt": made.load.prompt,
+            "rollout": made.load.context,
+            "microbatch": made.load.packed,
+            "rollouts_in_flight": made.load.rows,
         },
-        "arithmetic": asdict(found.load.arithmetic),
+        "arithmetic": asdict(made.load.arithmetic),
     }
 
 
 def _lines(
-    config: RunConfig,
-    planner: Planner,
-    found: Estimate,
-    options: Options,
-    remedies: Sequence[Remedy],
+    config: RunConfig, planner: Planner, made: Estimate, remedies: Sequence[Remedy]
 ) -> Iterator[str]:
-    machine, load = options.machine, found.load
+    machine, load = made.machine, made.load
     sizes = planner.sizes(config.model)
     kind = type(sizes.model).__name__
+    on_cpu = machine.kind == "cpu"
     yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
-    yield f"machine     {_machine(config, machine, load.devices)}"
+    yield f"machine     {_machine(config, machine, load)}"
     yield (
         f"a rollout   {load.prompt:,} tokens of prompt (--prompt-tokens), at most {load.context:,} "
         "in all"
     )
     yield from load.arithmetic.lines()
     yield ""
-    yield f"{'per process' if machine.kind == 'cpu' else 'per GPU':<18}{'GiB':>8}"
-    for part in found.parts:
-        yield _row(part)
-    yield f"{'while sampling':<18}{found.at(When.rollouts) / GIB:8.2f}"
-    yield f"{'while updating':<18}{found.at(When.update) / GIB:8.2f}"
-    yield from _verdict(found, machine.memory, remedies)
+    yield f"{'per process' if on_cpu else 'per GPU':<18}{'GiB':>8}"
+    for part in made.parts:
+        if not part.on_host:
+            yield _row(part)
+    if not on_cpu:
+        yield f"{'in host memory':<18}{'GiB':>8}  of a process"
+        for part in made.parts:
+            if part.on_host:
+                yield _row(part)
+    each, whole = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
+    yield f"{'moment':<18}{each:>8}  {whole:>14}"
+    for when, name in MOMENTS.items():
+        yield f"{name:<18}{made.at(when) / GIB:8.2f}  {made.host(when) / GIB:14.2f}"
+    yield from _verdict(made, remedies)
+    if not on_cpu and (note := float32_on_gpu(config)):
+        yield note
 
 
-def _machine(config: RunConfig, machine: Machine, devices: int) -> str:
-    what = "GPU" if machine.kind == "cuda" else "process on a CPU"
-    size = "" if machine.memory is None else f", {machine.memory / GIB:.1f} GiB each"
-    return f"{devices} x {what}{size}, distributed={config.distributed.name}"
+MOMENTS = {
+    When.start: "at the start",
+    When.rollouts: "while sampling",
+    When.update: "while updating",
+    When.sync: "while syncing",
+    When.checkpoint: "at a checkpoint",
+}
+
+
+def _machine(config: RunConfig, machine: Machine, load: Load) -> str:
+    on_cpu, host = machine.kind == "cpu", machine.host
+    what = "process on a CPU" if on_cpu else "GPU"
+    each = f" {machine.memory / GIB:.1f} GiB" if machine.memory is not None else ""
+    size = each and (f", the machine has{each}" if on_cpu else f",{each} each")
+    beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
+    return f"{load.devices} x {what}{size}{beside}, distributed={config.distributed.name}"
 
 
 def _row(part: Part) -> str:
-    when = "" if part.when is When.always else f" ({part.when} only)"
-    when += " (in the host's memory, not counted)" * part.on_host
-    return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{when}"
+    missing, notes = [when for when in When if when not in part.when], []
+    if len(part.when) <= len(missing):
+        notes = [f"{', '.join(part.when)} only"]
+    elif missing:
+        notes = [f"not: {', '.join(missing)}"]
+    notes += ["one process of a node"] * part.once
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
 
 
-def _verdict(found: Estimate, limit: int | None, remedies: Sequence[Remedy]) -> Iterator[str]:
+def _verdict(made: Estimate, remedies: Sequence[Remedy]) -> Iterator[str]:
     yield ""
-    if limit is None:
+    machine, room = made.machine, made.room
+    on_cpu, limit = machine.kind == "cpu", machine.memory
+    if made.excess:
+        if room is not None and room.missing:
+            yield (
+                f"DOES NOT START: vLLM wants room for one sequence of {room.tokens:,} tokens "
+                f"(engine.max_context), {room.needs / GIB:.2f} GiB of keys and values, and has "
+                f"{room.has / GIB:.2f} GiB"
+            )
+        if made.over:
+            assert limit is not None
+            most = made.largest_on_host if on_cpu else made.largest
+            taken = made.host(most) if on_cpu else made.peak
+            yield (
+                f"DOES NOT FIT: {taken / GIB:.2f} GiB of {limit / GIB:.2f}, the most "
+                f"{MOMENTS[most]}"
+            )
+        if made.over_on_host:
+            assert machine.host is not None
+            most = made.largest_on_host
+            yield (
+                f"DOES NOT FIT: {made.host(most) / GIB:.2f} GiB of a node's own "
+                f"{machine.host / GIB:.2f}, the most {MOMENTS[most]}"
+            )
+        yield from _proposed(remedies)
+    elif limit is None:
         yield "whether it fits: say how large a GPU is, --gpu-memory-gb 80"
-    elif found.peak <= limit:
-        yield f"fits: {(limit - found.peak) / GIB:.2f} GiB to spare"
     else:
-        yield (
-            f"DOES NOT FIT: {found.peak / GIB:.2f} GiB of {limit / GIB:.2f}, the most while "
-            f"{'updating' if found.largest is When.update else 'sampling'}"
-        )
-        yield from _told(remedies, limit)
+        spare = limit - (made.host(made.largest_on_host) if on_cpu else made.peak)
+        yield f"fits: {spare / GIB:.2f} GiB to spare"
+        if not on_cpu and machine.host is None:
+            yield "of the host's memory nothing is known: say it, --host-memory-gb 512"
 
 
-def _told(remedies: Sequence[Remedy], limit: int) -> Iterator[str]:
-    if remedies[0].peak > limit:
+def _proposed(remedies: Sequence[Remedy]) -> Iterator[str]:
+    if not remedies[0].fits:
         yield "nothing known here makes it fit; the smallest that was found is"
     elif len(remedies) > 1:
         yield "each of these makes it fit:"

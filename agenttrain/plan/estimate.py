@@ -1,7 +1,9 @@
-"""Bytes per GPU of a run, part by part, and at its largest moment.
+"""Bytes of a run, part by part, at each of its moments: of a GPU, and of a node's own memory.
 
 With distributed=ddp everything is on every GPU; fsdp2 divides weights, gradients, optimizer state
-and reference by their number, and gathers one layer at a time.
+and reference by their number, and gathers one layer at a time. An engine=vllm takes its share of
+the GPU whole: weights, what its own forward passes need, and the rest for keys and values. vLLM
+refuses to start where the rest does not hold one sequence of engine.max_context.
 """
 
 from __future__ import annotations
@@ -13,14 +15,36 @@ from math import ceil
 
 from agenttrain.config.arithmetic import Arithmetic, arithmetic
 from agenttrain.config.distributed import DistributedConfig, DistributedName
-from agenttrain.config.schema import RunConfig
+from agenttrain.config.schema import EngineDtype, RunConfig
 from agenttrain.engine.cache import final_capacity
 from agenttrain.plan.sizes import Sizes
-from agenttrain.training.footprint import LAYER_GRADIENTS, head_bytes
+from agenttrain.training.footprint import FLOAT32, LAYER_GRADIENTS, head_bytes
 
 GIB = 2**30
+BFLOAT16 = 2
+"""Bytes of a number in it."""
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RESERVE = 3 * GIB // 2
 """Of a GPU: its context, libraries' workspaces, what the allocator cannot fill. Assumed."""
+PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
+"""In the host's memory: Python and its libraries. On a CPU 0.35 GiB as measured after the imports;
+beside a GPU assumed, CUDA's libraries and vLLM's included."""
+GRAPHS, WORKSPACES = GIB, GIB // 2
+"""Of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
+(VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
+BATCHED_TOKENS = 2048
+"""Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
+`LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
+BATCHED_ON_CPU = 8192
+"""The same on a CPU, at least: `engine/vllm_setup.py`."""
+HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
+"""At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
+row: logits in float32, and copies of them that sampling makes. Estimated."""
+SYNCED = 3
+"""Largest weights at once while an engine is sent new ones: gathered, in its format, and in the
+layout of its kernels."""
+GPUS_PER_NODE = 8
+"""Where nobody says how many processes a node has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +54,28 @@ class Machine:
     devices: int = 1
     """GPUs, for a run that does not say how many processes it has."""
     memory: int | None = None
-    """Bytes of a GPU; None: not known, so nothing is said of what fits."""
+    """Bytes of a GPU, on a CPU of a node; None: not known, so nothing is said of what fits."""
+    host: int | None = None
+    """Bytes of a node's own memory; None: not known, or `memory` is it."""
     kind: str = "cuda"
-    """`cpu` has smaller tiles of logits, and nothing in reserve."""
+    """`cpu` has smaller tiles of logits, and everything in a node's own memory."""
 
 
 class When(StrEnum):
-    """When a part is there."""
+    """Moments of a run."""
 
-    always = "always"
+    start = "start"
+    """The model is loaded, and the engine has measured itself."""
     rollouts = "rollouts"
     update = "update"
+    sync = "sync"
+    """The engine is awake and gets new weights."""
+    checkpoint = "checkpoint"
+
+
+EVER = tuple(When)
+AWAKE = (When.start, When.rollouts, When.sync, When.checkpoint)
+"""Moments at which an engine that sleeps during updates is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +86,11 @@ class Part:
     bytes: int
     why: str
     """What it is made of."""
-    when: When = When.always
+    when: tuple[When, ...] = EVER
     on_host: bool = False
     """It is in the host's memory."""
+    once: bool = False
+    """Only one process of a node has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +100,8 @@ class Load:
     arithmetic: Arithmetic
     devices: int
     """Processes, each with a GPU of its own."""
+    local: int
+    """Processes of a node."""
     prompt: int
     context: int
     """Most tokens of one rollout: prompt and completion, within the engine's context."""
@@ -77,40 +116,99 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What vLLM has for keys and values, and needs at the least."""
+
+    has: int
+    """Bytes; below 0 where its weights alone are more than its share."""
+    needs: int
+    """Bytes of one sequence of `tokens`."""
+    tokens: int
+    """engine.max_context."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes for want of which vLLM refuses to start."""
+        return max(0, self.needs - self.has)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The parts of one GPU's memory."""
+    """The parts of one process's memory, on its GPU and on its host."""
 
     parts: tuple[Part, ...]
     load: Load
+    machine: Machine
+    room: Room | None = None
+    """Of engine=vllm, where it is known what it has."""
 
     def at(self, when: When) -> int:
-        """Bytes at a moment."""
+        """Bytes of a GPU at a moment; on a CPU of a process."""
+        return sum(part.bytes for part in self.parts if when in part.when and not part.on_host)
+
+    def host(self, when: When) -> int:
+        """Bytes of a node's own memory at a moment."""
+        on_cpu = self.machine.kind == "cpu"
         return sum(
-            part.bytes
+            part.bytes * (1 if part.once else self.load.local)
             for part in self.parts
-            if part.when in (When.always, when) and not part.on_host
+            if when in part.when and (on_cpu or part.on_host)
         )
 
     @property
     def largest(self) -> When:
-        """The moment that takes most."""
-        return max((When.rollouts, When.update), key=self.at)
+        """The moment that takes most of a GPU."""
+        return max(
+            (When.rollouts, When.update, When.start, When.sync, When.checkpoint), key=self.at
+        )
 
     @property
     def peak(self) -> int:
         """Bytes at that moment."""
         return self.at(self.largest)
 
+    @property
+    def largest_on_host(self) -> When:
+        """The moment that takes most of a node's own memory."""
+        return max(EVER, key=self.host)
+
+    @property
+    def over(self) -> int:
+        """Bytes that a GPU does not have, or a node that has no GPU."""
+        limit = self.machine.memory
+        if self.machine.kind == "cpu":
+            return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
+        return 0 if limit is None else max(0, self.peak - limit)
+
+    @property
+    def over_on_host(self) -> int:
+        """Bytes that a node with GPUs does not have beside them."""
+        limit = self.machine.host
+        return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
+
+    @property
+    def excess(self) -> int:
+        """Bytes that are wanting anywhere; 0: nothing that is known speaks against the run."""
+        return self.over + self.over_on_host + (self.room.missing if self.room else 0)
+
 
 def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Estimate:
     """What each GPU holds."""
     load = _load(config, sizes, machine, prompt_tokens)
-    parts = [*_training(config, sizes, machine, load)]
-    engine = _vllm if config.engine.name == "vllm" else _transformers
-    parts += engine(config, sizes, machine, load)
-    if machine.kind != "cpu":
+    parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
+    room = None
+    if config.engine.name == "vllm":
+        engine, room = _vllm(config, sizes, machine, load)
+        parts += engine
+    else:
+        parts += _transformers(config, sizes, load)
+    if machine.kind == "cpu":
+        parts.append(Part(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries"))
+    else:
         parts.append(Part(name="reserve", bytes=RESERVE, why="context and workspaces: assumed"))
-    return Estimate(parts=tuple(parts), load=load)
+        why = "Python and its libraries: assumed"
+        parts.append(Part(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
+    return Estimate(parts=tuple(parts), load=load, machine=machine, room=room)
 
 
 def processes(config: DistributedConfig, machine: Machine) -> int:
@@ -118,6 +216,13 @@ def processes(config: DistributedConfig, machine: Machine) -> int:
     if config.name is DistributedName.single:
         return 1
     return machine.devices if config.processes is None else config.processes * config.nodes
+
+
+def _local(config: DistributedConfig, devices: int) -> int:
+    """Processes of a node."""
+    if config.name is DistributedName.single:
+        return 1
+    return min(devices, GPUS_PER_NODE) if config.processes is None else config.processes
 
 
 def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Load:
@@ -136,6 +241,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int)
     return Load(
         arithmetic=sums,
         devices=devices,
+        local=_local(config.distributed, devices),
         prompt=min(prompt_tokens, context),
         context=context,
         sampled=longest,
@@ -171,22 +277,59 @@ def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> 
         bytes=updating.gradients // by,
         why=("float32, and a microbatch's" if updating.masters else str(config.model.dtype))
         + whole,
-        when=When.update,
+        when=(When.update,),
         on_host=host,
     )
-    yield from _communication(distributed.name, sizes)
+    yield from _communication(config, sizes)
     yield from _microbatch(config, sizes, machine, load)
 
 
-def _communication(name: DistributedName, sizes: Sizes) -> Iterator[Part]:
-    if name is DistributedName.ddp:
+def _communication(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
+    if config.distributed.name is DistributedName.ddp:
         why = "gradients once more, for the exchange"
-        yield Part(name="buckets", bytes=sizes.trained_bytes, why=why, when=When.update)
-    if name is DistributedName.fsdp2:
+        yield Part(name="buckets", bytes=sizes.trained_bytes, why=why, when=(When.update,))
+    if config.distributed.name is DistributedName.fsdp2:
         # The layer in use and the next one; what is in no layer stays gathered.
         gathered = sizes.weights - sizes.all_layers + 2 * sizes.largest_layer
         why = "embeddings, head and two layers, whole"
-        yield Part(name="gathered", bytes=gathered, why=why, when=When.update)
+        if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
+            gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
+        yield Part(name="gathered", bytes=gathered, why=why, when=(When.update,))
+        if config.engine.name != "vllm":
+            why = "one weight whole, for the engine's copy"
+            yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.sync,))
+        why = "one weight whole, on its way to the files"
+        yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,))
+
+
+def _files(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+    """What loading and saving take of the host's memory."""
+    sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
+    copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
+    if sharded or on_gpu:
+        yield Part(
+            name="loading",
+            bytes=sizes.weights * (2 if copied else 1),
+            why="each process loads the whole model" + ", and copies it as reference" * copied,
+            when=(When.start,),
+            on_host=on_gpu,
+        )
+    if (sharded or on_gpu) and not config.model.lora.rank:
+        why = "the first process writes the weights whole"
+        yield Part(
+            name="written weights",
+            bytes=sizes.weights,
+            why=why,
+            when=(When.checkpoint,),
+            on_host=on_gpu,
+            once=True,
+        )
+    if sharded:
+        updating = sizes.updating(config.optimizer)
+        state = (updating.moments + updating.masters) // load.devices
+        why = "each process writes a copy of its part of the optimizer"
+        when = (When.checkpoint,)
+        yield Part(name="written state", bytes=state, why=why, when=when, on_host=on_gpu)
 
 
 def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
@@ -200,24 +343,24 @@ def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -
         device=machine.kind,
     )
     why = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
-    peak = Part(name="head", bytes=head, why=why, when=When.update)
+    peak = Part(name="head", bytes=head, why=why, when=(When.update,))
     if training.gradient_checkpointing:
         inputs = sizes.layers * load.packed * sizes.hidden
         yield Part(
-            name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=When.update
+            name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=(When.update,)
         )
         # The head's share is gone when the layers are computed again.
         layer = round(saved / sizes.layers * LAYER_GRADIENTS)
         how = f"{tokens}, computed again, and gradients"
-        again = Part(name="a layer", bytes=layer, why=how, when=When.update)
+        again = Part(name="a layer", bytes=layer, why=how, when=(When.update,))
         yield max(peak, again, key=lambda part: part.bytes)
     else:
         why = f"{tokens}, kept for the backward pass"
-        yield Part(name="activations", bytes=saved, why=why, when=When.update)
+        yield Part(name="activations", bytes=saved, why=why, when=(When.update,))
         yield peak
 
 
-def _transformers(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+def _transformers(config: RunConfig, sizes: Sizes, load: Load) -> Iterator[Part]:
     if config.distributed.name is DistributedName.fsdp2:
         why = "engine=transformers samples from weights that are whole"
         yield Part(name="engine's weights", bytes=sizes.weights, why=why)
@@ -231,21 +374,81 @@ def _transformers(config: RunConfig, sizes: Sizes, machine: Machine, load: Load)
     )
 
 
-def _vllm(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
-    settings = config.engine.vllm
-    when = When.rollouts if settings.sleep else When.always
+def _vllm(
+    config: RunConfig, sizes: Sizes, machine: Machine, load: Load
+) -> tuple[list[Part], Room | None]:
+    """The engine's parts, and its room for keys and values."""
+    settings, on_gpu = config.engine.vllm, machine.kind != "cpu"
+    when = AWAKE if settings.sleep else EVER
     by = settings.tensor_parallel_size
-    weights = sizes.weights // by
-    yield Part(name="engine's weights", bytes=weights, why="vLLM has its own", when=when)
-    wanted = load.rows * load.sampled * sizes.token_cache // by
+    itemsize = _engine_itemsize(config, sizes, on_gpu=on_gpu)
+    weights = sizes.weights * itemsize // sizes.itemsize // by
+    token_cache = sizes.token_cache * itemsize // sizes.itemsize
+    batch = max(
+        BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit), config.engine.max_rows
+    )
+    states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
+    passes = (states + config.engine.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // by
+    kept = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
+    wanted = load.rows * load.sampled * token_cache // by
+    needs = load.limit * token_cache // by
     if settings.kv_cache_mb is not None:
-        cache, why = settings.kv_cache_mb * 2**20, "engine.vllm.kv_cache_mb"
+        has, why = settings.kv_cache_mb * 2**20, "engine.vllm.kv_cache_mb"
     elif machine.memory is not None:
-        cache = max(0, int(machine.memory * settings.memory_share) - weights)
+        has = int(machine.memory * settings.memory_share) - weights - passes - kept
+        # On a CPU vLLM counts what the whole process has taken when it starts.
+        has -= 0 if on_gpu else sizes.weights + PYTHON_ON_CPU
         why = f"what engine.vllm.memory_share={settings.memory_share:g} leaves"
     else:
-        cache, why = wanted, f"{load.rows:,} rollouts of {load.sampled:,} tokens"
-    holds = cache * by // (load.sampled * sizes.token_cache)
+        has, why = max(wanted, needs), f"{load.rows:,} rollouts of {load.sampled:,} tokens"
+    cache = max(0, has)
+    holds = cache * by // (load.sampled * token_cache)
     if holds < load.rows:
         why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
-    yield Part(name="keys and values", bytes=cache, why=why, when=when)
+    parts = [
+        Part(name="engine's weights", bytes=weights, why="vLLM has its own", when=when),
+        Part(
+            name="engine's passes",
+            bytes=passes,
+            why=f"vLLM's own peak with {batch:,} tokens and {config.engine.max_rows:,} rows: "
+            "estimated",
+            when=when,
+        ),
+        # Asleep vLLM gives its keys and values back; after a sync they come last.
+        Part(
+            name="keys and values",
+            bytes=cache,
+            why=why,
+            when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
+        ),
+    ]
+    if kept:
+        graphs = "" if settings.enforce_eager else "CUDA graphs and "
+        why = f"{graphs}workspaces, asleep too: assumed"
+        parts.append(Part(name="engine's graphs", bytes=kept, why=why))
+    adapters = config.model.lora.rank and not settings.merge_adapters
+    # Under adapters a sleeping engine forgets its weights, which are sent again when it wakes.
+    if not adapters or settings.sleep:
+        largest = sizes.largest_weight * itemsize // sizes.itemsize
+        why = "the largest weight: gathered, cast, and as vLLM lays it out"
+        parts.append(Part(name="sync", bytes=SYNCED * largest, why=why, when=(When.sync,)))
+    if by > 1:
+        why = "a copy, and one in /dev/shm for the engine's workers"
+        parts.append(
+            Part(
+                name="sent weights",
+                bytes=2 * weights * by,
+                why=why,
+                when=(When.sync,),
+                on_host=on_gpu,
+                once=True,
+            )
+        )
+    return parts, Room(has=has, needs=needs, tokens=load.limit)
+
+
+def _engine_itemsize(config: RunConfig, sizes: Sizes, *, on_gpu: bool) -> int:
+    """Bytes of a number of the engine's weights."""
+    if config.engine.dtype is EngineDtype.auto:
+        return BFLOAT16 if on_gpu else sizes.itemsize
+    return ITEMSIZES[config.engine.dtype]

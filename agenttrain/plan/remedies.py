@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from agenttrain.config.distributed import DistributedName
@@ -31,6 +32,7 @@ class Remedy:
 
     turns: tuple[Turn, ...]
     peak: int
+    fits: bool = True
 
     @property
     def overrides(self) -> str:
@@ -68,64 +70,70 @@ class Planner:
 
         The several may still be too large: then nothing that is known here helps.
         """
-        limit = self.machine.memory
-        assert limit is not None
         settings = list(self._settings())
-        alone = self._enough(settings, limit) or [self._together([*settings, *LAST], limit)]
-        return [*alone, *self._enough([self._more_devices()], limit)]
+        alone = self._enough(settings) or [self._together([*settings, *LAST])]
+        return [*alone, *self._enough([self._more_devices()])]
 
-    def _enough(self, settings: list[Choices], limit: int) -> list[Remedy]:
+    def _enough(self, settings: list[Choices]) -> list[Remedy]:
         """The mildest value that is enough of each setting that has one."""
         found = []
         for choices in settings:
-            peaks = ((turns, self.estimate(turns).peak) for turns in choices)
-            enough = next((pair for pair in peaks if pair[1] <= limit), None)
+            estimates = ((turns, self.estimate(turns)) for turns in choices)
+            enough = next((pair for pair in estimates if not pair[1].excess), None)
             if enough is not None:
-                found.append(Remedy(turns=enough[0], peak=enough[1]))
+                found.append(Remedy(turns=enough[0], peak=enough[1].peak))
         return found
 
-    def _together(self, settings: list[Choices], limit: int) -> Remedy:
+    def _together(self, settings: list[Choices]) -> Remedy:
         chosen: dict[str, Any] = {}
         for choices in settings:
             for turns in choices:
                 tried = {**chosen, **dict(turns)}
-                if self._smaller(tried, chosen):
+                if self._missing(tried) < self._missing(chosen):
                     chosen = tried
-                if self._peak(chosen) <= limit:
-                    return self._pruned(chosen, limit)
-        return Remedy(turns=tuple(chosen.items()), peak=self._peak(chosen))
+                if not self._with(chosen).excess:
+                    return self._pruned(chosen)
+        return self._remedy(chosen)
 
-    def _smaller(self, tried: dict[str, Any], chosen: dict[str, Any]) -> bool:
-        one, other = (self.estimate(tuple(turns.items())) for turns in (tried, chosen))
-        return sum(p.bytes for p in one.parts) < sum(p.bytes for p in other.parts)
+    def _missing(self, turns: dict[str, Any]) -> tuple[int, int]:
+        """What is wanting; and bytes of all parts, of which less may help at another moment."""
+        made = self._with(turns)
+        return made.excess, sum(part.bytes for part in made.parts)
 
-    def _peak(self, turns: dict[str, Any]) -> int:
-        return self.estimate(tuple(turns.items())).peak
+    def _with(self, turns: dict[str, Any]) -> Estimate:
+        return self.estimate(tuple(turns.items()))
 
-    def _pruned(self, chosen: dict[str, Any], limit: int) -> Remedy:
+    def _remedy(self, turns: dict[str, Any]) -> Remedy:
+        made = self._with(turns)
+        return Remedy(turns=tuple(turns.items()), peak=made.peak, fits=not made.excess)
+
+    def _pruned(self, chosen: dict[str, Any]) -> Remedy:
         """Without what the later ones made needless."""
         for key in list(chosen):
             rest = {k: v for k, v in chosen.items() if k != key}
-            if self._peak(rest) <= limit:
+            if not self._with(rest).excess:
                 chosen = rest
-        return Remedy(turns=tuple(chosen.items()), peak=self._peak(chosen))
+        return self._remedy(chosen)
 
     def _settings(self) -> Iterator[Choices]:
         """Per setting its values, from mild to strong."""
-        config, load = self.config, self.estimate().load
+        now = self.estimate()
+        config, load, room = self.config, now.load, now.room
         training, engine = config.training, config.engine
         if not training.gradient_checkpointing:
             yield [(("training.gradient_checkpointing", True),)]
         yield _each("training.token_budget", _halves(training.token_budget, load.context))
-        if engine.name == "vllm":
-            if not engine.vllm.sleep:
-                yield [(("engine.vllm.sleep", True),)]
-            if engine.vllm.kv_cache_mb is None:
-                shares = (0.4, 0.3, 0.2, 0.1)
-                lower = [share for share in shares if share < engine.vllm.memory_share]
-                yield _each("engine.vllm.memory_share", lower)
-        elif engine.max_context is None or engine.max_context > load.sampled:
+        if engine.name == "vllm" and not engine.vllm.sleep and self.machine.kind != "cpu":
+            yield [(("engine.vllm.sleep", True),)]
+        if engine.max_context is None or engine.max_context > load.sampled:
             yield _each("engine.max_context", [load.sampled])
+        if room is not None and room.missing and engine.vllm.kv_cache_mb is not None:
+            yield _each("engine.vllm.kv_cache_mb", [ceil(room.needs / 2**20)])
+        elif room is not None and engine.vllm.kv_cache_mb is None:
+            share = engine.vllm.memory_share
+            higher = [value for value in (0.6, 0.7, 0.8, 0.85, 0.9) if value > share]
+            lower = [value for value in (0.4, 0.3, 0.2, 0.1) if value < share]
+            yield _each("engine.vllm.memory_share", higher if room.missing else lower)
         if engine.name != "vllm":
             yield _each("engine.max_rows", _halves(min(engine.max_rows, load.rows), 8))
         yield _each("training.logits_budget_mb", _halves(training.logits_budget_mb, 64))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.config.errors import ConfigError
@@ -56,6 +57,35 @@ class Sizes:
         """Bytes of all weights."""
         return weight_bytes(self.model)
 
+    @cached_property
+    def largest_weight(self) -> int:
+        """Bytes of the largest weight: the embedding of a small model."""
+        return max(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the weights."""
+        return self.model.dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's hidden state."""
+        size: int = self.model.config.get_text_config().hidden_size
+        return size
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers of one token in the widest linear layer of a decoder layer."""
+        linear = (m for m in sharding.layers(self.model)[0].modules() if isinstance(m, nn.Linear))
+        return max((max(m.in_features, m.out_features) for m in linear), default=self.width)
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the language-model head."""
+        head: Any = self.model.get_output_embeddings()
+        size: int = head.weight.shape[0]
+        return size
+
     @property
     def max_context(self) -> int | None:
         """Tokens of one sequence that the model's config allows, if it says so."""
@@ -64,8 +94,7 @@ class Sizes:
     @property
     def hidden(self) -> int:
         """Bytes of one token's hidden state."""
-        size: int = self.model.config.get_text_config().hidden_size
-        return size * self.model.dtype.itemsize
+        return self.width * self.itemsize
 
     @cached_property
     def layers(self) -> int:

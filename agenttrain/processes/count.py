@@ -21,6 +21,7 @@ from agenttrain.config.distributed import (
     shared_problems,
 )
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.machine import CHECK, process_count_problem
 from agenttrain.processes.exchange import EXCHANGE
 
 RUNS = ("train", "sft", "eval")
@@ -56,7 +57,7 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             problems += shared_problems(run.config, several=True)
         section = run.config.distributed
         problems += process_problems(command.verb, run.config)
-        if command.verb in RUNS:
+        if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)
         if problems:
             raise ConfigError("\n".join(problems))
@@ -65,10 +66,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
                 f"distributed.nodes={section.nodes}: the runs of a sweep (-m) have one node each; "
                 "leave one of the two out"
             )
-        if section.name is not DistributedName.single and command.verb in RUNS:
-            resolve(section)
-            if not started_by_others():
-                node_rank(section)
+        distributed = section.name is not DistributedName.single
+        if distributed and command.verb in RUNS and not started_by_others():
+            node_rank(section)
 
 
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
@@ -120,21 +120,15 @@ OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.
 
 def resolve(section: DistributedConfig) -> int:
     """How many processes this node runs; raises ConfigError."""
-    devices = _gpus()
-    if section.processes is None and devices == 0:
-        raise ConfigError(
-            f"distributed={section.name}: there is no GPU here to run a process on each; say how "
-            "many there are to be on the CPU, e.g. distributed.processes=2"
-        )
-    if devices and (section.processes or 0) > devices:
-        raise ConfigError(
-            f"distributed.processes={section.processes}: this machine has {devices} GPUs; lower it"
-        )
+    devices = count_gpus()
+    if problem := process_count_problem(section, devices):
+        raise ConfigError(problem)
     return section.processes or devices
 
 
-def _gpus() -> int:
-    """Those of this machine. Where there can be none torch, which takes its time, is not asked."""
+def count_gpus() -> int:
+    """Count this machine's GPUs; torch, which takes seconds to import, is asked only where a driver
+    is."""
     if "torch" not in sys.modules and not _has_driver():
         return 0
     import torch

@@ -16,6 +16,7 @@ from functools import cache
 import torch.distributed as dist
 
 from agenttrain.config.exit_codes import FAILED
+from agenttrain.output import unfailing
 from agenttrain.processes.exchange import Order, code_of, in_a_line, stop_code, trace
 from agenttrain.processes.worker import serve
 from agenttrain.signals import listening
@@ -62,7 +63,7 @@ def _dismiss(store: dist.Store, code: int) -> None:
 def follow() -> int:
     """Another rank: do what the first one says; the exit code."""
     rank = int(os.environ["RANK"])
-    terminal = os.fdopen(os.dup(2), "w")  # where stderr leads now
+    terminal = unfailing(os.dup(2))  # where stderr leads now
     verb = "train"
     with listening() as stop:
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agenttrain.config.exit_codes import DONE
+from agenttrain.output import protect
 from agenttrain.signals import listening
 
 if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes its time
@@ -32,6 +33,7 @@ WATCH_S = 1.0
 
 def main() -> int:
     """The life of a worker; its exit code."""
+    protect()
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with listening() as stop:  # before anything is imported that takes its time

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from agenttrain.config.exit_codes import DONE, INTERRUPTED, PREEMPTED, TERMINATED
-from agenttrain.signals import leave_terminal
+from agenttrain.signals import Insistence, leave_terminal
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 15.0
@@ -72,6 +72,8 @@ class Workers(LocalElasticAgent):
         self._describe = describe
         self._announce = told
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        self._terms = Insistence()
+        self._is_urgent = False
         self._alone = True
         self._pids: dict[int, int] = {}
         self._stop_at: float | None = None
@@ -90,16 +92,14 @@ class Workers(LocalElasticAgent):
         """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
         asked = signal.Signals(number)
         self.asked.append(asked)
+        insists = asked is signal.SIGTERM and self._terms.arrive()
+        self._is_urgent = self._is_urgent or insists or asked is signal.SIGINT
         leave_terminal()
         with suppress(OSError):
             self._announce(self.asked[0].name)
         if self._is_urgent:
             self._stop_soon()
         self._signal(self._told)
-
-    @property
-    def _is_urgent(self) -> bool:
-        return signal.SIGINT in self.asked or self.asked.count(signal.SIGTERM) > 1
 
     @property
     def _told(self) -> signal.Signals:

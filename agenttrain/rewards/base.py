@@ -75,27 +75,46 @@ class Columns:
         return {k: available[k] for k in names if k in available and k not in self._taken}
 
 
+LARGEST = 1e100
+"""Largest absolute reward: the squares of as many as a step can have still add up to a number."""
+
+
 def checked(value: Any) -> float | None:
-    """`value` as a reward; raises ValueError unless it is None or a finite number.
+    """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
 
     Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
     """
     found = number(value)
     if found is not None and not math.isfinite(found):
-        raise ValueError(f"it returned {value!r}; a reward is a finite number, or None")
+        raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
+    if found is not None and abs(found) > LARGEST:
+        raise ValueError(
+            f"it returned {found:g}; a reward is a number of at most {LARGEST:g}, or None"
+        )
     return found
 
 
 def number(value: Any) -> float | None:
-    """`value` as `checked`, which may also be NaN or infinite."""
+    """Return `value` as `checked` does, but NaN and infinite where it is that or too large."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
         with suppress(Exception):  # an array of several values stays what it is
             value = value.item()
     if not isinstance(value, Real):
-        raise ValueError(f"it returned {value!r}; a reward is a finite number, or None")
-    return float(value)
+        raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
+    try:
+        return float(value)
+    except OverflowError:  # 10**400
+        return math.inf
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return "an integer of more than 4,300 digits"
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:

@@ -13,6 +13,7 @@ from agenttrain.config.schema import RewardSettings
 from agenttrain.config.target import about_argument, locate_section
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rewards.scorer import Scorer
+from agenttrain.rewards.trl import is_trl
 
 OURS = tuple(field.name for field in fields(RewardSettings))
 
@@ -57,9 +58,17 @@ def _build(
         raise ValueError(f"{where} with {bound}: {error}") from error
     if not callable(target):
         raise ValueError(f"{where}: its instances cannot be called; give the class a __call__")
+    function = functools.partial(target, **bound) if bound else target
+    try:
+        is_trl(function) or inspect.signature(function).bind_partial(None)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: its first parameter cannot be the rollout ({error}); a reward gets it "
+            "there, and the columns that it names: def mine(rollout, answer)"
+        ) from error
     return Scorer(
         name,
-        functools.partial(target, **bound) if bound else target,
+        function,
         bound=bound,
         timeout_s=settings.timeout_s,
         concurrency=settings.concurrency,

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import regex
 
 from agenttrain.config.expression import compiled
+from agenttrain.config.mcp_server import without_password
 from agenttrain.config.text_template import TextTemplate
 from agenttrain.rewards.answer import as_text
 from agenttrain.rewards.base import RewardUnavailable
@@ -227,6 +229,11 @@ def _check(
 ) -> None:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
+    if "@" in urlsplit(url).netloc:
+        raise ValueError(
+            f"url={without_password(url)}: holds credentials, which the run's files would keep; "
+            "name the environment variable that holds the key with api_key_env"
+        )
     if not low < high:
         raise ValueError(f"low={low}: must be below high={high}")
     if retries < 0 or backoff_s < 0:

@@ -32,7 +32,8 @@ class RewardModel:
         dtype: str = "float32",
         batch_size: int = 8,
     ) -> None:
-        """`label` is the number of the good label of several; `device` null: a GPU if there is one.
+        """`label` is the number of the good label of several; `device` null: this process's
+        GPU if there is one.
 
         Raises ValueError when `path` is no model's folder.
         """
@@ -97,7 +98,9 @@ class RewardModel:
             )
         # Where it pads, the head must know with what, to find the last token of each row.
         model.config.pad_token_id = self._tokenizer.pad_token_id if self._can_pad else None
-        default = "cuda" if torch.cuda.is_available() else "cpu"
+        # "cuda" alone is the calling thread's GPU, which may be another one at the next call.
+        on_gpu = torch.cuda.is_available()
+        default = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         return model.to(self._device_name or default).eval()
 
     @property

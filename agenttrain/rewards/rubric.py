@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from agenttrain.config.schema import OnUnavailable
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.rewards.base import (
+    LARGEST,
     NoNumber,
     RewardError,
     RewardFunction,
@@ -83,23 +84,34 @@ class Rubric:
         returns what is no finite number, or is unavailable and that stops the run.
         """
         found = {scorer.name: await self._scores(scorer, rollouts) for scorer in self._scorers}
-        unscored = []
+        judged: list[tuple[dict[str, float | None], float | None, str | None]] = []
         for index, rollout in enumerate(rollouts):
             scores = {name: values[index] for name, values in found.items()}
-            reasons = [
-                f"{about(name, rollout)}: {score}"
-                for name, score in scores.items()
-                if isinstance(score, RewardUnavailable)
-            ]
-            rollout.rewards = {
+            rewards = {
                 name: None if isinstance(score, RewardUnavailable) else score
                 for name, score in scores.items()
             }
-            rollout.reward = None if reasons else self._sum(rollout.rewards)
-            if reasons:
-                rollout.error = reasons[0]
-                unscored.append(reasons[0])
-        return unscored
+            reason = next(
+                (
+                    f"{about(name, rollout)}: {score}"
+                    for name, score in scores.items()
+                    if isinstance(score, RewardUnavailable)
+                ),
+                None,
+            )
+            try:
+                total = None if reason else self._sum(rewards)
+            except ValueError as error:
+                reason = f"rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: {error}"
+                if self.strict:
+                    raise RewardError(reason, culprits=[rollout.rollout_id]) from error
+                total = None
+            judged.append((rewards, total, reason))
+        for rollout, (rewards, total, reason) in zip(rollouts, judged, strict=True):
+            rollout.rewards, rollout.reward = rewards, total
+            if reason:
+                rollout.error = reason
+        return [reason for _, _, reason in judged if reason]
 
     async def _scores(self, scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Score]:
         scores = await scorer.score(rollouts)
@@ -115,5 +127,16 @@ class Rubric:
         return scores
 
     def _sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        applicable = [self.weights[n] * value for n, value in rewards.items() if value is not None]
-        return math.fsum(applicable) if applicable else None
+        """Raise ValueError for a sum that is too large."""
+        applicable = {n: value for n, value in rewards.items() if value is not None}
+        if not applicable:
+            return None
+        terms = [self.weights[n] * value for n, value in applicable.items()]
+        # fsum raises for an infinite term as for an infinite sum.
+        if (
+            all(abs(term) <= LARGEST for term in terms)
+            and abs(total := math.fsum(terms)) <= LARGEST
+        ):
+            return total
+        told = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
+        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {told}")

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import inspect
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from agenttrain.rewards.base import (
@@ -17,13 +17,16 @@ from agenttrain.rewards.base import (
     checked,
     failed,
 )
+from agenttrain.rewards.given import ChangedRollout, check_unchanged, own_copy, own_value
 from agenttrain.rewards.trl import batch_arguments, batch_names, is_trl
-from agenttrain.threads import DaemonThreads, Outcome, attempt, blocks
+from agenttrain.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
 from agenttrain.types import Rollout
 
 VISIT_S = 0.02
 """Seconds from which on a thread that runs short calls says what it has."""
 Call = Callable[[], Any]
+KNOWN = ("builtins", "numpy", "torch")
+"""Packages whose numbers are read without code of the user's."""
 Score = float | None | RewardUnavailable
 """A reward, None where the function does not apply, or why it could not be had."""
 
@@ -92,7 +95,10 @@ class Scorer:
             outcomes = [await one(rollout) for rollout in rollouts]
         else:
             outcomes = await asyncio.gather(*map(one, rollouts))
-        return [self._read(outcome, r) for outcome, r in zip(outcomes, rollouts, strict=True)]
+        return [
+            self._read(await self._as_number(outcome), rollout)
+            for outcome, rollout in zip(outcomes, rollouts, strict=True)
+        ]
 
     async def _in_turn(self, calls: Sequence[Call]) -> list[Outcome]:
         """One call after the other, as many per visit to a thread as a moment has room for."""
@@ -125,11 +131,22 @@ class Scorer:
         return found
 
     def _call_of(self, rollout: Rollout) -> Call:
-        return lambda: self._function(rollout, **self._columns.pick(rollout.task.columns))
+        """Call the function on a copy of the rollout, which it must leave as it is."""
+
+        def call() -> Any:
+            given = own_copy(rollout)
+            columns = self._columns.pick(rollout.task.columns)
+            value = self._function(given, **{name: own_value(v) for name, v in columns.items()})
+            if inspect.isawaitable(value):
+                return _checked_later(value, given, rollout)
+            check_unchanged(given, rollout)
+            return value
+
+        return call
 
     async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """TRL's functions see all rollouts in one call."""
-        arguments = batch_arguments(rollouts)
+        """TRL's functions see all rollouts in one call, in lists of their own."""
+        arguments = batch_arguments([own_copy(rollout) for rollout in rollouts])
         outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
         if isinstance(outcome.error, RewardUnavailable):
             return [outcome.error] * len(rollouts)
@@ -139,7 +156,10 @@ class Scorer:
         if not isinstance(values, Sequence) or len(values) != len(rollouts):
             wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
             raise failed(self.name, rollouts[0], wrong)
-        return [self._read(Outcome(value=v), r) for v, r in zip(values, rollouts, strict=True)]
+        return [
+            self._read(await self._as_number(Outcome(value=value)), rollout)
+            for value, rollout in zip(values, rollouts, strict=True)
+        ]
 
     async def _run(self, call: Call) -> Outcome:
         """What one call gave; RewardUnavailable when it took too long."""
@@ -151,6 +171,28 @@ class Scorer:
         except TimeoutError:  # ours: what the function raises is an outcome
             return self._late()
 
+    async def _as_number(self, outcome: Outcome) -> Outcome:
+        """Read an object of the user's own as a number in a thread, under the time limit.
+
+        Its `item`, `__float__` and `__repr__` are the user's code, which may take its time.
+        """
+        value = outcome.value
+        known = type(value).__module__.partition(".")[0] in KNOWN
+        if outcome.error is not None or known or isinstance(value, RewardUnavailable):
+            return outcome
+
+        def read() -> Score:
+            try:
+                return checked(value)
+            except (TypeError, ValueError) as error:
+                return NoNumber(str(error))
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._threads.run(read, label=self.name)
+        except TimeoutError:
+            return self._late()
+
     def _late(self) -> Outcome:
         limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
         return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
@@ -158,8 +200,12 @@ class Scorer:
     def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
+        if isinstance(outcome.error, ChangedRollout):  # raised by us: no line of the function's
+            raise failed(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
             raise failed(self.name, rollout, outcome.error) from outcome.error
+        if isinstance(outcome.value, NoNumber) and not self._lenient:
+            raise failed(self.name, rollout, ValueError(str(outcome.value)))
         if isinstance(outcome.value, RewardUnavailable):  # one of a batch
             return outcome.value
         try:
@@ -170,11 +216,14 @@ class Scorer:
             raise failed(self.name, rollout, error.with_traceback(None)) from error
 
 
+async def _checked_later(value: Awaitable[Any], given: Rollout, rollout: Rollout) -> Any:
+    found = await value
+    check_unchanged(given, rollout)
+    return found
+
+
 async def _settled(outcome: Outcome) -> Outcome:
     """The outcome itself, or that of the awaitable that an async function returned."""
     if not inspect.isawaitable(outcome.value):
         return outcome
-    try:
-        return Outcome(value=await outcome.value)
-    except Exception as error:
-        return Outcome(error=error)
+    return await attempt_async(outcome.value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import OnBreak, RolloutConfig
@@ -36,6 +37,9 @@ from agenttrain.types import (
     Task,
 )
 
+Verified = tuple[list[dict[str, Any]], Readings]
+"""Schemas of the tools that a rollout had, and what its completions were parsed as."""
+
 
 class NoRollouts(AgenttrainError):
     """A step produced nothing to learn from; the message quotes the first failure."""
@@ -44,6 +48,10 @@ class NoRollouts(AgenttrainError):
         """`collected` holds what there is all the same: counts, and rollouts that failed."""
         super().__init__(message)
         self.collected = collected
+
+
+class NoRewards(NoRollouts):
+    """Not one rollout of a step has a reward; the message says why the first has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +67,8 @@ class Collector:
     stop: StopRequest = field(default_factory=StopRequest)
     """What cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
+    progress: Callable[[int, int], None] | None = None
+    """Called as ``progress(finished, total)`` after every rollout of a call of `collect`."""
 
     def waiting(self) -> list[Waiting]:
         """The rollouts on their way and what each waits for; any thread may ask."""
@@ -172,9 +182,10 @@ async def collect(
     placed = list(zip(range(len(tasks)) if places is None else places, tasks, strict=True))
     attempts = _plan(collector, placed, samples, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
+    verified: dict[str, Verified] = {}
     with short_collections():
         async with LoopMonitor(limit_s, collector.blocking) as monitor:
-            results = await _run_all(collector, attempts, sampling)
+            results = await _run_all(collector, attempts, sampling, verified)
     collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts and not may_be_empty:
@@ -199,12 +210,29 @@ async def collect(
     except RewardError as error:
         error.rollouts = usable
         raise
+    for rollout in usable:
+        # Once more, after all code that is not ours: what is trained is what was verified.
+        verify(rollout, collector.chat, *verified[rollout.rollout_id])
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
     if collector.rubric.strict and usable and len(unscored) == len(usable):
         told = f"not one of {len(usable)} rollouts could be scored; {unscored[0]}"
-        raise NoRollouts(told, collected)
+        raise NoRewards(told, collected)
     return collected
+
+
+def unrewarded(rollouts: Sequence[Rollout]) -> str | None:
+    """Return why the first rollout has no reward, empty for no rollouts; None: one has a reward."""
+    if any(rollout.reward is not None for rollout in rollouts):
+        return None
+    first = next(filter(may_be_scored, rollouts), None)
+    if first is None:
+        return ""
+    names = ", ".join(first.rewards)
+    return first.error or (
+        f"rollout {first.rollout_id!r} of task {first.task.task_id!r}: every reward function "
+        f"({names}) gave None, which means that it does not apply to the rollout"
+    )
 
 
 def _why(failed: Sequence[Rollout], attempts: int) -> str:
@@ -263,7 +291,10 @@ def _shared_prompt(collector: Collector, task: Task) -> list[int] | None:
 
 
 async def _run_all(
-    collector: Collector, attempts: Sequence[_Attempt], sampling: Sampling
+    collector: Collector,
+    attempts: Sequence[_Attempt],
+    sampling: Sampling,
+    verified: dict[str, Verified],
 ) -> list[Rollout | _Left]:
     engine, at_once = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
@@ -271,11 +302,17 @@ async def _run_all(
         # The engine admits by its rows; a limit here would keep back rollouts it waits for.
         at_once = len(attempts)
     gate, pace = asyncio.Semaphore(at_once), Pace()
+    finished = 0
 
     async def run(attempt: _Attempt) -> Rollout | _Left:
+        nonlocal finished
         async with gate:
             await pace.turn()
-            return await _attempt(collector, attempt, sampling, pace)
+            result = await _attempt(collector, attempt, sampling, pace, verified)
+        finished += 1
+        if collector.progress is not None:
+            collector.progress(finished, len(attempts))
+        return result
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -286,9 +323,16 @@ async def _run_all(
 
 
 async def _attempt(
-    collector: Collector, attempt: _Attempt, sampling: Sampling, pace: Pace
+    collector: Collector,
+    attempt: _Attempt,
+    sampling: Sampling,
+    pace: Pace,
+    verified: dict[str, Verified],
 ) -> Rollout | _Left:
-    """One rollout with its ledger verified, or why there is none."""
+    """One rollout with its ledger verified, or why there is none.
+
+    `verified` gets, by rollout id, what `verify` needs to do so again.
+    """
     readings = Readings()
     try:
         with collector.in_flight.noted(attempt.rollout_id, collector.engine) as engine:
@@ -310,6 +354,7 @@ async def _attempt(
             )
         if rollout.spans:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
+            verified[rollout.rollout_id] = tools.schemas, readings
             verify(rollout, collector.chat, tools.schemas, readings)
     except PromptTooLong:
         return _Left.overlong

@@ -18,6 +18,7 @@ from agenttrain.chat.completion import completion_ids
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RolloutConfig
+from agenttrain.config.suggest import did_you_mean
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.ledger import verify
@@ -99,6 +100,14 @@ class _Talk:
     def _turn(self, number: int) -> None:
         message, behind = self._next()
         demonstrated = assistant_turn(message, number)
+        for call in demonstrated.calls:
+            if call.name not in self.tools.names:
+                raise BadDemonstration(
+                    f"it calls the tool {call.name!r}, which the model is not shown"
+                    f"{did_you_mean(call.name, self.tools.names)}; its tools are: "
+                    f"{', '.join(self.tools.names) or 'none'}; add the tool to `tools` of the run, "
+                    "or of the row where it lists its own"
+                )
         turn, completion = self._say(demonstrated, number)
         if demonstrated.calls:
             self._answer_calls(turn, completion, _in_order(message, behind))
@@ -157,18 +166,16 @@ class _Talk:
             [_reply(call, text) for call, text in pairs],
             completion=completion,
             room=UNLIMITED,
-            max_result_tokens=[self._most(call) for call in turn.calls],
+            max_result_tokens=[
+                self.tools.limits(call.name).max_result_tokens or self.limits.max_result_tokens
+                for call in turn.calls
+            ],
             generation_prompt=bool(self.left),
         )
         for origin, token_ids in suffix:
             self.rollout.append_context(token_ids, origin)
         self.rollout.messages.extend(replies)
         self.rollout.tool_results.extend(ToolResult(call=c, content=text) for c, text in pairs)
-
-    def _most(self, call: ToolCall) -> int:
-        known = call.name in self.tools.names
-        own = self.tools.limits(call.name).max_result_tokens if known else None
-        return own or self.limits.max_result_tokens
 
     def _ask(self, turn: AssistantTurn, completion: Completion, behind: Sequence[Message]) -> None:
         """Append what the user says to an answer; nothing after the last."""

@@ -12,7 +12,8 @@ from agenttrain.config.suggest import did_you_mean
 from agenttrain.config.tool_names import HOOKS
 from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.tools.base import Tool
-from agenttrain.tools.methods import method_schema, public_methods
+from agenttrain.tools.methods import method_builders, method_schema, public_methods
+from agenttrain.tools.structured import built
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 
@@ -122,11 +123,14 @@ class _Method:
     def __init__(self, kind: EnvironmentKind, name: str) -> None:
         self.name = name
         self.schema, self._takes_context = method_schema(kind.cls, name)
+        self._builders = method_builders(kind.cls, name)
         self._kind = kind
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         extra = {"context": context} if self._takes_context else {}
         episode = self._kind.episode(context.rollout_id)
+        if self._builders:
+            arguments = await episode.instance.call(built, self._builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
 
 

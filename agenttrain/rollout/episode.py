@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from agenttrain.environments.kind import Episode, Start
 from agenttrain.rewards.base import failed, number
+from agenttrain.rewards.given import ChangedRollout, check_unchanged, own_copy
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.types import Rollout, StopReason, ToolUnavailable
@@ -51,14 +52,21 @@ async def score(rollout: Rollout, episode: Episode | None) -> None:
     about NaN says the rubric, as with theirs.
     """
     unscored = (StopReason.error, StopReason.aborted)
-    if episode is None or not rollout.turns or rollout.stop_reason in unscored:
+    if episode is None or not episode.kind.rewards:
         return
+    if not rollout.turns or rollout.stop_reason in unscored:
+        return
+    given = own_copy(rollout)
     try:
-        rollout.environment_reward = number(await episode.reward(rollout))
+        value = await episode.reward(given, number)
+        check_unchanged(given, rollout)
     except ToolUnavailable:
         raise
+    except ChangedRollout as error:  # raised by us: no line of the method's
+        raise failed(REWARD, rollout, error.with_traceback(None)) from error
     except Exception as error:
         raise failed(REWARD, rollout, error) from error
+    rollout.environment_reward = value
 
 
 async def end(rollout: Rollout, episode: Episode | None) -> None:

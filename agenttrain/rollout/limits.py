@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
-from agenttrain.types import Task, ToolCall, ToolError, ToolResult
+from agenttrain.types import ToolCall, ToolError, ToolResult
 
 
 def refusals(
@@ -65,15 +63,3 @@ def _identity(call: ToolCall) -> str:
         return json.dumps([call.name, call.arguments], sort_keys=True)
     except (RecursionError, ValueError):  # nested as deeply as could just be parsed
         return call.text
-
-
-def own_copy(task: Task) -> Task:
-    """The task for the tools of one rollout: what they change in it is nobody else's.
-
-    Columns that cannot be copied (an open file, say) are shared.
-    """
-    try:
-        columns, messages = copy.deepcopy((dict(task.columns), task.messages))
-    except Exception:
-        columns, messages = dict(task.columns), task.messages
-    return replace(task, columns=columns, messages=messages)

@@ -20,11 +20,12 @@ from agenttrain.config.schema import (
 )
 from agenttrain.engine.base import Engine, EngineDead, EngineError
 from agenttrain.environments.kind import Episode
+from agenttrain.rewards.given import own_task
 from agenttrain.rollout.clip import fit_replies
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end, score
 from agenttrain.rollout.ledger import Readings
-from agenttrain.rollout.limits import limit_result, own_copy, refusals, repeated
+from agenttrain.rollout.limits import limit_result, refusals, repeated
 from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import append_prompt
 from agenttrain.rollout.request import turn_sampling
@@ -325,7 +326,7 @@ class _Loop:
 
     def _context(self, call: ToolCall) -> ToolContext:
         if self._task is None:
-            self._task = own_copy(self.rollout.task)
+            self._task = own_task(self.rollout.task)
         return ToolContext(
             rollout_id=self.rollout.rollout_id,
             task=self._task,

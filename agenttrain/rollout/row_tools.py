@@ -63,9 +63,10 @@ class RowTools:
         else:  # without the cost of two tasks
             of_run = await _run(self._toolbox, others, context_of)
         found = {True: iter(of_environment), False: iter(of_run)}
-        return [
+        results = [
             step if isinstance(step, ToolResult) else next(found[step.method]) for step in steps
         ]
+        return [replace(r, stop=True) if r.call.name in self.stop_tools else r for r in results]
 
     def limits(self, name: str) -> ToolLimits:
         """The limits of a visible tool; a row's own tool has its executor's."""

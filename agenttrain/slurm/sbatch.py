@@ -14,6 +14,16 @@ ABSENT = (
 )
 TIMEOUT_S = 120
 """For a controller that does not answer."""
+NO_CLUSTER = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Socket timed out on send/recv operation",
+)
+"""Messages of sbatch (SLURM 22 to 25) about the cluster and not about the job."""
+
+
+class ClusterUnreachable(ConfigError):
+    """There is an sbatch here, and no controller that answers it."""
 
 
 def present() -> bool:
@@ -24,10 +34,16 @@ def present() -> bool:
 def lint(script: str) -> str:
     """What SLURM would do with the script, e.g. "Job 7 to start at … on nodes n1 in partition low".
 
-    Raises ConfigError in SLURM's words for what it would refuse.
+    Raises ConfigError in SLURM's words for what it would refuse, ClusterUnreachable where it does
+    not get to see the script.
     """
     done = _sbatch(["--test-only"], script)
     text = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.split("\n")).strip()
+    if any(message in text for message in NO_CLUSTER):
+        raise ClusterUnreachable(
+            f"submit: the cluster does not answer: {text}; `sinfo` shows whether it is up, and "
+            "agenttrain submit --dry-run … prints the script without it"
+        )
     if done.returncode != 0:
         raise ConfigError(
             f"submit: SLURM refuses the job: {text}; see slurm.partition, account, qos, time, "
@@ -55,7 +71,7 @@ def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedPro
             command, input=script, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(
+        raise ClusterUnreachable(
             f"submit: {' '.join(command)} has not answered for {TIMEOUT_S} seconds; `sinfo` shows "
             "whether the cluster is up"
         ) from error

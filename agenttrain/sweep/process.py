@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,10 @@ GRACE_S = 60.0
 """Of a job whose sweep ends with an exception, between SIGTERM and SIGKILL."""
 PIPE_S = 5.0
 """Longest wait for what is left in the pipe; a process that the job left behind may hold it."""
+PARENT = "AGENTTRAIN_SWEEP_PROCESS"
+"""Environment of a job: the process that started it."""
+WATCH_S = 1.0
+"""Seconds between two looks whether the sweep is there, where the kernel does not say."""
 TOLD = 4096
 """Bytes of the end of a job's messages that are looked at."""
 
@@ -59,10 +65,35 @@ class _Forward:
                 self.process.send_signal(number)
 
 
-def run(arguments: Sequence[str], output: Path | None) -> Ended:
-    """`agenttrain <arguments>` in a fresh interpreter, to its end.
+def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Called in a job: kill this process as soon as the one that started it is gone, however.
 
-    `output`: a file for all that it says; None: it says it here.
+    On Linux the kernel does it, without delay; elsewhere a thread looks every `WATCH_S`.
+    """
+    parent = environment.pop(PARENT, None)
+    if parent is None:
+        return
+    if sys.platform == "linux":
+        from agenttrain.tools.sandbox import system
+
+        system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        Thread(target=_watch, args=(int(parent),), daemon=True).start()
+    if os.getppid() != int(parent):  # it was gone before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = None) -> Ended:
+    """Run `agenttrain <arguments>` in a fresh interpreter; it is killed if this process ends first.
+
+    `output`: a file for all that it says; None: it says it here. `sweep`: the process of the whole
+    sweep. Where this is a child of that (joblib's workers), the job is killed with it too.
     """
     command = [sys.executable, "-m", "agenttrain.cli", *arguments]
     with ExitStack() as stack:
@@ -75,14 +106,26 @@ def run(arguments: Sequence[str], output: Path | None) -> Ended:
             stdout=file,
             stderr=subprocess.PIPE if file is None else file,
             process_group=0,
+            env={**os.environ, PARENT: str(os.getpid())},
         )
         stack.callback(_stop, process)
         forward.started(process)
         words = _Words(process.stderr)
-        code = process.wait()
+        code = _wait(process, sweep)
         said = words.last() if output is None else output.read_bytes()[-TOLD:]
     code = 128 - code if code < 0 else code
     return Ended(code=code, signalled=bool(forward.seen), last_words=_last_line(said))
+
+
+def _wait(process: subprocess.Popen[bytes], sweep: int | None) -> int:
+    if os.getppid() != sweep:
+        return process.wait()
+    while True:
+        try:
+            return process.wait(WATCH_S)
+        except subprocess.TimeoutExpired:
+            if os.getppid() != sweep:
+                process.kill()
 
 
 @contextmanager

@@ -21,8 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from agenttrain.config.errors import ConfigError
+from agenttrain.config.trust import sign, verifies
 from agenttrain.tracking.run_folder import NO_LOCKS, write_atomically
 
 RECORD = "sweep.json"
@@ -54,6 +56,20 @@ class SweepRecord:
     """What was typed and does not vary, with Hydra's own settings: how jobs are launched."""
     jobs: list[SweepJob] = field(default_factory=list)
     """In their order; a sweeper that chooses as it goes adds them one by one."""
+    signature: str | None = None
+    """The user's, of all the rest: what a sweep's overrides name is run when it goes on."""
+
+    @property
+    def own(self) -> bool:
+        """Whether this user wrote the record."""
+        return verifies(self._signed(), self.signature)
+
+    def signed(self) -> SweepRecord:
+        """The record with the user's signature."""
+        return replace(self, signature=sign(self._signed()))
+
+    def _signed(self) -> dict[str, Any]:
+        return {**asdict(self), "signature": None}
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
         """What starts a job that has no run yet, behind `agenttrain`."""
@@ -130,7 +146,7 @@ def read_record(sweep: Path) -> SweepRecord:
 def write_record(sweep: Path, record: SweepRecord) -> None:
     """Write the record of a sweep; its folder is made if need be."""
     sweep.mkdir(parents=True, exist_ok=True)
-    write_atomically(sweep / RECORD, json.dumps(asdict(record), indent=1) + "\n")
+    write_atomically(sweep / RECORD, json.dumps(asdict(record.signed()), indent=1) + "\n")
 
 
 def add_job(sweep: Path, job: SweepJob) -> None:

@@ -6,6 +6,7 @@ another machine; it starts `agenttrain` for the job and waits. So no job finds a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from omegaconf import DictConfig
 from agenttrain.config import exit_codes
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.sweep_settings import OnFailedJob
+from agenttrain.config.trust import TRUSTED
 from agenttrain.sweep import process
 from agenttrain.sweep.record import (
     SweepJob,
@@ -75,6 +77,8 @@ class Sweep:
     """What composes the settings of Hydra and of the sweep, e.g. ["hydra/launcher=joblib"]."""
     changes: list[str] = field(default_factory=list)
     """What `agenttrain -m resume=…` changes in every job."""
+    trust: bool = False
+    """Whether the code that the jobs' config.yaml name may run."""
 
     def composed(self) -> DictConfig:
         """Hydra's settings and the sweep's."""
@@ -100,7 +104,14 @@ def run_listed(sweep: Sweep) -> int:
             "sweep.on_failed_job=stop: needs hydra/launcher=basic, which runs one job at a time"
         )
     folder, changes = sweep.folder.resolve(), tuple(sweep.changes)
-    job = partial(run_job, sweep=folder, shows=one_by_one, changes=changes)
+    job = partial(
+        run_job,
+        sweep=folder,
+        shows=one_by_one,
+        changes=changes,
+        owner=os.getpid(),
+        trust=sweep.trust,
+    )
 
     def launch() -> None:
         context = HydraContext(config_loader=_hydra().config_loader, callbacks=Callbacks(config))
@@ -122,7 +133,7 @@ def run_searched(sweep: Sweep) -> int:
     """Let a sweeper choose jobs as it goes; the exit code. Needs a `hydra_session`."""
     folder = sweep.folder.resolve()
     one_by_one = str(sweep.composed().hydra.launcher["_target_"]) == BASIC
-    job = partial(run_job, sweep=folder, shows=one_by_one, changes=())
+    job = partial(run_job, sweep=folder, shows=one_by_one, changes=(), owner=os.getpid())
     name, overrides = sweep.config_name, sweep.with_folder()
     return concluded(sweep.folder, _code_of(lambda: _hydra().multirun(name, job, overrides)))
 
@@ -156,11 +167,18 @@ def _overrides(found: Standing) -> list[str]:
 
 
 def run_job(
-    settings: DictConfig, *, sweep: Path, shows: bool, changes: Sequence[str]
+    settings: DictConfig,
+    *,
+    sweep: Path,
+    shows: bool,
+    changes: Sequence[str],
+    owner: int,
+    trust: bool = False,
 ) -> float | None:
     """Run the job that Hydra is at, as its task function; its objective, None where there is none.
 
-    `shows`: its output goes to the terminal, not to OUTPUT. Raises SweepStopped.
+    `shows`: its output goes to the terminal, not to OUTPUT. `owner`: the process of the whole
+    sweep, of which this may be a child. Raises SweepStopped.
     """
     hydra = HydraConfig.get()
     name = Path(hydra.runtime.output_dir).name
@@ -178,7 +196,9 @@ def run_job(
     print(f"\njob {number + 1} of {len(record.jobs)}: {chosen} -> {folder}", flush=True)
     if read_summary(folder):
         update_summary(folder, status=None, error=None)  # of the last time
-    ended = process.run(_arguments(sweep, record, job, changes), None if shows else folder / OUTPUT)
+    output = None if shows else folder / OUTPUT
+    arguments = _arguments(sweep, record, job, changes, trust)
+    ended = process.run(arguments, output, sweep=owner)
     note(folder, ended)
     found = standing(folder, job)
     objective = None if record.objective is None else result(folder, record.objective)
@@ -200,7 +220,7 @@ def _told(found: Standing, record: SweepRecord, objective: float | None) -> str:
 
 
 def _arguments(
-    sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str]
+    sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str], trust: bool
 ) -> list[str]:
     """What starts the job, or goes on with it."""
     folder = sweep / job.folder
@@ -208,7 +228,8 @@ def _arguments(
     if record.verb == "eval":
         config.unlink(missing_ok=True)  # an evaluation has nothing to go on with: it starts anew
     if config.exists():
-        return [record.verb, *record.options, f"resume={folder}", *changes]
+        allowed = [TRUSTED] if trust else []
+        return [record.verb, *record.options, f"resume={folder}", *changes, *allowed]
     return record.arguments(sweep, job, *changes)
 
 

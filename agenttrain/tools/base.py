@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from agenttrain.threads import blocks
-from agenttrain.tools.schema import function_schema, takes_context
+from agenttrain.tools.schema import argument_builders, function_schema, takes_context
+from agenttrain.tools.structured import built
 from agenttrain.types import AgenttrainError, ToolContext
 
 
@@ -48,7 +49,8 @@ class FunctionTool:
 
     The schema comes from its signature and Google docstring. A parameter ``context: ToolContext``
     is passed by us, `bound` ones are settings: the model sees neither. Arguments are plain JSON
-    values (a list for a tuple, an Enum's value).
+    values (a list for a tuple), and instances where the annotation is a dataclass, a pydantic
+    model, an Enum or the like (`agenttrain.tools.structured`).
 
     Example::
 
@@ -81,12 +83,15 @@ class FunctionTool:
         self.blocking = blocks(function)
         """Whether a call occupies its thread; the toolbox then gives it one of its own."""
         self._bound = settings
+        self._builders = argument_builders(function, hidden=settings)
         self.takes_context = takes_context(function) and "context" not in settings
         """Whether calls are given the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Call the function in this thread; an async one returns its awaitable."""
         extra = {"context": context} if self.takes_context else {}
+        if self._builders:
+            arguments = built(self._builders, arguments)
         return self.function(**self._bound, **extra, **arguments)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:

@@ -9,7 +9,7 @@ from typing import Any, get_origin, get_type_hints
 
 from agenttrain.config.schema import Isolation, ToolLimits
 from agenttrain.config.target import Located, about_argument, locate_section
-from agenttrain.config.tool_limits import take_limits
+from agenttrain.config.tool_limits import take_settings
 from agenttrain.tools.base import FunctionTool, Tool, Tools
 from agenttrain.tools.methods import method_tools
 from agenttrain.tools.process import ProcessTool
@@ -30,14 +30,16 @@ def build_toolbox(
     class whose instances are callable (built once, with the bound arguments), or a function
     annotated to return a Tool or a callable. A class with a method ``tools() -> list[Tool]`` makes
     several tools, each with the section's limits; so does one whose instances cannot be
-    called, of its public methods. Raises ValueError with key, value and remedy.
+    called, of its public methods. With `stop: true` they are stop tools, as those that `stop_tools`
+    names are. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
+    stops = list(stop_tools)
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limit = take_limits(key, located.bound)
+        limit, stop = take_settings(key, located.bound)
         for tool in _made(located, name, section, limit):
             if tool.name in built:
                 raise ValueError(
@@ -45,9 +47,9 @@ def build_toolbox(
                     "one of the two (those of an MCP server: with prefix)"
                 )
             built[tool.name], limits[tool.name] = tool, limit
-    return Toolbox(
-        built, limits=limits, stop_tools=stop_tools, threads=threads, max_stuck=max_stuck
-    )
+            if stop:
+                stops.append(tool.name)
+    return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
 
 
 def _made(
@@ -62,7 +64,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     """The tool of a section, in whichever process this is."""
     key = f"tools.{name}"
     located = locate_section(section, key=key)
-    take_limits(key, located.bound)
+    take_settings(key, located.bound)
     tools = _build(located, name)
     if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):
         names = ", ".join(tool.name for tool in tools)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from agenttrain.threads import DaemonThreads, blocks
+from agenttrain.threads import DaemonThreads, Outcome, attempt_async, blocks
 from agenttrain.tools.base import FunctionTool, Tool
 
 
@@ -39,20 +39,18 @@ class Endings:
             self._tell(tool.name, method, f"did not end within {limit_s:g} s")
         elif ending.cancelled():
             self._tell(tool.name, method, "was cancelled")
-        elif (error := ending.exception()) is not None:
+        elif (error := ending.result().error) is not None:
             self._tell(tool.name, method, f"{type(error).__name__}: {error}")
 
     async def _call(
         self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
-    ) -> None:
+    ) -> Outcome:
         if not blocks(method):
-            await method(*arguments)
-            return
+            return await attempt_async(method(*arguments))
         outcome = await self._threads.run(lambda: method(*arguments), label=label)
-        if outcome.error is not None:
-            raise RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}")
         if inspect.isawaitable(outcome.value):
-            await outcome.value
+            return await attempt_async(outcome.value)
+        return outcome
 
     def _tell(self, name: str, method: str, problem: str) -> None:
         if (name, method) not in self._told:

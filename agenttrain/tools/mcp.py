@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agenttrain.config.mcp_server import check_mcp_server, expanded
+from agenttrain.config.mcp_server import check_mcp_server, expanded, without_password
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.tools.base import Tool, ToolFailure
 from agenttrain.tools.mcp_connection import CannotConnect, Connection
@@ -38,10 +38,10 @@ class McpServer:
         """Start `command` (stdio) or connect to `url` (streamable HTTP), and list the tools.
 
         Only tools in `allow` are taken (None: all), under `prefix` + their name. The command sees
-        PATH, HOME, the other variables that the SDK passes on, and `env`; ``$NAME`` in `env` and
-        `headers` is our environment's NAME. A broken connection is tried again for `reconnect_s`
-        seconds, which count in a call's timeout_s. Raises ValueError for settings that cannot
-        work and for a server that does not answer within `start_timeout_s`.
+        PATH, HOME, the other variables that the SDK passes on, and `env`; ``$NAME`` in `env`,
+        `headers` and `url` is our environment's NAME. A broken connection is tried again for
+        `reconnect_s` seconds, which count in a call's timeout_s. Raises ValueError for settings
+        that cannot work and for a server that does not answer within `start_timeout_s`.
         """
         check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
         _check_installed()
@@ -71,12 +71,13 @@ class McpServer:
         if self._command is not None:
             return Client(process_transport(self._command, self._env, self._stderr))
         self._refused.clear()
-        return Client(http_transport(str(self._url), self._headers, self._refused))
+        url = expanded("url", {"url": self._url})["url"]
+        return Client(http_transport(url, self._headers, self._refused))
 
     def _cannot_connect(self, error: CannotConnect) -> str:
         if self._command is None:
             status = f" (HTTP {self._refused[-1]})" if self._refused else ""
-            return (
+            return without_password(
                 f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
                 "there, and does it take these headers?"
             )

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
+from agenttrain.config.mcp_server import without_password
 from agenttrain.types import AgenttrainError, ToolUnavailable
 
 T = TypeVar("T")
@@ -238,5 +239,5 @@ def _reason(error: BaseException | None) -> str:
     """The first error of a group, in a line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text = str(error).partition("\n")[0]
+    text = without_password(str(error).partition("\n")[0])
     return text or type(error).__name__

@@ -8,7 +8,8 @@ from typing import Any
 
 from agenttrain.config.tool_names import LIFE_CYCLE
 from agenttrain.tools.base import FunctionTool
-from agenttrain.tools.schema import function_schema, takes_context
+from agenttrain.tools.schema import argument_builders, function_schema, takes_context
+from agenttrain.tools.structured import Build
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
@@ -39,6 +40,14 @@ def method_schema(cls: type, name: str) -> tuple[dict[str, Any], bool]:
         return function_schema(method, name=name, hidden=this), takes_context(method)
     except ValueError as error:
         raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
+
+
+def method_builders(cls: type, name: str) -> dict[str, Build]:
+    """Builders of a method's structured arguments, by name."""
+    method = getattr(cls, name)
+    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+    this = [] if static else list(inspect.signature(method).parameters)[:1]
+    return argument_builders(method, hidden=this)
 
 
 def method_tools(made: object, where: str) -> dict[str, FunctionTool]:

@@ -1,7 +1,8 @@
 """Tools with isolation=process: each call runs in a worker process that can be killed.
 
 A worker is started when a call finds none idle, used again, and killed with all that it started
-when its call takes too long. Workers end with this process, even if that is killed.
+(`agenttrain.tools.keeper`) when its call takes too long. Workers end with this process, even if
+that is killed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -24,6 +26,7 @@ from typing import Any
 from agenttrain.config.schema import ToolLimits
 from agenttrain.threads import DaemonThreads
 from agenttrain.tools.base import call_optional
+from agenttrain.tools.keeper import ADOPTS
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply
 from agenttrain.tools.worker import Recipe, Request, build
 from agenttrain.types import ToolContext, ToolError, ToolUnavailable
@@ -32,6 +35,8 @@ START_S = 120.0
 """Seconds for a worker to import and build its tool."""
 CLOSE_S = 2.0
 """Seconds for tools in workers to release or close what they hold."""
+END_S = 5.0
+"""Seconds at the end for killed workers, and what they started, to be gone."""
 LOOK_S = 0.2
 """Seconds between two looks whether a worker that is silent has died."""
 MAX_TAIL = 2000
@@ -60,6 +65,11 @@ class Worker:
         """Whether it can take a call."""
         return not self._killed and self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """The number of the keeper, below which is all that the worker started."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Start the process and build the tool in it; raises ToolUnavailable."""
         ours, theirs = socket.socketpair()
@@ -70,7 +80,7 @@ class Worker:
                 if self._killed:
                     raise ToolUnavailable(f"tool {self.name}: was closed")
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(read_end)],
+                    [*command, str(os.getpid()), str(theirs.fileno()), str(read_end)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -79,9 +89,14 @@ class Worker:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = ours
-                # Open for as long as the worker is wanted: see agenttrain.tools.worker.guard.
-                self._lifeline = os.fdopen(write_end, "wb")
+                # Silent and open for as long as the worker is wanted.
+                self._lifeline = os.fdopen(write_end, "wb", buffering=0)
                 self._connection = Connection(os.dup(ours.fileno()))
+        except BaseException:
+            if self._process is None:
+                ours.close()
+                os.close(write_end)
+            raise
         finally:
             theirs.close()
             os.close(read_end)
@@ -107,15 +122,15 @@ class Worker:
             raise ToolUnavailable(f"tool {self.name}: its worker answered {answer}") from wrong
 
     def kill(self) -> None:
-        """Kill the process and all of its group, at once; harmless when it is dead."""
+        """Have the process killed with all that it started, at once; harmless when it is dead."""
         with self._lock:
             self._killed = True
             process = self._process
         if process is None:
             return
-        # Not reaped yet, so that the number is still this group's.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError, ValueError):  # it has ended; it is closed
+            self._lifeline.write(b".")
+        process.send_signal(signal.SIGCONT)  # a tool may have stopped its parent
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
 
@@ -194,6 +209,14 @@ class ProcessTool:
         """
         if os.name != "posix":
             raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
+        if not ADOPTS:
+            warnings.warn(
+                f"tools.{name}.isolation=process: this system ends the process group of a worker; "
+                "what leaves the group (setsid, start_new_session=True) outlives its call, except "
+                "on Linux with /proc",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.name = name
         self._recipe = Recipe(
             name=name,
@@ -255,8 +278,19 @@ class ProcessTool:
         for worker in list(self._all):
             self._kill(worker)
         dying, self._dying = self._dying, []
-        await self._threads.run(lambda: [worker.gone(CLOSE_S) for worker in dying])
+        deadline = time.monotonic() + END_S
+        await self._threads.run(
+            lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
+        )
         self._threads.close()
+        left = [str(worker.pid) for worker in dying if not worker.gone()]
+        if left:
+            warnings.warn(
+                f"tool {self.name}: what its calls started has not ended, below the processes "
+                f"{', '.join(left)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         await call_optional(self._here.function, "close")
 
     async def _take(self) -> Worker:

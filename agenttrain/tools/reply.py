@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from agenttrain.threads import with_fixed_text
+from agenttrain.tools.arguments import InvalidArguments
 from agenttrain.tools.base import ToolFailure
 from agenttrain.types import Done, ToolError, ToolUnavailable
 
@@ -29,8 +31,8 @@ def reply_of(value: object, *, max_chars: int) -> Reply:
     done = isinstance(value, Done)
     try:
         text = result_text(value.content if isinstance(value, Done) else value, max_chars=max_chars)
-    except Exception as error:  # e.g. the value's own __str__ or __iter__ raises
-        return failure(error, max_chars=max_chars)
+    except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
+        return failure(with_fixed_text(error), max_chars=max_chars)
     return Reply(content=text, done=done)
 
 
@@ -42,16 +44,22 @@ def failure(
 ) -> Reply:
     """An error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
 
-    `faults` are errors of the infrastructure, which no model is to read.
+    `error` has a text that is made already, as `agenttrain.threads.attempt` leaves it. `faults` are
+    errors of the infrastructure, which no model is to read.
     """
-    try:
-        message = str(error)
-    except Exception:
-        message = ""
-    name = "" if isinstance(error, ToolFailure) else type(error).__name__
-    text = ": ".join(part for part in ("Error", name, message) if part)
+    for_model = isinstance(error, ToolFailure | InvalidArguments)
+    name = "" if for_model else type(error).__name__
+    text = ": ".join(part for part in ("Error", name, str(error)) if part)
     kind = ToolError.unavailable if isinstance(error, faults) else ToolError.exception
+    if isinstance(error, InvalidArguments):
+        kind = ToolError.invalid_arguments
     return Reply(content=_bounded(text, max_chars), error=kind)
+
+
+def has_plain_text(value: object) -> bool:
+    """Whether `reply_of` makes the text of a value at once, without any code of a user's."""
+    content = value.content if type(value) is Done else value
+    return content is None or type(content) in (str, int, float, bool)
 
 
 def result_text(value: object, *, max_chars: int) -> str:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any, get_args, get_type_hints
 
 from agenttrain.config.suggest import did_you_mean
+from agenttrain.tools.structured import Build, Structure, structure_of, structured
 from agenttrain.types import ToolContext
 
 Function = Callable[..., object]
@@ -47,8 +48,38 @@ def function_schema(
     _check_parameters(shown, where)
     doc = inspect.getdoc(target)
     _check_docstring(doc, [parameter.name for parameter in shown], where)
-    shape = _shape(name, doc, shown, {p.name: hints[p.name] for p in shown})
-    return _json_schema(shape, where)
+    own = _structures({p.name: hints[p.name] for p in shown}, where)
+    hints = {p.name: dict if p.name in own else hints[p.name] for p in shown}
+    schema = _json_schema(_shape(name, doc, shown, hints), where)
+    for parameter, structure in own.items():
+        properties = schema["function"]["parameters"]["properties"]
+        words = {"description": properties[parameter]["description"]}
+        properties[parameter] = {**structure.schema, **words}
+    return schema
+
+
+def argument_builders(function: Function, *, hidden: Collection[str] = ()) -> dict[str, Build]:
+    """Builders of a function's structured parameters (`agenttrain.tools.structured`), by name.
+
+    Raises ValueError for a type that has no JSON.
+    """
+    target = _routine(function)
+    where = f"{target.__module__}.{target.__qualname__}"
+    hints = _hints(target, where)
+    names = [name for name in inspect.signature(target).parameters if name in hints]
+    shown = {n: hints[n] for n in names if n not in hidden and not _is_context(n, hints)}
+    return {name: one.build for name, one in _structures(shown, where).items()}
+
+
+def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
+    found = {}
+    for name, hint in hints.items():
+        try:
+            if structured(hint) and hint is not ToolContext:
+                found[name] = structure_of(hint)
+        except (ValueError, NameError) as error:
+            raise ValueError(f"{where}: parameter {name!r}: {error}") from error
+    return found
 
 
 def takes_context(function: Function) -> bool:

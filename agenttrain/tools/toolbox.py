@@ -7,19 +7,19 @@ import inspect
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.config.schema import Isolation, ToolLimits
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.threads import DaemonThreads
+from agenttrain.threads import DaemonThreads, Outcome, attempt_async
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.ending import Endings
 from agenttrain.tools.process import ProcessTool
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, reply_of
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, has_plain_text, reply_of
 from agenttrain.tools.running import Running
 from agenttrain.tools.steps import Steps
 from agenttrain.tools.worker import fault_types
@@ -282,41 +282,52 @@ class Toolbox:
         deadline: float,
     ) -> Reply:
         try:
-            function = _blocks(tool)
-            if function is None:
-                value = await self._steps.run(tool.name, tool(arguments, context))
-            else:
-                value = await self._in_thread(entry, function, arguments, context, deadline)
-            return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            # On the event loop's own thread a KeyboardInterrupt is the user's.
-            raise
-        except BaseException as error:
-            return failure(error, max_chars=self._max_chars, faults=entry.faults)
+            outcome = await self._outcome(tool, arguments, context, deadline)
+        except RuntimeError as error:  # "can't start new thread": what the tool raises is returned
+            outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
+        if outcome.error is not None:
+            return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
+        value = outcome.value
+        return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
+
+    async def _outcome(
+        self, tool: Tool, arguments: dict[str, Any], context: ToolContext, deadline: float
+    ) -> Outcome:
+        """The call's Reply, a value whose text no code of a user's makes, or an error."""
+        function = _blocks(tool)
+        if function is not None:
+            outcome = await self._in_thread(function, arguments, context, deadline)
+        else:
+
+            async def called() -> object:  # what it raises before there is anything to await, too
+                return await tool(arguments, context)
+
+            outcome = await self._on_loop(tool, called(), deadline)
+        value = outcome.value
+        if outcome.error is not None or isinstance(value, Reply) or has_plain_text(value):
+            return outcome
+        # The text of a result may be large, and made by code of its own.
+        return await self._threads.run(
+            lambda: reply_of(value, max_chars=self._max_chars), label=tool.name, deadline=deadline
+        )
+
+    async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
+        steps = self._steps.run(tool.name, awaitable)
+        return await attempt_async(steps, threads=self._threads, label=tool.name, deadline=deadline)
 
     async def _in_thread(
-        self,
-        entry: _Entry,
-        tool: FunctionTool,
-        arguments: dict[str, Any],
-        context: ToolContext,
-        deadline: float,
-    ) -> object:
+        self, tool: FunctionTool, arguments: dict[str, Any], context: ToolContext, deadline: float
+    ) -> Outcome:
         def work() -> object:
             value = tool.call(arguments, context)
-            # The text of a large result is made here and not on the event loop.
+            # A result's text is made here and not on the event loop.
             waits = inspect.isawaitable(value)
             return value if waits else reply_of(value, max_chars=self._max_chars)
 
-        try:
-            outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
-        except RuntimeError as error:  # "can't start new thread"
-            raise ToolUnavailable(f"tool {tool.name}: {error}") from error
-        if outcome.error is not None:
-            return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
+        outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
         if inspect.isawaitable(outcome.value):
-            return await self._steps.run(tool.name, outcome.value)
-        return outcome.value
+            return await self._on_loop(tool, outcome.value, deadline)
+        return outcome
 
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:

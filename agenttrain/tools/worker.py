@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 from agenttrain.config.target import locate
 from agenttrain.threads import attempt
 from agenttrain.tools.base import FunctionTool
+from agenttrain.tools.keeper import fork_worker
 from agenttrain.tools.reply import Reply, failure, reply_of
 from agenttrain.tools.schema import UNSEEN
 from agenttrain.types import ToolContext, ToolUnavailable
@@ -134,28 +134,11 @@ def _plain(reply: Reply) -> dict[str, Any]:
     return {"content": reply.content, "error": reply.error, "done": reply.done}
 
 
-def guard(lifeline: int, *others: int) -> None:
-    """Leave a process behind that kills the group as soon as the parent is gone, however.
-
-    The worker itself would not notice in the middle of a call. Forked twice, so that it is not a
-    child that a tool could wait for.
-    """
-    if os.fork():
-        os.wait()
-        return
-    if os.fork():
-        os._exit(0)
-    for descriptor in (0, 1, 2, *others):
-        os.close(descriptor)
-    os.read(lifeline, 1)  # nothing is ever written: it returns at the end of the parent
-    os.killpg(0, signal.SIGKILL)
-
-
 def main() -> None:
-    """Serve the parent behind the two descriptors on the command line."""
-    requests, lifeline = (int(argument) for argument in sys.argv[1:])
-    guard(lifeline, requests)
-    os.close(lifeline)
+    """Serve the parent; on the command line: its process, its requests and its lifeline."""
+    parent, requests, lifeline = (int(argument) for argument in sys.argv[1:])
+    fork_worker(parent, lifeline, requests)
+    os.set_inheritable(requests, False)
     connection = Connection(requests)
     try:
         serve(connection)

@@ -14,6 +14,11 @@ from rich.text import Text
 PLAIN_EVERY = 10
 """Plain mode prints the first step, the last, and one in this many (more often in short runs)."""
 
+COUNTED_AFTER_S = 5.0
+"""A live line shows the rollouts of a phase that lasts longer, in the place of the last metrics."""
+COUNTED_EVERY_S = 15.0
+"""Plain mode prints a line about them this often."""
+
 _SHOWN = (
     ("reward", "reward", "{:.2f}"),
     ("success", "success", "{:.2f}"),
@@ -49,6 +54,9 @@ class ConsoleProgress:
         self._total = total_steps
         self._first = first_step
         self._started = time.monotonic()
+        self._phase = "start"
+        self._reported = time.monotonic()
+        """When the phase began, or plain mode last counted its rollouts."""
         self._progress = _live(self.console) if live and self.console.is_terminal else None
         if self._progress is not None:
             # Steps done before are no measure of this run's speed, so they are no update.
@@ -85,8 +93,20 @@ class ConsoleProgress:
 
     def phase(self, name: str) -> None:
         """What the run does now: `rollout`, `train`, `eval`; a live line shows it."""
+        self._phase, self._reported = name, time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, description=name)
+
+    def rollouts(self, finished: int, total: int) -> None:
+        """`finished` of the `total` rollouts of this phase are done (in a run of several
+        processes: of this process's share)."""
+        waited = time.monotonic() - self._reported
+        if self._progress is not None:
+            if waited >= COUNTED_AFTER_S:
+                self._progress.update(self._task, values=f"{finished}/{total} rollouts")
+        elif finished < total and waited >= COUNTED_EVERY_S:
+            self._reported = time.monotonic()
+            self.log(f"{self._phase}: {finished} of {total} rollouts")
 
     def log(self, text: str) -> None:
         """A line above the live one; its text is printed as it is, not as markup."""

@@ -50,6 +50,9 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 
     Several rollouts of one question are not independent: give their mean as one value. One value
     that is neither 0 nor 1 has an unknown spread: its interval is NaN. No values: all NaN.
+
+    Where all values lie within [0, 1] so does the interval. Example: [0.5, 1, 1, 1] has
+    0.875 [0.63, 1], which the normal interval alone would end at 1.12.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
@@ -58,7 +61,10 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(values)
     spread = statistics.stdev(values) if len(values) > 1 else math.nan
     half = Z_95 * spread / math.sqrt(len(values))
-    return Estimate(mean=mean, low=mean - half, high=mean + half, n=len(values))
+    low, high = mean - half, mean + half
+    if half == half and all(0 <= value <= 1 for value in values):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Estimate(mean=mean, low=low, high=high, n=len(values))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -78,6 +78,7 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/call_frequency": _mean([len(rollout.tool_results) for rollout in rollouts]),
         "tools/failure_frequency": _failures(results) / len(results) if results else 0.0,
         "tools/unavailable": float(sum(r.error is ToolError.unavailable for r in results)),
+        "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
     # A name the model made up gets no column of its own: there would be no end of them.

@@ -1,16 +1,20 @@
 """rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
 The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
-tool_calls, rewards, reward, advantage`, and where there is one `error` and
-`environment_reward`. `rollouts_read.py` makes
-Rollouts of them again.
+tool_calls, rewards, reward, advantage`, and where there is one `error` and `environment_reward`.
+`trainer_logprobs` and `entropies` stand where the trainer computed them: it skips rollouts that
+have no gradient, as all of a group whose rewards are equal. `rollouts_read.py` makes Rollouts of
+them again.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from agenttrain.tracking.json_lines import dumps, read_rows
 from agenttrain.tracking.run_folder import write_atomically
@@ -21,12 +25,14 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """A rollout as a JSON object.
 
     `spans` cover `token_ids` [T] exactly: each starts where the one before ends. `logprobs` [T] is
-    0.0 where a token was not sampled. Example of a span: ``{"origin": "sampled", "start": 3,
+    0.0 where a token was not sampled; `trainer_logprobs` [S] and `entropies` [S] are of the sampled
+    tokens alone, to 6 decimals. Example of a span: ``{"origin": "sampled", "start": 3,
     "end": 5, "turn": 0, "policy_version": 7, "finish": "stop"}``; `finish` stands on the last
     sampled span of a turn only.
 
     A tool call has its reply's text as `content` only where the messages do not hold it as it was:
-    it was clipped, or the rollout ended before it. `done` says that it ended the episode.
+    it was clipped, or the rollout ended before it. `done` says that it ended the episode, `stop`
+    that it was a call to a stop tool.
     """
     shown = replies(rollout.messages[len(rollout.task.messages) :])
     record = {
@@ -43,11 +49,20 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "advantage": rollout.advantage,
     }
+    if rollout.trainer_logprobs is not None and rollout.entropies is not None:
+        record["trainer_logprobs"] = _rounded(rollout.trainer_logprobs)
+        record["entropies"] = _rounded(rollout.entropies)
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _rounded(values: array[float]) -> list[float]:
+    """The values without the digits that single precision does not have."""
+    rounded: list[float] = np.asarray(values, dtype=np.float64).round(6).tolist()
+    return rounded
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
@@ -91,6 +106,8 @@ def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, 
         record["content"] = result.content
     if result.done:
         record["done"] = True
+    if result.stop:
+        record["stop"] = True
     return record
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -58,6 +59,12 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+def _scores(record: Record, name: str) -> array[float] | None:
+    """Records of rollouts that were not trained on, and those of earlier versions, have none."""
+    values = record.get(name)
+    return None if values is None else array("f", map(_number, values))
+
+
 def prompt_messages(record: Record) -> list[Message]:
     """The messages before the first sampled one: the row's, and those that a reset gave."""
     turns = len({s["turn"] for s in record["spans"] if s["origin"] == Origin.sampled})
@@ -80,6 +87,7 @@ def tool_results(record: Record) -> list[ToolResult]:
                 error=None if made["error"] is None else ToolError(made["error"]),
                 seconds=made["seconds"],
                 done=made.get("done", False),
+                stop=made.get("stop", False),
             )
         )
     return results
@@ -130,6 +138,8 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
         rewards=dict(record["rewards"]),
         reward=record["reward"],
         advantage=record["advantage"],
+        trainer_logprobs=_scores(record, "trainer_logprobs"),
+        entropies=_scores(record, "entropies"),
     )
     said = iter(completions(record, stop_token_ids))
     for (origin, _), spans in groupby(record["spans"], key=_turn_of):

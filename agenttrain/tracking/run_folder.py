@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from agenttrain.config.trust import SIGNATURE, signature
 from agenttrain.tracking.json_lines import finite
 from agenttrain.types import AgenttrainError
 
@@ -68,7 +69,12 @@ def held(folder: Path) -> Iterator[None]:
     system that has no locks lets everyone in.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:  # the folder is what the user can do something about
+        error.filename = str(folder)
+        raise
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -82,15 +88,20 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_config(folder: Path, config: dict[str, Any], certificate: str | None) -> None:
+def write_config(
+    folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
+) -> None:
     """config.yaml: the resolved settings, and under `provenance` what they ran with.
 
-    `certificate` is the chat template's hash; None before the template has been looked at.
+    `certificate` is the chat template's hash; None before the template has been looked at. `kernel`
+    is what computes the policy's attention; None before the model was loaded.
     """
     provenance = {
         "versions": {**_versions(), "python": platform.python_version()},
         "git_revision": _git_revision(),
         "template_certificate": certificate,
+        "training_kernel": kernel,
+        SIGNATURE: signature(config),
     }
     text = OmegaConf.to_yaml(OmegaConf.create({**config, "provenance": provenance}))
     write_atomically(folder / "config.yaml", text)

@@ -40,5 +40,8 @@ class Silent(Tracker):
     def best(self, found: Mapping[str, Any] | None) -> None:
         """Nothing."""
 
+    def warn(self, text: str) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing."""

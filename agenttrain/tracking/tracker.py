@@ -158,6 +158,12 @@ class Tracker:
         summary = read_summary(self._folder)
         update_summary(self._folder, eval={**summary.get("eval", {}), "best": found})
 
+    def warn(self, text: str) -> None:
+        """Print a warning, and keep it in summary.json among its `warnings`."""
+        self.progress.log(text)
+        warnings = read_summary(self._folder).get("warnings", [])
+        update_summary(self._folder, warnings=[*warnings, text])
+
     def phase(self, name: str) -> None:
         """What the run does now: `rollout`, `train`, `eval`."""
         self.progress.phase(name)

@@ -17,11 +17,16 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
+HEARD_BY_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C, and those of `agenttrain/signals.py`, which a script on its own cannot import."""
+
 
 def main() -> None:
     """Log everything that arrives on the standard input."""
-    # Ctrl-C reaches the whole process group; the run decides when its history is complete.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # They reach the whole process group; the run decides when its history is complete.
+    for number in HEARD_BY_RUN:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_BY_RUN)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

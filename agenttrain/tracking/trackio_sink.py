@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from threading import Thread
 from typing import Any
 
 from agenttrain.tracking.json_lines import dumps
+from agenttrain.tracking.trackio_process import HEARD_BY_RUN
 
 FINISH_TIMEOUT_S = 15.0
 """Longest wait for trackio at the end of a run."""
@@ -139,16 +141,21 @@ def _start(folder: Path) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k not in _REMOTE_VARIABLES}
     environment |= {"TRACKIO_DIR": str(folder.resolve()), "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("trackio_process.py")
-    return subprocess.Popen(
-        # -P: the script's own folder must not shadow modules that trackio imports.
-        [sys.executable, "-P", str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        text=True,
-        encoding="utf-8",
-    )
+    # Blocked until the process ignores them; one that comes meanwhile is this process's alone.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_BY_RUN)
+    try:
+        return subprocess.Popen(
+            # -P: the script's own folder must not shadow modules that trackio imports.
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+            encoding="utf-8",
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write(process: subprocess.Popen[str], queue: SimpleQueue[str | None]) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from agenttrain.training.kernels import Kernel, fit, is_choosy, note
+
 QUERIES = 256
 """Queries of one call. A CPU kernel computes the keys after a query as well and drops them: calls
 over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
@@ -61,10 +63,12 @@ def _kernel(
     missing = query.shape[-1] - size
     if missing > 0:
         value = pad(value, (0, missing))
+    if is_choosy(query.device):
+        query, key, value, scale = fit(query, key, value, mask, scale)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-    return output[..., :size] if missing > 0 else output
+    return output if output.shape[-1] == size else output[..., :size]
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -98,6 +102,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """No fused kernel caps scores: they stand in memory, m x n per head."""
     assert scoring.softcap is not None
+    note(Kernel.math)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

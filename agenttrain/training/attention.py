@@ -22,8 +22,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.training.attend import Scoring, attend
+from agenttrain.training.kernels import Kernel, in_format, note
 from agenttrain.training.layout import Block
-from agenttrain.training.varlen import Varlen, attend_varlen, in_format, takes
+from agenttrain.training.varlen import Varlen, attend_varlen, takes
 from agenttrain.training.varlen import kernel as varlen_kernel
 from agenttrain.types import AgenttrainError
 
@@ -84,6 +85,7 @@ def packed_attention(
     if varlen is not None and (kernel := varlen_kernel()) is not None:
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
+            note(Kernel.varlen)
             return attend_varlen(*short, varlen, scaling, kernel)[None], None
     # Split at once: the gradient of a slice is as large as what it was taken from.
     sizes = [block.tokens for block in blocks]

@@ -31,6 +31,7 @@ from agenttrain.training.checkpoint_files import (
     digest,
     latest,
     newest_first,
+    only_tensors,
     put_aside,
     recover,
     remove,
@@ -46,6 +47,7 @@ from agenttrain.training.sharded_state import (
     WHOLE,
     is_sharded,
     read_state,
+    read_tensors,
     whole_weights,
     write_part,
 )
@@ -162,9 +164,11 @@ class Checkpoints:
             if policy.world.is_main:
                 verify(path)
         if is_adapted(policy.model):
-            load_adapter(policy.model, path)
+            with only_tensors(path):
+                load_adapter(policy.model, path)
         else:
-            saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
+            with only_tensors(path):
+                saved = type(policy.model).from_pretrained(path, dtype=policy.model.dtype)
             state = saved.state_dict()
             for name, tensor in policy.model.state_dict().items():
                 assign(tensor, state[name])
@@ -226,7 +230,7 @@ def _restore_random(path: Path, rank: int) -> None:
     """The states of this process; one more than wrote them gets some that follow from the first."""
     own = path / f"rng-{rank}.pt"
     if own.exists():
-        set_random_states(torch.load(own, weights_only=True))
+        set_random_states(read_tensors(own))
         return
     text = f"{digest(path / 'rng-0.pt')}-{rank}"
     seed_random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))

@@ -11,10 +11,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 
 from agenttrain.types import AgenttrainError
 
@@ -32,8 +34,27 @@ class CheckpointError(AgenttrainError):
     """A checkpoint is torn, corrupt or missing; the message names the file."""
 
 
+class NotRead(CheckpointError, ValueError):
+    """A pickle that holds more than tensors and plain values; its message names the file."""
+
+
 class NotWritten(CheckpointError):
     """A checkpoint cannot be written; the earlier ones are as they were."""
+
+
+@contextmanager
+def only_tensors(path: Path) -> Iterator[None]:
+    """Within, torch's refusal to unpickle what could run code is NotRead of `path`.
+
+    Whatever reads a pickle here does so with ``weights_only=True``, torch's own default.
+    """
+    try:
+        yield
+    except UnpicklingError as error:
+        raise NotRead(
+            f"{path}: holds a pickle with more than tensors and plain values, which could run code "
+            "when it is read; it is refused"
+        ) from error
 
 
 def latest(folder: Path) -> Path:
@@ -90,13 +111,25 @@ def _manifest(path: Path) -> dict[str, str]:
 
 
 def seal(part: Path) -> None:
-    """Write the manifest and force everything to disk."""
+    """Write the manifest, make the files readable as the umask allows, force everything to disk."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     digests = {str(path.relative_to(part)): digest(path) for path in files}
     text = json.dumps({**digests, MANIFEST: _digest_of(digests)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
+    share_like(part / MANIFEST, files)
     for path in (*files, part / MANIFEST, part):
         sync(path)
+
+
+def share_like(example: Path, files: Iterable[Path]) -> None:
+    """Give `files` the mode of `example`, a file that was written in the ordinary way.
+
+    safetensors writes weights with mode 0600, whatever the umask: a server that runs as another
+    user could not load them.
+    """
+    mode = stat.S_IMODE(example.stat().st_mode)
+    for path in files:
+        path.chmod(mode)
 
 
 def replace(part: Path, path: Path) -> None:

@@ -58,15 +58,17 @@ def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from agenttrain.training.checkpoint import verify
+    from agenttrain.training.checkpoint_files import only_tensors, share_like, verify
     from agenttrain.training.lora import CONFIG_FILE, merged
 
     logging.disable_progress_bar()
     verify(checkpoint)
     wanted: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-    if (checkpoint / CONFIG_FILE).is_file():
-        model = merged(checkpoint, wanted)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
+    with only_tensors(checkpoint):
+        if (checkpoint / CONFIG_FILE).is_file():
+            model = merged(checkpoint, wanted)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
     model.save_pretrained(folder)
+    share_like(folder / "config.json", folder.glob("*.safetensors"))
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)

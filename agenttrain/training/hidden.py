@@ -5,7 +5,9 @@ Shapes: T tokens of all rollouts, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from transformers import PreTrainedModel
 from agenttrain.training.attention import UnsupportedAttention, packing
 from agenttrain.training.layout import Segment, make_blocks, positions
 from agenttrain.training.varlen import make_varlen
+
+Inside = Callable[[Callable[[PreTrainedModel], Any]], Any]
+"""Calls a function of a model where its weights are whole."""
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
@@ -61,26 +66,46 @@ TRIAL = (Segment(0, 9), Segment(9, 6), Segment(15, 5, 9, 6), Segment(20, 3, 9, 6
 """A rollout alone, and two that share the six tokens of their prompt."""
 
 
-def why_not_packed(model: PreTrainedModel, *, varlen: bool = False) -> str | None:
+def trial_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
+    """[T] Tokens of the trial."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(TRIAL[-1].end, device=device) * 7 % vocabulary
+
+
+def why_not_packed(
+    model: PreTrainedModel,
+    *,
+    varlen: bool = False,
+    device: torch.device | None = None,
+    inside: Inside | None = None,
+) -> str | None:
     """Why packing would change the model's results, found by trying; None if it does not.
 
     Layers that keep a state along the sequence (linear attention, SSM) carry it from one rollout
     into the next, and attention may ask for what `packed_attention` refuses. `varlen`: as
-    `packed_hidden`, whose kernel may also fail on this device.
+    `packed_hidden`, whose kernel may also fail on this device. `device` is where the model computes
+    (None: where its weights are), and `inside` runs a function of it where its weights are whole.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    device = device or model.device
+    inside = inside or (lambda function: function(model))
     # The kernel is for 16 bits: weights in float32 reach it under autocast only.
     cast = varlen and model.dtype is torch.float32
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=cast)
-    token_ids_T = torch.arange(TRIAL[-1].end, device=model.device) * 7 % vocabulary
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cast)
+    token_ids_T = trial_ids(model, device)
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), autocast:
-            separate_TH = separate_hidden(model, token_ids_T, TRIAL)
+            separate_TH = inside(lambda model: separate_hidden(model, token_ids_T, TRIAL))
             with packing(model):
-                packed_TH = packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
-                mixed = _mixes(model, token_ids_T, varlen=varlen)
+                packed_TH = inside(
+                    lambda model: packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
+                )
+                mixed = any(
+                    # One pass each: a backward pass ends what FSDP2 keeps gathered for it.
+                    inside(partial(_mixes, token_ids_T, varlen=varlen, after=after, other=other))
+                    for after, other in ((TRIAL[0].end, TRIAL[0]), (TRIAL[3].start, TRIAL[2]))
+                )
     except UnsupportedAttention as error:
         return str(error)
     except TypeError as error:
@@ -91,14 +116,17 @@ def why_not_packed(model: PreTrainedModel, *, varlen: bool = False) -> str | Non
         return f"the kernel for sequences of any length fails ({error})"
     finally:
         model.train(training)
-    exact = model.dtype in (torch.float32, torch.float64) and not cast
+    exact = packed_TH.dtype in (torch.float32, torch.float64) and not cast
     gap = _difference(packed_TH.float(), separate_TH.float(), 1e-4 if exact else 5e-2)
     return gap or ("packed, a rollout's hidden states depend on its neighbours" if mixed else None)
 
 
 @torch.enable_grad()
-def _mixes(model: PreTrainedModel, token_ids_T: Tensor, *, varlen: bool) -> bool:
-    """Whether one rollout of the trial has a gradient from another's tokens.
+def _mixes(
+    token_ids_T: Tensor, model: PreTrainedModel, *, varlen: bool, after: int, other: Segment
+) -> bool:
+    """Whether hidden states from position `after` on have a gradient from `other`, which is none of
+    their rollouts'.
 
     What a short convolution or a state carries over may be less than bfloat16 rounds, which
     `_difference` has to allow; a gradient is exactly zero or there is a way.
@@ -111,14 +139,10 @@ def _mixes(model: PreTrainedModel, token_ids_T: Tensor, *, varlen: bool) -> bool
         hidden_TH = packed_hidden(model, token_ids_T, TRIAL, varlen=varlen)
     finally:
         hook.remove()
-    alone, _, first, second = TRIAL
     weights_H = torch.linspace(-1, 1, hidden_TH.shape[1], device=hidden_TH.device)
-    for own_TH, other in ((hidden_TH[alone.end :], alone), (hidden_TH[second.start :], first)):
-        loss = (own_TH * weights_H).sum()
-        (slope,) = torch.autograd.grad(loss, embedded[0], retain_graph=True, allow_unused=True)
-        if slope is not None and slope[0, other.start : other.end].any():
-            return True
-    return False
+    loss = (hidden_TH[after:] * weights_H).sum()
+    (slope,) = torch.autograd.grad(loss, embedded[0], allow_unused=True)
+    return slope is not None and bool(slope[0, other.start : other.end].any())
 
 
 def _difference(packed_TH: Tensor, separate_TH: Tensor, allowed: float) -> str | None:

@@ -7,10 +7,11 @@ language-model head. Shapes: T all tokens of a microbatch, S sampled tokens, H h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,24 @@ from agenttrain.config.schema import SharePrefix
 from agenttrain.training.attention import packing
 from agenttrain.training.batch import Microbatch, Row, pack
 from agenttrain.training.head import LogitTransform, linear_logprobs
-from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
-from agenttrain.training.layout import one_after_the_other
+from agenttrain.training.hidden import (
+    TRIAL,
+    Inside,
+    packed_hidden,
+    separate_hidden,
+    trial_ids,
+    why_not_packed,
+)
+from agenttrain.training.kernels import Kernel, watching
+from agenttrain.training.layout import Segment, one_after_the_other
 from agenttrain.training.rotary import length_limits
 from agenttrain.training.sharding import settle
 from agenttrain.training.share import bundle_rows, least_prompt
 from agenttrain.training.varlen import has_kernel
+from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
+
+Value = TypeVar("Value")
 
 LOGIT_BYTES = 4
 """Of a logit in fp32, in which they are normalised."""
@@ -49,7 +61,17 @@ class Scorer(nn.Module):
     be packed runs one forward pass per rollout, and a warning says so. On a GPU whose kernel for
     sequences of any length gives the same as separate passes, attention is one call. The entropy
     carries a gradient only with `entropy_grad`.
+
+    How the model is computed is decided by trying, when the scorer is made; with `defer` by a call
+    of `decide`, once the model is where and how it will be trained.
     """
+
+    packed: bool
+    """Whether rollouts are computed in one forward pass."""
+    varlen: bool
+    """Whether by the kernel for sequences of any length, in the layers that it takes."""
+    kernels: Counter[Kernel]
+    """Attention calls of the trial, by what computed them."""
 
     def __init__(
         self,
@@ -59,30 +81,72 @@ class Scorer(nn.Module):
         logits_budget_mb: int,
         share_prefix: SharePrefix = SharePrefix.auto,
         entropy_grad: bool = False,
+        defer: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.transform = replace(logit_transform(model), temperature=temperature)
         self.logits_budget_mb = logits_budget_mb
         self.entropy_grad = entropy_grad
-        check_head(model)
-        self.varlen = has_kernel(model.device) and why_not_packed(model, varlen=True) is None
-        reason = None if self.varlen else why_not_packed(model)
+        self.lengths = length_limits(model)
+        self._share_prefix = share_prefix
+        if not defer:
+            self.decide(model.device)
+
+    def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
+        """Call a function of the model where its weights are whole: FSDP2 gathers them for this
+        method as for `forward`."""
+        return function(self.model)
+
+    def decide(
+        self,
+        device: torch.device,
+        world: World | None = None,
+        autocast: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Try how the model can be computed on `device`; all processes of `world` together, which
+        come to the same result. `autocast` is that of the training.
+
+        Raises UnsupportedModel.
+        """
+        world = world or World()
+        model, inside = self.model, self.inside
+        place: dict[str, Any] = {"device": device, "inside": inside}
+
+        def reason_against(*, varlen: bool) -> str | None:
+            own = why_not_packed(model, varlen=varlen, **place)
+            reasons = world.gather([own], "the trial of how rollouts are computed")
+            return next((reason for reason in reasons if reason is not None), None)
+
+        check_head(model, **place)
+        everywhere = all(world.gather([has_kernel(device)], "whether there is a kernel"))
+        self.varlen = everywhere and reason_against(varlen=True) is None
+        reason = None if self.varlen else reason_against(varlen=False)
         self.packed = reason is None
         if reason is not None:
-            self._say_separate(reason, share_prefix)
-        self.least_shared = _least_shared(model, share_prefix) if self.packed else None
-        self.lengths = length_limits(model)
+            self._say_separate(reason)
+        self.least_shared = _least_shared(model, self._share_prefix) if self.packed else None
+        ids_T = trial_ids(model, device)
+        with torch.no_grad(), self.ready(), autocast or nullcontext(), watching() as self.kernels:
+            inside(lambda _: self._hidden(ids_T, TRIAL))
+        # In float32 without autocast no layer is the kernel's.
+        self.varlen = self.varlen and Kernel.varlen in self.kernels
+        settle(self)
 
-    def _say_separate(self, reason: str, share_prefix: SharePrefix) -> None:
+    def decide_as(self, other: Scorer) -> None:
+        """Compute as another one does, of a model that is the same but for its weights."""
+        self.varlen, self.packed, self.kernels = other.varlen, other.packed, other.kernels
+        self.least_shared = other.least_shared
+
+    def _say_separate(self, reason: str) -> None:
         name = type(self.model).__name__
-        if share_prefix is SharePrefix.always:
+        if self._share_prefix is SharePrefix.always:
             raise UnsupportedModel(
                 f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
                 "training.share_prefix=auto."
             )
         warnings.warn(
-            f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
+            f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=4
         )
 
     def pack(
@@ -125,11 +189,7 @@ class Scorer(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability of every sampled token and entropy where it was sampled, [S] each."""
-        layout = microbatch.token_ids_T, microbatch.segments
-        if self.packed:
-            hidden_TH = packed_hidden(self.model, *layout, varlen=self.varlen)
-        else:
-            hidden_TH = separate_hidden(self.model, *layout)
+        hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
         return head_logprobs(
             hidden_TH[microbatch.targets_S],
             self.model.get_output_embeddings(),
@@ -138,6 +198,11 @@ class Scorer(nn.Module):
             logits_budget_mb=self.logits_budget_mb,
             entropy_grad=self.entropy_grad,
         )
+
+    def _hidden(self, token_ids_T: Tensor, segments: Sequence[Segment]) -> Tensor:
+        if self.packed:
+            return packed_hidden(self.model, token_ids_T, segments, varlen=self.varlen)
+        return separate_hidden(self.model, token_ids_T, segments)
 
 
 def _least_shared(model: PreTrainedModel, share_prefix: SharePrefix) -> int | None:
@@ -246,16 +311,22 @@ def _number(config: Any, name: str) -> float:
     return 1.0 if value is None else float(value)
 
 
-def check_head(model: PreTrainedModel) -> None:
+def check_head(
+    model: PreTrainedModel, *, device: torch.device | None = None, inside: Inside | None = None
+) -> None:
     """Raise UnsupportedModel if the model does more to its logits than we know of.
 
-    It would be lost here, silently.
+    It would be lost here, silently. `device` and `inside` as of `why_not_packed`.
     """
-    token_ids_T = torch.arange(4, device=model.device)
-    with torch.no_grad():
+    token_ids_T = torch.arange(4, device=device or model.device)
+
+    def both(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
         logits_TV = model(input_ids=token_ids_T[None], use_cache=False).logits[0]
         hidden_TH = separate_hidden(model, token_ids_T, one_after_the_other([4]))
-        known_TV = logit_transform(model)(model.get_output_embeddings()(hidden_TH))
+        return logits_TV, logit_transform(model)(model.get_output_embeddings()(hidden_TH))
+
+    with torch.no_grad():
+        logits_TV, known_TV = both(model) if inside is None else inside(both)
     gap = (logits_TV - known_TV).abs().max().item()
     if not gap <= 1e-2 * logits_TV.abs().max().item():
         raise UnsupportedModel(

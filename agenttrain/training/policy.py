@@ -19,18 +19,28 @@ from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import policy_loss
 from agenttrain.algorithms.metrics import mean_parts, metric_names
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, mismatch
-from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages, nothing
 from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
+from agenttrain.training.heap import return_free_memory
+from agenttrain.training.kernels import check_kernels, named
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
 from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
-from agenttrain.training.scoring import flat, needs_own, probe, score, with_own, with_reference
+from agenttrain.training.scoring import (
+    flat,
+    keep_scores,
+    needs_own,
+    probe,
+    score,
+    with_own,
+    with_reference,
+)
 from agenttrain.training.sharded_state import spread
 from agenttrain.training.sharding import Sharding, refresh, whole, whole_copy
 from agenttrain.training.update import Part, Plan, loss_inputs, plan
@@ -76,6 +86,8 @@ class Policy:
         device = self.accelerator.device
         # Layers that are sharded go to the device one by one.
         self.model = model if sharding else model.to(device)
+        # Files may reach one process minutes after another: the collectives that follow would end.
+        self.world.exchange((), "the model in every process", patient=True)
         share_weights(self.model, self.world)
         self.sampler = whole_copy(self.model, device) if sharding and sampled else self.model
         self.step = 0
@@ -92,18 +104,50 @@ class Policy:
             logits_budget_mb=training.logits_budget_mb,
             entropy_grad=algorithm.has_bonus,
             share_prefix=training.share_prefix,
+            defer=True,
         )
         if training.gradient_checkpointing:
             checkpoint_layers(self.model)
         self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
+        self._decide(max(training.token_budget, max_completion_tokens))
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
 
+    def _decide(self, tokens: int) -> None:
+        """Find out how rollouts of up to `tokens` tokens are computed, where the weights now are.
+
+        Raises SlowAttention and UnsupportedModel.
+        """
+        device = self.accelerator.device
+        self._scorer.decide(device, self.world, self.accelerator.autocast())
+        if self._reference is not None:
+            self._reference.decide_as(self._scorer)
+        check_kernels(self._scorer.kernels, device, tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def kernel(self) -> str:
+        """What computes attention: ``varlen``, or several, ``efficient,flash``."""
+        return named(self._scorer.kernels)
+
+    def kernel_metrics(self) -> dict[str, float]:
+        """The share of attention calls that each kernel computes: ``training/kernel/flash``: 1."""
+        calls = self._scorer.kernels
+        return {f"training/kernel/{name}": n / calls.total() for name, n in sorted(calls.items())}
+
     def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
+
+        Rollouts that the trainer scores get its `trainer_logprobs` and `entropies` too, which it
+        computes anyway: of rollouts without a gradient it needs none.
 
         Groups come in the order of their tasks; their rollouts are taken in the order of `sample`.
         In a world of several processes each gives the groups of all, those of others empty: which
@@ -132,6 +176,7 @@ class Policy:
         self.step += 1
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
+        return_free_memory()
         return {**self._nothing(), **averages.means(self.accelerator), "lr": lr}
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
@@ -179,15 +224,19 @@ class Policy:
             self._reference.load_state_dict(state["reference"])
 
     def _penalties(self, groups: list[list[Row]], averages: Averages) -> dict[str, float]:
-        """KL over the sampled tokens of each rollout, where it is a part of the reward."""
+        """KL over the sampled tokens of each rollout, where it is a part of the reward.
+
+        Between the reference and the probabilities that `algorithm.behaviour` names.
+        """
         penalties: dict[str, float] = {}
         if not self._algorithm.kl_in_reward:
             return penalties
         # A process without rollouts has the name too: averages are over all processes.
         averages.add("kl", torch.zeros(2, device=self.accelerator.device))
         for row in flat(groups):
-            assert row.ref_logprobs_S is not None
-            own_S = row.behaviour_S if row.old_logprobs_S is None else row.old_logprobs_S
+            recomputed = self._algorithm.behaviour is Behaviour.recomputed
+            own_S = row.old_logprobs_S if recomputed else row.behaviour_S
+            assert own_S is not None and row.ref_logprobs_S is not None
             kl_S = kl_estimate(own_S, row.ref_logprobs_S, self._algorithm.kl)
             penalties[row.rollout.rollout_id] = kl_S.sum().item()
             averages.add("kl", mean_parts(kl_S).to(self.accelerator.device))
@@ -199,9 +248,12 @@ class Policy:
         # Every process takes part in every update, those without a group in it too.
         parts = split(groups, self._algorithm.minibatches)
         with self._scorer.ready():
-            for _ in range(self._algorithm.num_epochs):
+            for epoch in range(self._algorithm.num_epochs):
                 for part in parts:
                     done = self._update_once(flat(part), averages)
+                    if epoch == 0 and not needs_own(self._algorithm):
+                        for one in done:
+                            keep_scores(one.microbatch.rows, one.trainer_S, one.entropy_S)
                     if done and not measured:
                         measured = True
                         self._compare(done, averages)
@@ -263,6 +315,7 @@ class Policy:
             loss=loss.detach(),
             microbatch=microbatch,
             trainer_S=logprobs_S.detach(),
+            entropy_S=entropy_S,
             entropy=(entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S).sum(),
         )
 

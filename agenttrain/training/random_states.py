@@ -20,18 +20,30 @@ def random_states() -> dict[str, Any]:
         "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda_device": torch.cuda.current_device() if torch.cuda.is_available() else None,
     }
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Draw on from where `random_states` was called."""
+    """Draw on from where `random_states` was called.
+
+    On a machine with other GPUs: the state of the one that this process computed on goes to the one
+    that it computes on now, those of others as far as there are some.
+    """
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    saved = states["cuda"]
+    count = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
+    if count:
+        own = torch.cuda.current_device()
+        # A checkpoint of before `cuda_device` was kept: as far as can be known the same one.
+        before = states.get("cuda_device", own if own < len(saved) else 0)
+        for device in range(min(len(saved), count)):
+            torch.cuda.set_rng_state(saved[device], device)
+        torch.cuda.set_rng_state(saved[before], own)
 
 
 def seed_random(seed: int) -> None:

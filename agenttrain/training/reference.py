@@ -33,6 +33,9 @@ class Reference(Protocol):
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the sampled tokens, [S] each."""
 
+    def decide_as(self, scorer: Scorer) -> None:
+        """Compute as the policy's scorer does, which has decided."""
+
     def follow(self, policy: torch.nn.Module, step: int) -> None:
         """`step` steps are done, and `policy` is what they made."""
 
@@ -60,6 +63,9 @@ class _Fixed:
 class AdaptersOff(_Fixed, BaseScorer):
     """The policy without its adapters."""
 
+    def decide_as(self, scorer: Scorer) -> None:
+        """It is that scorer."""
+
 
 class FrozenCopy(_Fixed):
     """The policy as it was when the run began."""
@@ -70,6 +76,10 @@ class FrozenCopy(_Fixed):
             self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
         else:
             shard(self._scorer, accelerator, sharding)
+
+    def decide_as(self, scorer: Scorer) -> None:
+        """Compute as the policy's scorer does, which has decided."""
+        self._scorer.decide_as(scorer)
 
     def ready(self) -> AbstractContextManager[None]:
         """Within, it may be called."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,9 +68,19 @@ def with_own(groups: Groups, scorer: Any, pack: Callable[..., list[Microbatch]])
 
     def scored(row: Row) -> Row:
         logprobs_S, entropy_S = found[row.rollout.rollout_id]
+        keep_scores([row], logprobs_S, entropy_S)
         return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
 
     return [[scored(row) for row in group] for group in groups]
+
+
+def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
+    """Give the rollouts of `rows`, which stand one after the other, what the trainer computed."""
+    lengths = [row.sampled_length for row in rows]
+    pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
+    for row, own_S, entropies in zip(rows, *pieces, strict=True):
+        row.rollout.trainer_logprobs = array("f", own_S.numpy())
+        row.rollout.entropies = array("f", entropies.numpy())
 
 
 def needs_own(config: AlgorithmConfig) -> bool:

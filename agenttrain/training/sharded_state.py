@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from agenttrain.training.checkpoint_files import only_tensors
 from agenttrain.training.sharding import Parted, spread_like, whole
 
 WHOLE = "policy.pt"
@@ -39,10 +40,16 @@ def read_state(folder: Path) -> Any:
     """The state of a policy, however many processes wrote it; tensors are on the CPU, and Parted
     where several processes wrote them."""
     if (folder / WHOLE).exists():
-        return torch.load(folder / WHOLE, weights_only=True)
+        return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))
     paths = [folder / PART.format(rank) for rank in range(count)]
-    return _joined([torch.load(path, weights_only=True, mmap=True) for path in paths])
+    return _joined([read_tensors(path, mmap=True) for path in paths])
+
+
+def read_tensors(path: Path, *, mmap: bool = False) -> Any:
+    """Read tensors and plain values that `torch.save` wrote; raises NotRead for anything else."""
+    with only_tensors(path):
+        return torch.load(path, weights_only=True, mmap=mmap)
 
 
 def _parted(state: Any) -> Any:

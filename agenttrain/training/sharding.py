@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -37,25 +38,40 @@ class Sharding:
     cpu_offload: bool = False
     """Weights, gradients and optimizer stay in the host's memory; a layer visits the GPU."""
 
-    def apply(self, scorer: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+    def apply(
+        self,
+        scorer: nn.Module,
+        model: PreTrainedModel,
+        device: torch.device,
+        gathered_dtype: torch.dtype | None = None,
+    ) -> None:
         """Shard the weights of `scorer`, a module around `model`, in place.
 
-        Gradients are summed in float32 whatever the weights are. Weights are gathered as they are:
-        mixed precision casts them where they are used, as it does in one process.
+        Gradients are summed in float32 whatever the weights are. Weights are gathered in
+        `gathered_dtype` (None: as they are), in which the layers then compute. `scorer.inside` may
+        be called as `scorer.forward` may.
         """
         if not dist.is_initialized():  # one process, which may still want to offload
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        precision = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
         for layer in layers(model):
-            self._shard(layer, mesh, device)
-        self._shard(scorer, mesh, device)
+            self._shard(layer, mesh, device, precision)
+        self._shard(scorer, mesh, device, precision)
+        register_fsdp_forward_method(scorer, "inside")
 
-    def _shard(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    def _shard(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        precision: MixedPrecisionPolicy,
+    ) -> None:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            mp_policy=precision,
             offload_policy=offload if self.cpu_offload else OffloadPolicy(),
         )
 

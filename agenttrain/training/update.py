@@ -5,28 +5,26 @@ Shapes: S sampled tokens of a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
-from agenttrain.algorithms.entropy import EntropyBonus, top_entropy_threshold
+from agenttrain.algorithms.entropy import EntropyBonus, top_entropy_mask
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
 from agenttrain.training.batch import Microbatch, Row
-
-NO_ENTROPY = -1.0
-"""Pads entropies, which are never negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What all microbatches of an update share."""
 
-    threshold: float | None
-    """Tokens below this entropy are masked; None: none are."""
+    kept: Mapping[str, Tensor] | None
+    """rollout_id -> whether each of its sampled tokens is one of top entropy; None: all are."""
     bonus_tokens: int
     """Tokens that the entropy bonus acts on, over all processes."""
     bonus: float
@@ -41,6 +39,8 @@ class Part:
     microbatch: Microbatch
     trainer_S: Tensor
     """The logprobs before the update."""
+    entropy_S: Tensor
+    """The entropies before it."""
     entropy: Tensor
     """Sum over the tokens that the bonus acts on."""
 
@@ -50,34 +50,40 @@ def plan(
 ) -> Plan:
     """The plan of an update over the weighed `rows` and those of the other processes."""
     acting = [row for row in rows if row.weight > 0]
-    threshold = None
+    kept = None
+    count = sum(row.sampled_length for row in acting)
     if config.top_entropy < 1:
-        entropy_N = _gather([row.old_entropy_S for row in acting], accelerator)
-        threshold = top_entropy_threshold(entropy_N, config.top_entropy)
-    tokens = torch.tensor(
-        [float(_kept(row, threshold).sum()) for row in acting] or [0.0],
-        device=accelerator.device,
-    )
-    total = int(accelerator.reduce(tokens.sum(), "sum"))
+        kept = _top_entropy(acting, config.top_entropy, accelerator)
+        count = sum(int(kept_S.sum()) for kept_S in kept.values())
+    total = int(accelerator.reduce(torch.tensor(count, device=accelerator.device), "sum"))
     weight = bonus.weight(config) / max(total, 1)
-    return Plan(threshold=threshold, bonus_tokens=total, bonus=weight)
+    return Plan(kept=kept, bonus_tokens=total, bonus=weight)
 
 
-def _gather(pieces: Sequence[Tensor | None], accelerator: Any) -> Tensor:
-    known = [piece for piece in pieces if piece is not None]
-    mine = torch.cat(known) if known else torch.zeros(0)
-    padded = accelerator.pad_across_processes(
-        mine.to(accelerator.device), dim=0, pad_index=NO_ENTROPY
-    )
-    gathered: Tensor = accelerator.gather(padded)
-    return gathered[gathered > NO_ENTROPY / 2]
+def _top_entropy(rows: Sequence[Row], share: float, accelerator: Any) -> dict[str, Tensor]:
+    """`Plan.kept` of the rows, which compete with those of the other processes.
 
-
-def _kept(row: Row, threshold: float | None) -> Tensor:
-    """Whether each sampled token is one of top entropy, [S]."""
-    if threshold is None or row.old_entropy_S is None:
-        return torch.ones(row.sampled_length, dtype=torch.bool)
-    return row.old_entropy_S >= threshold
+    Where entropies are equal the earlier positions come first, and at one position the rollouts in
+    the order of their ids: neither says who holds a rollout or what is packed with it.
+    """
+    pieces = [row.old_entropy_S for row in rows if row.old_entropy_S is not None]
+    mine = torch.cat(pieces) if pieces else torch.zeros(0)
+    lengths = [piece.numel() for piece in pieces]
+    names = [(row.rollout.group_id, row.rollout.sample, row.rollout.rollout_id) for row in rows]
+    shares: list[tuple[list[Any], list[int]]] = gather_object([(names, lengths)])
+    padded = accelerator.pad_across_processes(mine.to(accelerator.device), dim=0)
+    by_process = accelerator.gather(padded).cpu().view(len(shares), -1)
+    entropies = [one[: sum(x)] for one, (_, x) in zip(by_process, shares, strict=True)]
+    rank_of = {name: rank for rank, name in enumerate(sorted(n for x, _ in shares for n in x))}
+    places = [
+        torch.arange(length) * len(rank_of) + rank_of[name]
+        for names_, lengths_ in shares
+        for name, length in zip(names_, lengths_, strict=True)
+    ]
+    empty = torch.zeros(0, dtype=torch.long)
+    kept_N = top_entropy_mask(torch.cat(entropies), torch.cat([empty, *places]), share)
+    of_process = kept_N.split([one.numel() for one in entropies])[accelerator.process_index]
+    return {name[-1]: kept for name, kept in zip(names, of_process.split(lengths), strict=True)}
 
 
 def loss_inputs(
@@ -89,9 +95,10 @@ def loss_inputs(
 ) -> LossInputs:
     """The inputs of a microbatch's loss."""
     kept_S = None
-    if plan.threshold is not None:
-        kept = [_kept(row, plan.threshold) for row in microbatch.rows]
-        kept_S = torch.cat(kept).to(logprobs_S.device)
+    if plan.kept is not None:
+        # The row that stands in for a process without rows has no token and is not in the plan.
+        kept = [plan.kept[row.rollout.rollout_id] for row in microbatch.rows if row.sampled_length]
+        kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=_behaviour(microbatch, logprobs_S, config),

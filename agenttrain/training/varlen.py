@@ -105,15 +105,6 @@ def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     )
 
 
-def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """States in autocast's format, where it is on: the kernel is not on autocast's list."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, varlen: Varlen, scale: float | None, kernel: Kernel
 ) -> Tensor:

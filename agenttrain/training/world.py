@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,8 +27,17 @@ from agenttrain.types import AgenttrainError
 Value = TypeVar("Value")
 WAKE = timedelta(seconds=0.5)
 """How long a wait keeps the interpreter from its signals."""
-LATE = "Timed out waiting"
-"""What gloo says of another process that does not come."""
+LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
+"""What gloo and NCCL say of another process that does not come."""
+NCCL = {
+    # The process ends when a collective times out: computing on would be with wrong numbers.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    # Which collectives each rank came to: /tmp/nccl_trace_rank_<rank>, read by torchfrtrace.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Environment for NCCL, where it does not say otherwise."""
+WARNINGS = 4
+"""How often, within the timeout of a collective, ranks that stand still are looked for."""
 TIMEOUT_S = 600.0
 """As long as torch's own collectives wait."""
 
@@ -73,10 +84,17 @@ class World:
     def start(cls, *, timeout_s: float = TIMEOUT_S) -> World:
         """Meet the processes that a launcher's environment (WORLD_SIZE, RANK, …) speaks of."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            timeout, rank = timedelta(seconds=timeout_s), int(os.environ.get("LOCAL_RANK", "0"))
             if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+                for name, value in NCCL.items():
+                    os.environ.setdefault(name, value)
+                # A scheduler may show each process its own GPU alone, which then is number 0.
+                device = torch.device("cuda", rank % torch.cuda.device_count())
+                torch.cuda.set_device(device)
+                backend = "cpu:gloo,cuda:nccl"
+                dist.init_process_group(backend, timeout=timeout, device_id=device)
+            else:
+                dist.init_process_group("gloo", timeout=timeout)
         world = cls(timeout_s=timeout_s)
         if world.size > 1:
             world._pulse.start()
@@ -139,12 +157,24 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Within, processes meet in torch's own collectives, whose timeout names nobody: raises
-        WorldTimeout in its place."""
+        """Within, processes meet in torch's own collectives, whose timeout names nobody.
+
+        They begin together: who does not come is named by WorldTimeout. So is who stands still
+        within, where gloo raises; NCCL ends the process instead, so that a line on stderr names
+        them before.
+        """
+        if self.size == 1:
+            yield
+            return
+        self.barrier(what)
+        over = threading.Event()
+        if dist.get_backend() != "gloo":
+            arguments = (what, over)
+            threading.Thread(target=self._watch_collective, args=arguments, daemon=True).start()
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or LATE not in str(error):
+            if not any(late in str(error) for late in LATE):
                 raise
             still = self._pulse.still(rank for rank in range(self.size) if rank != self.rank)
             who = f"{_ranks(still)} stood still" if still else "no rank stands still now"
@@ -153,6 +183,20 @@ class World:
                 "(distributed.timeout_s)",
                 missing=still,
             ) from error
+        finally:
+            over.set()
+
+    def _watch_collective(self, what: str, over: threading.Event) -> None:
+        """Name ranks that stand still, several times within the timeout of a collective."""
+        while not over.wait(self.timeout_s / WARNINGS):
+            with suppress(dist.DistError):
+                still = self._pulse.still(rank for rank in range(self.size) if rank != self.rank)
+                if still and not over.is_set():
+                    print(
+                        f"rank {self.rank} waits in {what}: {_ranks(still)} stood still",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
         """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""

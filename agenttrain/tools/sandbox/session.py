@@ -27,6 +27,25 @@ PAUSE_S = 0.01
 MAX_CODE = 50_000
 """Characters of a call."""
 
+BASH_CALL = (
+    r"\builtin eval {code} </dev/null 9>&-; "
+    r"{{ __agenttrain_status=$? __agenttrain_options=$BASHOPTS POSIXLY_CORRECT=y; "
+    r"\set +euvx; \unset -f builtin; \unset POSIXLY_CORRECT; "
+    r"\builtin eval 'if [[ $__agenttrain_options == *expand_aliases* ]]; "
+    r"then \builtin shopt -s expand_aliases; fi'; "
+    r"""\builtin printf '\n%s %s\n' {nonce} "$__agenttrain_status" >&9; """
+    r"\unset __agenttrain_status __agenttrain_options; }} >/dev/null 2>&1"
+    "\n"
+)
+"""A call of bash: the code, which sees neither the commands that follow nor the channel, and the
+answer, whatever functions, aliases and options the code leaves behind.
+
+A quoted word is no alias, and `builtin` finds no function. A function of that name is removed after
+every call, by an `unset` that is the shell's own: in POSIX mode, which an assignment switches on,
+functions do not hide special builtins. The options of `set` that would end the shell in a later
+call (-e, -u) or show these commands (-v, -x) are off after a call. In one line: bash has read it
+all before the code runs."""
+
 
 class End(StrEnum):
     """How a call ended."""
@@ -241,8 +260,7 @@ class _Call:
 def _request(kind: str, nonce: str, code: str) -> str:
     if kind == "python":
         return json.dumps({"nonce": nonce, "code": code}) + "\n"
-    # The code sees neither the commands that follow nor the channel.
-    return f"eval {shlex.quote(code)} </dev/null 9>&-; printf '\\n%s %s\\n' {nonce} \"$?\" >&9\n"
+    return BASH_CALL.format(code=shlex.quote(code), nonce=nonce)
 
 
 def signal_name(status: int) -> str:

@@ -1,0 +1,87 @@
+"""Standard output and error that cannot fail: what a run prints never changes how it ends.
+
+Python's own streams raise: UnicodeEncodeError where the locale's encoding lacks a character (an
+arrow of a table under ``LANG=C``), BrokenPipeError where the reader has gone (``… | head``), and
+OSError where a terminal was closed or a disk is full. `protect` replaces both by streams that
+escape what the encoding lacks, go on silently without a reader, and keep the first other error for
+the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+NO_READER = (errno.EPIPE, errno.EIO, errno.ENXIO)
+"""Errors of a pipe without a reader and of a terminal that was closed."""
+
+
+class _Descriptor(io.RawIOBase):
+    """A file descriptor whose writes always succeed; `error` is the first that was lost."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._number, data)
+        except BlockingIOError:  # another process made the pipe non-blocking, and it is full
+            select.select([], [self._number], [])
+            return 0
+        except OSError as error:
+            if error.errno not in NO_READER:
+                self.error = self.error or error
+            return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+
+def protect() -> None:
+    """Replace `sys.stdout` and `sys.stderr`, unless somebody else has done so (a test, a notebook).
+
+    A descriptor that is closed (``>&-``) is opened on the null device first: otherwise the next
+    file that the process opens would get its number, and everything that is printed.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is getattr(sys, f"__{name}__"):
+            setattr(sys, name, unfailing(number, like=getattr(sys, name)))
+
+
+def unfailing(number: int, *, like: TextIO | None = None) -> TextIO:
+    """A stream on descriptor `number` that never raises, with the encoding and buffering of `like`
+    (default: the locale's encoding, and blocks)."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Descriptor(number)),
+        encoding=getattr(like, "encoding", None),
+        errors="backslashreplace",
+        line_buffering=getattr(like, "line_buffering", False),
+        write_through=getattr(like, "write_through", False),
+    )
+
+
+def lost_output() -> str | None:
+    """Flush standard output; say why some of it was lost, if not for want of a reader."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, _Descriptor):
+        return None
+    sys.stdout.flush()
+    if raw.error is None:
+        return None
+    return f"standard output: {raw.error.strerror or raw.error}; some of it was not written"

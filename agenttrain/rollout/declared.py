@@ -1,0 +1,110 @@
+"""What a run's tools and environments declare, kept with the run as tools.json.
+
+A replay of recorded replies needs schemas and limits and calls nothing, so that the code behind the
+tools need not be imported, nor an MCP server started.
+
+    {"run": {"tools": [{"schema": {…}, "limits": {…}}], "stop_tools": ["final_answer"]},
+     "environments": {"maze": {"tools": […], "stop_tools": [], "hooks": ["reset", "reward"]}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from agenttrain.config.schema import Isolation, ToolLimits
+from agenttrain.environments.kind import EnvironmentKind
+from agenttrain.rollout.environments import Environments
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.types import ToolContext, ToolUnavailable
+
+FILE = "tools.json"
+HOOKS = ("reset", "user", "reward")
+"""Of an environment's class; the loop asks which of them there are."""
+LIMITS = tuple(field.name for field in fields(ToolLimits))
+
+
+class DeclaredTool:
+    """A tool of which only the schema is known."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.name, self.schema = str(schema["function"]["name"]), schema
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Raise ToolUnavailable: there is nothing to call."""
+        raise ToolUnavailable(f"tool {self.name}: only its schema was recorded")
+
+
+class DeclaredEnvironments(Environments):
+    """Environments of which only the hooks and the methods' schemas are known."""
+
+    def __init__(
+        self, kinds: Mapping[str, EnvironmentKind], toolboxes: Mapping[str, Toolbox]
+    ) -> None:
+        super().__init__()
+        self.kinds, self.toolboxes = dict(kinds), dict(toolboxes)
+
+
+def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -> None:
+    """Write tools.json into a run's folder."""
+    found = {
+        "run": _declared(toolbox),
+        "environments": {
+            name: {
+                **_declared(environments.toolbox_of(kind)),
+                "hooks": [hook for hook in HOOKS if callable(getattr(kind.cls, hook, None))],
+            }
+            for name, kind in environments.kinds.items()
+        },
+    }
+    write_atomically(folder / FILE, json.dumps(found, indent=1) + "\n")
+
+
+def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
+    """Read what `write_declared` wrote, as tools that cannot be called; None: there is no file.
+
+    Raises ValueError that names a file that is not what was written.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kinds, toolboxes = {}, {}
+        for name, declared in found["environments"].items():
+            hooks = {hook: lambda self: None for hook in HOOKS if hook in declared["hooks"]}
+            kinds[name] = EnvironmentKind(name, type(name, (), hooks))
+            toolboxes[name] = _toolbox(declared)
+        return _toolbox(found["run"]), DeclaredEnvironments(kinds, toolboxes)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: is not what the run wrote: {error}") from error
+
+
+def _declared(toolbox: Toolbox) -> dict[str, Any]:
+    tools = [
+        {"schema": toolbox.tool(name).schema, "limits": asdict(toolbox.limits(name))}
+        for name in toolbox.names
+    ]
+    return {"tools": tools, "stop_tools": sorted(toolbox.stop_tools)}
+
+
+def _toolbox(declared: Mapping[str, Any]) -> Toolbox:
+    tools = [DeclaredTool(tool["schema"]) for tool in declared["tools"]]
+    limits = [
+        {name: tool["limits"][name] for name in LIMITS if name in tool["limits"]}
+        for tool in declared["tools"]
+    ]
+    # Nothing is called: no errors of other people's are imported, and no workers are started.
+    unused = {"retry_on": [], "isolation": Isolation.thread}
+    return Toolbox(
+        {tool.name: tool for tool in tools},
+        limits={
+            tool.name: ToolLimits(**{**limit, **unused})
+            for tool, limit in zip(tools, limits, strict=True)
+        },
+        stop_tools=declared["stop_tools"],
+    )

@@ -1,0 +1,313 @@
+"""Arguments that are more than plain JSON: their schema, and the instance that a function gets.
+
+Dataclasses, pydantic models, TypedDicts, named tuples and enums, in lists, mappings and unions::
+
+    @dataclass
+    class Line:
+        sku: str
+        count: int = 1
+
+    def order(lines: list[Line]) -> str: ...
+
+    the model sees   {"type": "array", "items": {"type": "object", "properties": {"sku": {"type":
+                     "string"}, "count": {"type": "integer", "default": 1}}, "required": ["sku"],
+                     "additionalProperties": false}}
+    it sends         [{"sku": "a7"}]
+    the tool gets    [Line(sku="a7", count=1)]
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from agenttrain.tools.arguments import InvalidArguments
+from agenttrain.tools.coerce import plain_schema, validator_of
+from agenttrain.types import AgenttrainError
+
+Build = Callable[[Any, str], Any]
+"""A JSON value that fits the schema, and its place (`lines[0].count`) -> what the function gets.
+Raises InvalidArguments."""
+TYPES: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    dict: {"type": "object"},
+    list: {"type": "array"},
+    tuple: {"type": "array"},
+    Any: {},
+    object: {},
+}
+SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
+    **{list: list, collections.abc.Sequence: list, collections.abc.Iterable: list},
+    **{tuple: tuple, set: set, frozenset: frozenset},
+}
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+DESCRIBED = re.compile(r"^ +(\w+) *(?:\([^)]*\))?: *(\S.*)$", re.MULTILINE)
+"""A line ``    name (type): What it means.`` of a docstring's Attributes or Args."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """A type as the model sees it, and how a value of it is made."""
+
+    schema: dict[str, Any]
+    build: Build
+
+
+def structured(hint: Any) -> bool:
+    """Whether a value of this annotation is made by `structure_of`, and is not plain JSON."""
+    return _is_class(hint) or any(structured(part) for part in get_args(hint))
+
+
+def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
+    """The schema of an annotation, and what makes its instances; ValueError for what has none."""
+    if hint in within:
+        raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Annotated, typing.Required, typing.NotRequired):
+        inner = structure_of(parts[0], within=within)
+        words = [part for part in parts[1:] if isinstance(part, str)]
+        return dataclasses.replace(inner, schema={**inner.schema, **_described(words)})
+    if hasattr(hint, "__pydantic_validator__"):
+        return _pydantic(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        values = [member.value for member in hint]
+        return Structure(schema=_enum(values, hint.__name__), build=_caller(hint))
+    if _is_class(hint):
+        return _object(hint, (*within, hint))
+    if origin is Literal:
+        return Structure(schema=_enum(list(parts), str(hint)), build=_as_it_is)
+    if origin in (Union, types.UnionType):
+        return _union(parts, within)
+    if (kind := origin or hint) in SEQUENCES and parts:
+        return _sequence(kind, parts, within)
+    if kind in MAPPINGS and parts:
+        return _mapping(parts, within)
+    if hint not in TYPES:
+        raise ValueError(f"{hint!r} has no JSON; use one of str, int, float, bool, list, dict")
+    return Structure(schema=dict(TYPES[hint]), build=_as_it_is)
+
+
+def built(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with their instances; raises InvalidArguments with what their classes say."""
+    return {
+        name: builders[name](value, name) if name in builders else value
+        for name, value in arguments.items()
+    }
+
+
+def _is_class(hint: Any) -> bool:
+    if not isinstance(hint, type) or get_origin(hint) is not None:
+        return typing.is_typeddict(hint)
+    return (
+        dataclasses.is_dataclass(hint)
+        or typing.is_typeddict(hint)
+        or hasattr(hint, "__pydantic_validator__")
+        or issubclass(hint, enum.Enum)
+        or (issubclass(hint, tuple) and hasattr(hint, "_fields"))
+    )
+
+
+def _as_it_is(value: Any, where: str) -> Any:
+    return value
+
+
+def _caller(make: Callable[..., Any]) -> Build:
+    """Call what may refuse: its reason is for the model."""
+
+    def build(value: Any, where: str) -> Any:
+        try:
+            return make(value)
+        except AgenttrainError:  # ToolUnavailable and the like mean what they say
+            raise
+        except Exception as error:
+            raise InvalidArguments(_reason(error, where)) from error
+
+    return build
+
+
+def _reason(error: BaseException, where: str) -> str:
+    if type(error).__module__.partition(".")[0] != "pydantic_core":
+        return f"{where}: {str(error) or type(error).__name__}"
+    lines = [(_place(where, one["loc"]), one["msg"]) for one in error.errors()]  # type: ignore
+    return "; ".join(f"{place}: {words}" for place, words in lines[:3])
+
+
+def _place(where: str, steps: tuple[str | int, ...]) -> str:
+    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+def _described(words: list[str]) -> dict[str, str]:
+    return {"description": words[0]} if words else {}
+
+
+def _enum(values: list[Any], name: str) -> dict[str, Any]:
+    if any(type(value) not in (str, int, float, bool, type(None)) for value in values):
+        raise ValueError(f"{name}: its values {values} are not all plain JSON")
+    kinds = list(dict.fromkeys(TYPES[type(value)]["type"] for value in values))
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+
+
+def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
+    """A dataclass, a named tuple or a TypedDict."""
+    hints = get_type_hints(cls, include_extras=True)
+    defaults: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    make: Callable[..., Any] = cls
+    if dataclasses.is_dataclass(cls):
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        names = list(fields)
+        optional = {n for n, f in fields.items() if not _required(f)}
+        defaults = {n: f.default for n, f in fields.items()}
+        words = {
+            n: f.metadata["description"] for n, f in fields.items() if "description" in f.metadata
+        }
+    elif typing.is_typeddict(cls):
+        names, make = list(hints), dict
+        # With postponed annotations __required_keys__ has not seen Required and NotRequired.
+        marks = {typing.Required: False, typing.NotRequired: True}
+        optional = {
+            n for n, h in hints.items() if marks.get(get_origin(h), n in cls.__optional_keys__)
+        }
+    else:
+        names, defaults = list(cls._fields), dict(cls._field_defaults)
+        optional = set(defaults)
+    words = {**dict(DESCRIBED.findall(inspect.getdoc(cls) or "")), **words}
+    inner: dict[str, Structure] = {}
+    for name in names:
+        try:
+            inner[name] = structure_of(hints[name], within=within)
+        except ValueError as error:
+            raise ValueError(f"{cls.__name__}.{name}: {error}") from error
+    properties = {
+        name: {
+            **structure.schema,
+            **_described([words[name]] if name in words else []),
+            **({"default": defaults[name]} if type(defaults.get(name)) in _SCALARS else {}),
+        }
+        for name, structure in inner.items()
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [name for name in names if name not in optional],
+        "additionalProperties": False,
+    }
+
+    def build(value: Any, where: str) -> Any:
+        parts = {name: inner[name].build(part, f"{where}.{name}") for name, part in value.items()}
+        return _caller(lambda found: make(**found))(parts, where)
+
+    return Structure(schema=schema, build=build)
+
+
+_SCALARS = (str, int, float, bool)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
+    found = [structure_of(option, within=within) for option in options if option is not type(None)]
+    schema: dict[str, Any] = {"anyOf": [one.schema for one in found]}
+    if len(found) == 1:
+        schema = dict(found[0].schema)
+    if type(None) in options:
+        schema["nullable"] = True  # as transformers has it
+    validators = [validator_of(plain_schema(one.schema)) for one in found]
+
+    def build(value: Any, where: str) -> Any:
+        if value is None and type(None) in options:
+            return None
+        fitting = [o for o, v in zip(found, validators, strict=True) if v.is_valid(value)]
+        problems = []
+        for option in fitting:
+            try:
+                return option.build(value, where)
+            except InvalidArguments as error:
+                problems.append(str(error))
+        raise InvalidArguments("; or ".join(problems) or f"{where}: fits no type of {options}")
+
+    return Structure(schema=schema, build=build)
+
+
+def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
+    make = SEQUENCES[kind]
+    if kind is tuple and (len(parts) != 2 or parts[1] is not Ellipsis):
+        items = [structure_of(part, within=within) for part in parts]
+        size = len(items)
+        prefix = [item.schema for item in items]
+        schema = {"type": "array", "prefixItems": prefix, "minItems": size, "maxItems": size}
+    else:
+        items = [structure_of(parts[0], within=within)]
+        schema = {"type": "array", "items": items[0].schema}
+        if make in (set, frozenset):
+            schema["uniqueItems"] = True
+
+    def build(value: Any, where: str) -> Any:
+        each = [
+            items[min(place, len(items) - 1)].build(part, f"{where}[{place}]")
+            for place, part in enumerate(value)
+        ]
+        return _caller(make)(each, where)
+
+    return Structure(schema=schema, build=build)
+
+
+def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
+    if parts[0] is not str:
+        raise ValueError(f"a mapping from {parts[0]!r}: the keys of JSON are strings; use str")
+    inner = structure_of(parts[1], within=within)
+
+    def build(value: Any, where: str) -> Any:
+        return {key: inner.build(part, f"{where}.{key}") for key, part in value.items()}
+
+    schema = {"type": "object", "additionalProperties": inner.schema}
+    return Structure(schema=schema, build=build)
+
+
+def _pydantic(cls: Any) -> Structure:
+    """A model or dataclass of pydantic, which validates by itself."""
+    from pydantic import TypeAdapter
+
+    adapter = TypeAdapter(cls)
+    schema = adapter.json_schema()
+    plain = _inlined(schema, schema.get("$defs", {}), ())
+    return Structure(schema=plain, build=_caller(adapter.validate_python))
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """The schema without references, and without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions, within) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    if name in within:
+        raise ValueError(f"{name} holds itself, and a model is shown the whole schema")
+    if name:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inlined(definitions[name], definitions, (*within, name)), **rest}
+    left_out = ("$defs", "title", "discriminator")
+    return {
+        key: {n: _inlined(s, definitions, within) for n, s in value.items()}
+        if key == "properties"
+        else value
+        if key in ("enum", "const", "default", "examples")
+        else _inlined(value, definitions, within)
+        for key, value in schema.items()
+        if key not in left_out
+    }

@@ -1,0 +1,168 @@
+"""Attention kernels: which one torch takes for which states, and which ones a run uses.
+
+torch's `scaled_dot_product_attention` picks a kernel by itself and says nothing when only `math` is
+left, which keeps every score of every head in memory. On a GPU that is so for keys and values of
+fewer heads than queries under a mask (FlashAttention takes no mask, the memory-efficient kernel no
+such heads), and for sizes of a head that are no multiple of 8.
+
+Shapes: B sequences, h heads (k of keys and values), m queries, n keys, d head size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from agenttrain.types import AgenttrainError
+
+MULTIPLE = 8
+"""Head sizes that the memory-efficient kernel takes in every format are multiples of this."""
+MOST_MATH_TOKENS = 8192
+"""Tokens up to which a run on a GPU may keep the scores of attention in memory."""
+
+
+class Kernel(StrEnum):
+    """What computes attention."""
+
+    varlen = "varlen"
+    """torch's `varlen_attn`, FlashAttention for sequences of any lengths: `varlen.py`."""
+    flash = "flash"
+    cudnn = "cudnn"
+    efficient = "efficient"
+    math = "math"
+    """Products of matrices, with all scores in memory."""
+
+
+BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: Kernel.flash,
+    SDPBackend.CUDNN_ATTENTION: Kernel.cudnn,
+    SDPBackend.EFFICIENT_ATTENTION: Kernel.efficient,
+}
+"""torch's names; whatever else it has stands as `math`."""
+
+
+class SlowAttention(AgenttrainError):
+    """On this GPU attention would keep all of its scores in memory."""
+
+
+def is_choosy(device: torch.device) -> bool:
+    """Whether its fused kernels refuse masks, sizes or formats; a CPU's one takes them all."""
+    return device.type != "cpu"
+
+
+def sdpa_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool
+) -> Kernel:
+    """The kernel that torch takes for queries [B, h, m, d] over keys [B, k, n, d]."""
+    if query.device.type not in ("cpu", "cuda"):  # torch does not say
+        return Kernel.math
+    choice: int = torch._fused_sdp_choice(
+        query, key, value, mask, 0.0, causal, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return BACKENDS.get(SDPBackend(choice), Kernel.math)
+
+
+def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States in autocast's format, where it is on: what chooses a kernel is not on its list."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def fit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """States and scale that give the same attention by a fused kernel, where torch would take none.
+
+    Keys and values are repeated for their queries' heads, and heads padded with zeros, which change
+    no score; the output is as wide as the padded values.
+    """
+    query, key, value = in_format(query, key, value)
+    if sdpa_kernel(query, key, value, mask, causal=mask is None) is not Kernel.math:
+        return query, key, value, scale
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (state.repeat_interleave(groups, dim=1) for state in (key, value))
+    if missing := -size % MULTIPLE:
+        query, key, value = (pad(state, (0, missing)) for state in (query, key, value))
+    return query, key, value, scale
+
+
+_used: Counter[Kernel] | None = None
+
+
+def note(kernel: Kernel) -> None:
+    """Count a call of a kernel that is not torch's `scaled_dot_product_attention`."""
+    if _used is not None:
+        _used[kernel] += 1
+
+
+class _Watch(TorchFunctionMode):
+    """Counts the kernels behind torch's attention, a model's own calls of it included."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = keywords or {}
+        if function is scaled_dot_product_attention:
+            note(_called(*arguments, **keywords))
+        return function(*arguments, **keywords)
+
+
+def _called(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Kernel:
+    return sdpa_kernel(*in_format(query, key, value), attn_mask, causal=is_causal)
+
+
+@contextmanager
+def watching() -> Iterator[Counter[Kernel]]:
+    """Within, attention calls are counted by kernel."""
+    global _used
+    before, _used = _used, Counter()
+    try:
+        with _Watch():
+            yield _used
+    finally:
+        _used = before
+
+
+def named(kernels: Collection[Kernel]) -> str:
+    """A run's kernels in one word: ``varlen``, ``efficient,flash``; ``none`` without attention."""
+    return ",".join(sorted(kernels)) or "none"
+
+
+def check_kernels(kernels: Collection[Kernel], device: torch.device, tokens: int) -> None:
+    """Raise SlowAttention where scores of long rollouts would stand in a GPU's memory."""
+    if device.type != "cuda" or Kernel.math not in kernels or tokens <= MOST_MATH_TOKENS:
+        return
+    raise SlowAttention(
+        f"training/kernel={named(kernels)}: on this GPU torch has no fused attention for what the "
+        f"model asks for (a soft cap of its scores, a format, or a size of its heads), and every "
+        f"score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
+        f"training.mixed_precision=bf16; or training.token_budget and "
+        f"rollout.max_completion_tokens to at most {MOST_MATH_TOKENS}; or choose another model."
+    )
