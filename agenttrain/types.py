@@ -92,6 +92,10 @@ class PromptTooLong(AgenttrainError):
     """A prompt leaves no room for one sampled token (counted as ``data/overlong``)."""
 
 
+class ToolFailure(AgenttrainError):
+    """Raise it in a tool: the model reads ``Error: <message>`` and the call counts as failed."""
+
+
 class ToolUnavailable(AgenttrainError):
     """What a tool needs is broken (its server, its sandbox), which is not the model's fault.
 

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from agenttrain.tools.base import FunctionTool, Tool, ToolFailure
-from agenttrain.types import Done, ToolContext, ToolUnavailable
+from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.types import Done, ToolContext, ToolFailure, ToolUnavailable
 
 
 def add(a: int, b: int) -> int:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from agenttrain.config.sandbox import BACKENDS, SandboxSettings
-from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
+from agenttrain.types import ToolFailure
 
 
 def usable(wanted: str) -> str:

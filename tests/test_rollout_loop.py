@@ -18,7 +18,6 @@ from agenttrain.rewards.exact_match import ExactMatch
 from agenttrain.rewards.json_schema import JsonSchema
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rewards.stop_tool_called import stop_tool_called
-from agenttrain.tools.base import ToolFailure
 from agenttrain.types import (
     Completion,
     Done,
@@ -29,6 +28,7 @@ from agenttrain.types import (
     StopReason,
     Task,
     ToolError,
+    ToolFailure,
     ToolUnavailable,
 )
 

@@ -19,19 +19,28 @@ import psutil
 import pytest
 from sandbox_kit import calls, each_backend, reply, usable
 
+import agenttrain
 from agenttrain.config.components import tool_problems
 from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.config.schema import RunConfig
 from agenttrain.data import code
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.tools.base import FunctionTool, ToolFailure
+from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.interpreter import interpreter
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 from agenttrain.tools.sandbox.seccomp import program
 from agenttrain.tools.sandbox.session import Output
-from agenttrain.types import Sampling, StopReason, Task, ToolCall, ToolContext, ToolUnavailable
+from agenttrain.types import (
+    Sampling,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolFailure,
+    ToolUnavailable,
+)
 
 
 def children() -> set[psutil.Process]:
@@ -531,3 +540,12 @@ def test_the_code_agent_runs_with_its_sandbox(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "mine/summary.json").read_text())["steps"] == 2
     lines = (tmp_path / "mine/rollouts/step-000002.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["task_id"].startswith("code/train/0/")
+
+
+def test_sandboxes_need_the_standard_library_alone() -> None:
+    # `-S` leaves site-packages out: what runs sandboxes as another user finds no packages there
+    code = "import agenttrain.tools.sandbox.pool"
+    root = str(Path(agenttrain.__file__).parents[1])
+    path = {"PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

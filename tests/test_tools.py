@@ -14,9 +14,9 @@ import pydantic
 import pytest
 
 from agenttrain.config.schema import ToolLimits
-from agenttrain.tools.base import FunctionTool, ToolFailure
+from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Done, Task, ToolCall, ToolContext, ToolError, ToolResult
+from agenttrain.types import Done, Task, ToolCall, ToolContext, ToolError, ToolFailure, ToolResult
 
 TASK = Task(task_id="t", messages=({"role": "user", "content": "?"},), columns={"city": "Oslo"})
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenttrain.config.schema import ToolLimits
-from agenttrain.tools.base import FunctionTool, Tool, ToolFailure
+from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.calculator import calculator
-from agenttrain.types import Task, ToolCall, ToolContext
+from agenttrain.types import Task, ToolCall, ToolContext, ToolFailure
 
 HERE = __name__
 CONTEXT = ToolContext(rollout_id="r", task=Task(task_id="t", messages=()), turn=0, call_id="c")

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenttrain.data.encyclopedia import ALL_PEOPLE, FAMILIES, articles, row
-from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.corpus import split
 from agenttrain.tools.search import Search, words
-from agenttrain.types import Task, ToolCall, ToolContext
+from agenttrain.types import Task, ToolCall, ToolContext, ToolFailure
 
 CONTEXT = ToolContext(rollout_id="r", task=Task(task_id="t", messages=()), turn=0, call_id="c")
 

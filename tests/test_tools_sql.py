@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from agenttrain.data import shop
-from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.sql import Sql
-from agenttrain.types import Task, ToolCall, ToolContext, ToolError
+from agenttrain.types import Task, ToolCall, ToolContext, ToolError, ToolFailure
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
 

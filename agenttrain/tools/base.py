@@ -10,11 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from agenttrain.threads import blocks
 from agenttrain.tools.schema import argument_builders, function_schema, takes_context
 from agenttrain.tools.structured import built
-from agenttrain.types import AgenttrainError, ToolContext
-
-
-class ToolFailure(AgenttrainError):
-    """Raise it in a tool: the model reads ``Error: <message>`` and the call counts as failed."""
+from agenttrain.types import ToolContext
 
 
 class Tool(Protocol):

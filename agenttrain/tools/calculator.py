@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from agenttrain.tools.base import ToolFailure
+from agenttrain.types import ToolFailure
 
 MAX_LENGTH = 200
 """Characters of an expression."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from agenttrain.config.mcp_server import check_mcp_server, expanded, without_password
 from agenttrain.config.suggest import did_you_mean
-from agenttrain.tools.base import Tool, ToolFailure
+from agenttrain.tools.base import Tool
 from agenttrain.tools.mcp_connection import CannotConnect, Connection
 from agenttrain.tools.mcp_transport import StderrTail, http_transport, process_transport
-from agenttrain.types import ToolContext
+from agenttrain.types import ToolContext, ToolFailure
 
 
 class McpServer:

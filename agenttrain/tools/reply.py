@@ -9,8 +9,7 @@ from typing import Any
 
 from agenttrain.threads import with_fixed_text
 from agenttrain.tools.arguments import InvalidArguments
-from agenttrain.tools.base import ToolFailure
-from agenttrain.types import Done, ToolError, ToolUnavailable
+from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable
 
 MAX_RESULT_CHARS = 2_000_000
 """Where a result is cut before anybody counts its tokens: far above any token limit."""

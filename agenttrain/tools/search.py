@@ -6,8 +6,8 @@ import re
 import unicodedata
 
 from agenttrain.config.corpus import check_corpus
-from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.corpus import Document, documents, passages
+from agenttrain.types import ToolFailure
 
 # Scripts that are written without blanks: each of their characters is a word.
 UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"

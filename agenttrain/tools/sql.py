@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.config.target import locate
-from agenttrain.tools.base import ToolFailure
-from agenttrain.types import Task, ToolContext
+from agenttrain.types import Task, ToolContext, ToolFailure
 
 Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
 

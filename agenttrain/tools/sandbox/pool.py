@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import cache
 
 from agenttrain.config.sandbox import SandboxSettings
-from agenttrain.tools.base import ToolFailure
 from agenttrain.tools.sandbox.jail import Jail, SandboxError
 from agenttrain.tools.sandbox.session import MAX_CODE, End, Outcome, run_call, signal_name
-from agenttrain.types import ToolUnavailable
+from agenttrain.types import ToolFailure, ToolUnavailable
 
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
 PROBE_PRINTS = "42 3"
