@@ -1,0 +1,269 @@
+"""Reinforcement learning with tools, whole, in one file.
+
+    python examples/one_file.py
+
+A language model of 635,000 parameters is asked short stories about numbers, calls tools to compute
+and hands in an answer. It knows how to call a tool, but often the wrong one: half of its answers
+are right. Half a minute of GRPO on one CPU core takes it to more than eight in ten, on questions
+that it has not seen before.
+
+Read this from top to bottom. Everything is made of the package's own parts; `agenttrain train` adds
+settings, checkpoints, evaluation, several GPUs and much checking, and goes through the same steps:
+
+    task -> rollout -> reward -> advantage -> packed batch -> loss -> update -> weight sync
+
+Tensor names end with their shape: P tasks of a step, G rollouts of a task, B rollouts of a batch,
+S sampled tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agenttrain.algorithms.advantages import advantages
+from agenttrain.algorithms.aggregate import token_weights
+from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.chat.load import load_chat
+from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale
+from agenttrain.config.model_path import model_folder
+from agenttrain.config.schema import (
+    ChatTemplateConfig,
+    EngineConfig,
+    ResponseSchemaConfig,
+    RolloutConfig,
+)
+from agenttrain.data.calculator import row
+from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.seeds import derive_seed
+from agenttrain.tools.base import FunctionTool
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.training.batch import make_row
+from agenttrain.training.logprobs import Scorer
+from agenttrain.types import Rollout, Sampling, Task
+
+STEPS = 12
+TASKS_PER_STEP = 16  # P
+GROUP_SIZE = 8  # G
+LEARNING_RATE = 1e-3  # at its highest: it rises for three steps, then falls
+TOKEN_BUDGET = 4096  # tokens of one forward pass
+SEED = 0
+
+LIMITS = RolloutConfig(
+    max_turns=6, max_turn_tokens=48, max_completion_tokens=512, max_result_tokens=32
+)
+# GRPO: compare with the group, clip each token's ratio, average over tokens, then over rollouts.
+ALGORITHM = AlgorithmConfig(
+    name="grpo",
+    advantage=Advantage.group,
+    scale=Scale.group,
+    clip_low=0.2,
+    clip_high=0.2,
+    aggregation=Aggregation.sequence_mean,
+)
+
+
+# 1. Tools are typed Python functions. The model sees their signatures and docstrings; what they
+#    return becomes a reply, what they raise an error that the model can read.
+
+
+def add(a: float, b: float) -> float:
+    """Return a + b.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a + b
+
+
+def subtract(a: float, b: float) -> float:
+    """Return a - b.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a - b
+
+
+def multiply(a: float, b: float) -> float:
+    """Return a * b.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a * b
+
+
+def final_answer(answer: str) -> str:
+    """Give the answer and stop.
+
+    Args:
+        answer: The answer.
+    """
+    return "ok"
+
+
+# 2. Tasks are what the model is asked, and columns that only the reward sees.
+
+
+def make_tasks(start: int, count: int) -> list[Task]:
+    """Make tasks number `start` and following.
+
+    Example: "Mia has 14 coins. Mia finds 15 more. How many coins does Mia have now?", answer "29".
+    """
+    rows = [row("train", index, SEED) for index in range(start, start + count)]
+    return [
+        Task(
+            task_id=one["task_id"],
+            messages=tuple(one["messages"]),
+            columns={"answer": one["answer"]},
+        )
+        for one in rows
+    ]
+
+
+# 3. The reward is a function of the finished rollout: 1 for the right answer, otherwise 0.
+
+
+def reward(rollout: Rollout) -> float:
+    """Return 1.0 if the rollout handed in the task's answer."""
+    answers = [
+        result.call.arguments.get("answer")
+        for result in rollout.tool_results
+        if result.call.name == "final_answer"
+    ]
+    return float(answers == [rollout.task.columns["answer"]])
+
+
+async def train() -> list[float]:
+    """Train the policy; return the mean reward of every step."""
+    # 4. The parts. One copy of the weights serves both sides: the engine samples from the very
+    #    module that the optimizer updates.
+    torch.manual_seed(SEED)
+    folder = model_folder("bundled:calculator")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # Renders prompts and tool replies as the model's chat template does, and parses its calls.
+    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+    tools = [FunctionTool(function) for function in (add, subtract, multiply, final_answer)]
+    # A call to a stop tool ends the rollout.
+    toolbox = Toolbox({tool.name: tool for tool in tools}, stop_tools=["final_answer"])
+    engine = TransformersEngine(model, EngineConfig(max_context=1024))
+    # Computes log-probabilities of sampled tokens, many rollouts in one forward pass.
+    scorer = Scorer(model, temperature=LIMITS.temperature, logits_budget_mb=1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
+
+    async def sample(task: Task, step: int, place: int, number: int) -> Rollout:
+        return await run_rollout(
+            task,
+            engine=engine,
+            chat=chat,
+            toolbox=toolbox,
+            limits=LIMITS,
+            sampling=Sampling(seed=derive_seed(SEED, step, place, number)),
+            rollout_id=f"{step}-{place}-{number}",
+            group_id=f"{step}-{place}",
+            sample=number,
+        )
+
+    history = []
+    for step in range(STEPS):
+        started = time.perf_counter()
+
+        # 5. Rollouts: G for each of P tasks, all at once. In each, the model writes, its calls
+        #    are run, their replies are appended, until it calls `final_answer` or hits a limit.
+        #    The model's own token ids are kept; nothing is decoded and tokenised again.
+        tasks = make_tasks(step * TASKS_PER_STEP, TASKS_PER_STEP)
+        attempts = [(p, number) for p in range(len(tasks)) for number in range(GROUP_SIZE)]
+        # The engine decodes these together, in this order: the run repeats bit for bit.
+        engine.expect([f"{step}-{p}-{number}" for p, number in attempts])
+        rollouts = await asyncio.gather(
+            *(sample(tasks[p], step, p, number) for p, number in attempts)
+        )
+
+        # 6. Advantages: how much better a rollout did than the others of its group. Where all of
+        #    a group are right, or all wrong, they are zero: there is nothing to learn from it.
+        rewards_PG = torch.tensor([reward(rollout) for rollout in rollouts]).view(-1, GROUP_SIZE)
+        advantages_PG = advantages(rewards_PG, baseline=ALGORITHM.advantage, scale=ALGORITHM.scale)
+
+        # 7. and 8. One optimizer update: see below.
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = LEARNING_RATE * min((step + 1) / 3, 1 - step / STEPS)
+        loss = update(scorer, optimizer, rollouts, advantages_PG.flatten().tolist())
+
+        # 9. Weight sync: the engine forgets what it cached under the old weights, and marks what
+        #    it samples from now on with the new version.
+        await engine.update((), step + 1)
+
+        history.append(rewards_PG.mean().item())
+        sampled = sum(rollout.sampled_length for rollout in rollouts)
+        print(
+            f"step {step + 1:2}  reward {history[-1]:.3f}  loss {loss:+.4f}  "
+            f"tokens {sampled}  {time.perf_counter() - started:.1f} s",
+            flush=True,
+        )
+    await engine.aclose()
+    await toolbox.aclose()
+    return history
+
+
+def update(
+    scorer: Scorer,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Sequence[Rollout],
+    credit: Sequence[float],
+) -> float:
+    """Make rollouts with advantages other than zero likelier or less likely; return the loss."""
+    # 7. Packing: rollouts stand one after the other in few long sequences, without padding. Each
+    #    attends to itself only. A token's weight in the loss counts all rollouts of the update,
+    #    also those without a gradient, so that the sum over batches is the mean over rollouts.
+    lengths_B = torch.tensor([rollout.sampled_length for rollout in rollouts])
+    weights_B = token_weights(
+        lengths_B,
+        ALGORITHM.aggregation,
+        tokens=int(lengths_B.sum()),
+        rollouts=len(rollouts),
+        fixed_length=LIMITS.max_completion_tokens,
+    )
+    rows = []
+    for rollout, advantage, weight in zip(rollouts, credit, weights_B.tolist(), strict=True):
+        rollout.advantage = advantage
+        if advantage != 0:
+            rows.append(replace(make_row(rollout), weight=weight))
+    batches = scorer.pack(rows, TOKEN_BUDGET, torch.device("cpu"))
+
+    # 8. The loss looks at sampled tokens only: prompts, template and tool replies are context.
+    #    `behaviour_S` are the log-probabilities that the engine sampled them with.
+    total = 0.0
+    optimizer.zero_grad()
+    with scorer.ready():
+        for batch in batches:
+            logprobs_S, _entropy_S = scorer(batch)
+            inputs = LossInputs(
+                logprobs_S=logprobs_S,
+                behaviour_S=batch.behaviour_S,
+                row_S=batch.row_S,  # the rollout that each token belongs to
+                advantages_B=batch.advantages_B,
+                weights_B=batch.weights_B,
+            )
+            loss, _metrics = policy_loss(inputs, ALGORITHM)
+            loss.backward()
+            total += loss.item()
+    torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), max_norm=1.0)
+    optimizer.step()
+    return total
+
+
+if __name__ == "__main__":
+    rewards = asyncio.run(train())
+    first, last = sum(rewards[:2]) / 2, sum(rewards[-2:]) / 2
+    print(f"reward {first:.3f} -> {last:.3f} (means of the first and the last two steps)")
