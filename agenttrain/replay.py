@@ -24,7 +24,7 @@ from agenttrain.recorded import EVALUATED, recorded_tasks, step_records
 from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.recorded import recorded_tools
 from agenttrain.rollout.seeds import seeds_of
 from agenttrain.show_data import context_of
@@ -167,18 +167,21 @@ async def replay(
             record, task, tools, environments, over=lambda: engine.exhausted
         )
     seed, group_seed = seeds_of(record["rollout_id"], config.seed)
-    return await run_rollout(
-        task,
+    request = RolloutRequest(
+        task=task,
+        sampling=Sampling(seed=seed),
+        rollout_id=record["rollout_id"],
+        group_id=record["group_id"],
+        group_seed=group_seed,
+    )
+    context = RolloutContext(
         engine=engine,
         chat=found.chat,
         toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
-        sampling=Sampling(seed=seed),
-        rollout_id=record["rollout_id"],
-        group_id=record["group_id"],
         environments=environments,
-        group_seed=group_seed,
     )
+    return await run_rollout(request, context)
 
 
 def difference(
