@@ -99,10 +99,10 @@ def test_groups_come_in_task_and_sample_order_whatever_finishes_first():
 class _Failing(ScriptedEngine):
     """Fails the requests of task 1."""
 
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         if session.split("-")[2] == "1":
             raise EngineError("out of memory")
-        return await super().generate(token_ids, sampling, session=session)
+        return await super().generate(token_ids, sampling, session=session, **others)
 
 
 def test_progress_counts_every_rollout_as_it_ends():
@@ -132,7 +132,7 @@ def test_a_step_without_one_rollout_stops_the_run():
 class _Slow(ScriptedEngine):
     """Never answers."""
 
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         await asyncio.Event().wait()
 
 
@@ -166,8 +166,8 @@ def test_a_step_of_overlong_prompts_only_stops_the_run():
 class _Lying(ScriptedEngine):
     """Says `stop` for task 0 though its last token is no stop token."""
 
-    async def generate(self, token_ids, sampling, *, session):
-        whole = await super().generate(token_ids, sampling, session=session)
+    async def generate(self, token_ids, sampling, *, session, **others):
+        whole = await super().generate(token_ids, sampling, session=session, **others)
         if session.split("-")[2] != "0":
             return whole
         return replace(
@@ -179,7 +179,9 @@ class _Lying(ScriptedEngine):
 
 
 def test_a_broken_ledger_stops_the_run_or_drops_the_group():
-    with pytest.raises(LedgerError, match=r"rollout test-1-0-0 turn 0 .* no stop token"):
+    with pytest.raises(
+        LedgerError, match=r"rollout test-1-0-0 trajectory 0 turn 0 .* no stop token"
+    ):
         asyncio.run(acollect(collector(_Lying([ids(BYE)])), tasks(2)))
     engine = _Lying([ids(BYE)])
     kept = asyncio.run(acollect(collector(engine, on_break=OnBreak.drop), tasks(2), samples=2))
@@ -208,9 +210,9 @@ def test_seeds_depend_on_run_step_task_sample_and_turn_only():
     seeds = {}
 
     class Recording(ScriptedEngine):
-        async def generate(self, token_ids, sampling, *, session):
+        async def generate(self, token_ids, sampling, *, session, **others):
             seeds.setdefault(session, []).append(sampling.seed)
-            return await super().generate(token_ids, sampling, session=session)
+            return await super().generate(token_ids, sampling, session=session, **others)
 
     def run(**limits):
         seeds.clear()
@@ -250,17 +252,21 @@ def test_the_ledger_holds_whatever_the_model_writes(answers, budget, turn_tokens
     )
     verify(done, parts.chat(), tools.schemas())
     assert done.stop_reason is not None and done.stop_reason is not StopReason.error
-    assert done.length - done.prompt_length <= budget
-    assert len(done.loss_mask) == len(done.rollout_logprobs) == len(done.token_ids)
-    assert sum(done.loss_mask) == done.sampled_length > 0
-    replies = sum(message["role"] == "tool" for message in done.messages)
+    assert done.length - done.trajectories[0].prompt_length <= budget
+    assert (
+        len(done.trajectories[0].loss_mask)
+        == len(done.trajectories[0].rollout_logprobs)
+        == len(done.trajectories[0].token_ids)
+    )
+    assert sum(done.trajectories[0].loss_mask) == done.sampled_length > 0
+    replies = sum(message["role"] == "tool" for message in done.trajectories[0].messages)
     assert replies == len(done.tool_results)
 
 
 def test_rewards_see_the_replies_of_stop_tools():
     def handed_in(rollout) -> float:
         """What the stop tool answered, as a reward."""
-        last = rollout.messages[-1]
+        last = rollout.trajectories[0].messages[-1]
         return float(
             (last["role"], last["name"], last["content"]) == ("tool", "final_answer", "ok")
         )

@@ -19,12 +19,12 @@ from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.row_check import RowError, check_collisions, row_tool_sets, tool_sets
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
-from agenttrain.types import Rollout, RowTool, Sampling, StopReason, Task, ToolContext, ToolError
+from agenttrain.types import Rollout, RowTool, StopReason, Task, ToolContext, ToolError
 
 BYE = "done<|im_end|>"
 NONE = Environments()
@@ -65,17 +65,15 @@ def row(*tools: Any, number: int = 0, **columns: Any) -> Task:
 
 
 def prompt(done: Rollout) -> str:
-    return parts.chat().decode(done.spans[0].token_ids)
+    return parts.chat().decode(done.trajectories[0].spans[0].token_ids)
 
 
 async def arun(the_task: Task, *answers: str, tools: Toolbox) -> Rollout:
     return await run_rollout(
-        the_task,
-        engine=ScriptedEngine(script(*answers)),
-        chat=parts.chat(),
-        toolbox=tools,
-        limits=LIMITS,
-        sampling=Sampling(),
+        RolloutRequest(task=the_task),
+        RolloutContext(
+            engine=ScriptedEngine(script(*answers)), chat=parts.chat(), toolbox=tools, limits=LIMITS
+        ),
     )
 
 
@@ -145,7 +143,7 @@ def test_calls_of_both_kinds_are_answered_in_order():
     )
     done = asyncio.run(arun(row("add", CITY), both + "<|im_end|>", BYE, tools=toolbox(add, lookup)))
     assert [r.content[:11] for r in done.tool_results] == ["3", "lookup_city", "Error: unkn", "7"]
-    assert [m["tool_call_id"] for m in done.messages if m["role"] == "tool"] == [
+    assert [m["tool_call_id"] for m in done.trajectories[0].messages if m["role"] == "tool"] == [
         r.call.id for r in done.tool_results
     ]
 
@@ -177,13 +175,14 @@ def test_an_environments_method_runs_a_rows_own_tool():
 
     done = asyncio.run(
         run_rollout(
-            row(CITY),
-            engine=ScriptedEngine(script(call("lookup_city", '{"city": "Oslo"}'), BYE)),
-            chat=parts.chat(),
-            toolbox=toolbox(),
-            limits=LIMITS,
-            sampling=Sampling(),
-            environments=Environments({"desk": EnvironmentKind("desk", Desk)}),
+            RolloutRequest(task=row(CITY)),
+            RolloutContext(
+                engine=ScriptedEngine(script(call("lookup_city", '{"city": "Oslo"}'), BYE)),
+                chat=parts.chat(),
+                toolbox=toolbox(),
+                limits=LIMITS,
+                environments=Environments({"desk": EnvironmentKind("desk", Desk)}),
+            ),
         )
     )
     assert done.tool_results[0].content == "lookup_city at the desk"
@@ -205,7 +204,10 @@ def test_collected_groups_have_their_own_prompts_and_count_executors():
     )
     collected = asyncio.run(parts.acollect(collector, tasks, samples=2))
     assert [len(group) for group in collected.groups] == [2, 2]
-    assert collected.groups[0][0].spans[0] != collected.groups[1][0].spans[0]
+    assert (
+        collected.groups[0][0].trajectories[0].spans[0]
+        != collected.groups[1][0].trajectories[0].spans[0]
+    )
     metrics = rollout_metrics(collected.groups, tools=collector.tool_names)
     assert (metrics["tools/add/calls"], metrics["tools/lookup/calls"]) == (2.0, 2.0)
     assert "tools/lookup_city/calls" not in metrics

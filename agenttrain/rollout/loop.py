@@ -48,43 +48,75 @@ from agenttrain.types import (
 )
 
 
-async def run_rollout(
-    task: Task,
-    *,
-    engine: Engine,
-    chat: Chat,
-    toolbox: Toolbox,
-    limits: RolloutConfig,
-    sampling: Sampling,
-    rollout_id: str = "rollout",
-    group_id: str = "",
-    sample: int = 0,
-    prompt_ids: Sequence[int] | None = None,
-    environments: Environments | None = None,
-    group_seed: int = 0,
-    readings: Readings | None = None,
-    pace: Pace | None = None,
-) -> Rollout:
-    """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One rollout to make: the task, its names and its seeds."""
 
-    `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
-    environments, the same in all of them; `readings` notes what completions were parsed as, for
-    `ledger.verify`; `pace` is shared by the rollouts in flight. Raises PromptTooLong when the
-    prompt leaves no room to sample, before anything is sampled, ValueError for tools or an
-    environment that are not there, RewardError when the environment's reward fails; EngineDead;
-    StuckTools; and ToolUnavailable where `limits.on_tool_failure` is `error`.
+    task: Task
+    sampling: Sampling = field(default_factory=Sampling)
+    """How every turn is sampled; `seed` is the rollout's own, `max_tokens` is set for each turn."""
+    rollout_id: str = "rollout"
+    """Unique among the rollouts in flight: engines and tools keep what is a rollout's by it."""
+    group_id: str = ""
+    sample: int = 0
+    """Position in the group, 0 … G-1."""
+    group_seed: int = 0
+    """For the environment: the same in all rollouts of a group."""
+    prompt_ids: Sequence[int] | None = None
+    """The prompt, where the rollouts of a group share its rendering; None: it is rendered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What rollouts are made with: the same for all that are in flight together."""
+
+    engine: Engine
+    chat: Chat
+    toolbox: Toolbox
+    limits: RolloutConfig = field(default_factory=RolloutConfig)
+    environments: Environments = field(default_factory=Environments)
+    pace: Pace | None = None
+    """Shared by the rollouts in flight on one event loop; None: this rollout is the only one."""
+    readings: Readings | None = None
+    """Takes in what completions are parsed as, so that `ledger.verify` need not parse them again;
+    None: it parses all."""
+
+
+async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollout:
+    """Run one rollout to its end.
+
+    Example::
+
+        context = RolloutContext(
+            engine=ScriptedEngine(["It is 7."], encode=tokenizer.encode),
+            chat=load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig()),
+            toolbox=Toolbox({}),
+        )
+        task = Task(task_id="sum", messages=({"role": "user", "content": "What is 3 + 4?"},))
+        rollout = await run_rollout(RolloutRequest(task=task), context)
+        assert rollout.trajectories[0].messages[-1]["content"] == "It is 7."
+
+    Raises PromptTooLong when the prompt leaves no room to sample, before anything is sampled,
+    ValueError for tools or an environment that are not there, RewardError when the environment's
+    reward fails; EngineDead; StuckTools; and ToolUnavailable where `limits.on_tool_failure` is
+    `error`.
     """
-    rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
-    environments = environments or Environments()
+    rollout = Rollout(
+        task=request.task,
+        rollout_id=request.rollout_id,
+        group_id=request.group_id,
+        sample=request.sample,
+    )
+    limits, environments = context.limits, context.environments
     started = time.perf_counter()
     episode: Episode | None = None
     try:
-        episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
-        tools = RowTools(task, toolbox, environments, episode)
-        append_prompt(rollout, engine, chat, tools, prompt_ids)
-        noted, pace = readings or Readings(), pace or Pace()
-        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode, noted, pace)
-        await _within(loop, limits.timeout_s)
+        episode = await begin(
+            rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
+        )
+        tools = RowTools(request.task, context.toolbox, environments, episode)
+        append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
+        await _within(_Loop(rollout, request, context, tools, episode), limits.timeout_s)
         await score(rollout, episode)
     except EngineDead:
         raise
@@ -96,10 +128,10 @@ async def run_rollout(
         rollout.seconds = time.perf_counter() - started
         # The engine first: others may wait for this row, and closing can take its time.
         try:
-            await engine.release(rollout_id)
+            await context.engine.release(request.rollout_id)
         finally:
             try:
-                await toolbox.release(rollout_id)
+                await context.toolbox.release(request.rollout_id)
             finally:
                 await end(rollout, episode)
     return rollout
@@ -117,24 +149,25 @@ async def _within(loop: _Loop, limit_s: float | None) -> None:
         loop.rollout.stop_reason = StopReason.timeout
 
 
-@dataclass(slots=True)
 class _Loop:
-    rollout: Rollout
-    engine: Engine
-    chat: Chat
-    tools: RowTools
-    limits: RolloutConfig
-    sampling: Sampling
-    episode: Episode | None
-    readings: Readings
-    pace: Pace
-    _calls_made: list[ToolCall] = field(default_factory=list)
-    _task: Task | None = None
-    """The task as tools see it: theirs to change."""
-    _prompt_length: int = field(init=False)
+    """The turns of one rollout, in its first trajectory."""
 
-    def __post_init__(self) -> None:
-        self._prompt_length = self.rollout.prompt_length
+    def __init__(
+        self,
+        rollout: Rollout,
+        request: RolloutRequest,
+        context: RolloutContext,
+        tools: RowTools,
+        episode: Episode | None,
+    ) -> None:
+        self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
+        self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
+        self.pace, self.readings = context.pace or Pace(), context.readings
+        self.trajectory = rollout.trajectories[0]
+        self._prompt_length = self.trajectory.prompt_length
+        self._calls_made: list[ToolCall] = []
+        # The task as tools see it: theirs to change.
+        self._task: Task | None = None
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -151,37 +184,43 @@ class _Loop:
 
     def _read(self, completion: Completion) -> AssistantTurn:
         """The completion as the assistant's next message."""
-        ids, number = completion.token_ids, self.rollout.turns - 1
-        after = self.rollout.messages[-1]["role"]
+        trajectory, ids = self.trajectory, completion.token_ids
+        number, after = trajectory.turns - 1, trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
         message = turn.message()
-        self.readings.note(ids, message, turn=number, after=after)
-        self.rollout.messages.append(message)
+        if self.readings is not None:
+            self.readings.note(trajectory, ids, message, turn=number, after=after)
+        trajectory.messages.append(message)
         return turn
 
     def _room(self) -> int:
         """Tokens that still fit after what is there."""
-        used = self.rollout.length - self._prompt_length
+        length = self.trajectory.length
         return min(
-            self.limits.max_completion_tokens - used,
-            self.engine.max_context - self.rollout.length,
+            self.limits.max_completion_tokens - (length - self._prompt_length),
+            self.engine.max_context - length,
         )
 
     def _full(self) -> StopReason:
-        context_left = self.engine.max_context - self.rollout.length
+        context_left = self.engine.max_context - self.trajectory.length
         return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
 
     async def _sample(self, budget: int) -> Completion:
-        sent = self.rollout.token_ids
+        sent = self.trajectory.token_ids
         sampling = turn_sampling(
-            self.sampling, self.rollout, self.chat, self.tools, self.limits, budget=budget
+            self.request.sampling,
+            self.trajectory,
+            self.chat,
+            self.tools,
+            self.limits,
+            budget=budget,
         )
         session = self.rollout.rollout_id
         completion = await self.engine.generate(sent, sampling, session=session)
         await self.pace.turn()
         if not completion.token_ids:
             raise EngineError(f"rollout {session}: the engine returned no token ({completion})")
-        self.rollout.append_sampled(completion, sent)
+        self.trajectory.append_sampled(completion, sent)
         return completion
 
     async def _answer(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
@@ -216,13 +255,13 @@ class _Loop:
 
     async def _user_says(self) -> str | None:
         """The task's next scripted user turn; after the last one the environment is asked."""
-        added = self.rollout.messages[len(self.rollout.task.messages) :]
+        added = self.trajectory.added_messages
         asked = sum(message["role"] == "user" for message in added)
         if asked < len(self.rollout.task.user_turns):
             return self.rollout.task.user_turns[asked]
         if self.episode is None:
             return None
-        return await self.episode.user(self.rollout.messages[-1])
+        return await self.episode.user(self.trajectory.messages[-1])
 
     def _is_over(self) -> bool:
         return self.episode is not None and self.episode.done
@@ -243,8 +282,8 @@ class _Loop:
         if sum(len(ids) for _, ids in suffix) + int(generation_prompt) > self._room():
             return False
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.append(question)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.append(question)
         return True
 
     def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
@@ -330,7 +369,7 @@ class _Loop:
         return ToolContext(
             rollout_id=self.rollout.rollout_id,
             task=self._task,
-            turn=self.rollout.turns - 1,
+            turn=self.trajectory.turns - 1,
             call_id=call.id,
             tool=call.name,
         )
@@ -377,8 +416,8 @@ class _Loop:
             generation_prompt=generation_prompt,
         )
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.extend(replies)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.extend(replies)
 
 
 def _end_of(completion: Completion) -> StopReason | None:

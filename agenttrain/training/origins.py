@@ -1,4 +1,4 @@
-"""Where the sampled tokens of rows stand in their rollouts.
+"""Where the sampled tokens of rows stand in their trajectories.
 
 Shapes: S sampled tokens.
 """
@@ -22,7 +22,7 @@ def origins(rows: Sequence[Row], version: int, device: torch.device) -> Origins:
     thirds: list[int] = []
     stale: list[bool] = []
     for row in rows:
-        for span in row.rollout.sampled_spans():
+        for span in row.trajectory.sampled_spans():
             turns += [span.turn] * len(span.token_ids)
             stale += [span.policy_version != version] * len(span.token_ids)
         sampled = row.sampled_length

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from agenttrain.algorithms.mismatch import MISMATCH_NAMES, mismatch
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.averages import Averages, nothing
-from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
+from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.heap import return_free_memory
@@ -162,7 +163,7 @@ class Policy:
         """
         ordered = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
         averages = Averages()
-        rows = [[make_row(rollout) for rollout in group if _scored(rollout)] for group in ordered]
+        rows = [[row for r in group if _scored(r) for row in make_rows(r)] for group in ordered]
         if self._reference is not None:
             rows = with_reference(rows, self._reference, self._pack)
         if needs_own(self._algorithm):
@@ -179,12 +180,12 @@ class Policy:
         return_free_memory()
         return {**self._nothing(), **averages.means(self.accelerator), "lr": lr}
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """rollout_id -> log-probabilities of its sampled tokens [S], without a gradient."""
-        rows = [make_row(rollout) for rollout in rollouts]
+    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[RowKey, Tensor]:
+        """Row's key -> log-probabilities of its sampled tokens [S], without a gradient."""
+        rows = [row for rollout in rollouts for row in make_rows(rollout)]
         with self._scorer.ready():
             found = score(self._scorer, self._pack(rows))
-        return {name: logprobs_S for name, (logprobs_S, _) in found.items()}
+        return {key: logprobs_S for key, (logprobs_S, _) in found.items()}
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability at temperature 1 of every id after the first; all processes together."""
@@ -228,7 +229,7 @@ class Policy:
 
         Between the reference and the probabilities that `algorithm.behaviour` names.
         """
-        penalties: dict[str, float] = {}
+        penalties: defaultdict[str, float] = defaultdict(float)
         if not self._algorithm.kl_in_reward:
             return penalties
         # A process without rollouts has the name too: averages are over all processes.
@@ -238,7 +239,7 @@ class Policy:
             own_S = row.old_logprobs_S if recomputed else row.behaviour_S
             assert own_S is not None and row.ref_logprobs_S is not None
             kl_S = kl_estimate(own_S, row.ref_logprobs_S, self._algorithm.kl)
-            penalties[row.rollout.rollout_id] = kl_S.sum().item()
+            penalties[row.rollout.rollout_id] += kl_S.sum().item()
             averages.add("kl", mean_parts(kl_S).to(self.accelerator.device))
         return penalties
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
-from agenttrain.training.batch import Microbatch, Row, stand_in
+from agenttrain.training.batch import Microbatch, Row, RowKey, stand_in
 
 Groups = list[list[Row]]
 
 
-def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[str, tuple[Tensor, Tensor]]:
-    """rollout_id -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+    """Row's key -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU."""
+    found: dict[RowKey, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for microbatch in microbatches:
             lengths = [row.sampled_length for row in microbatch.rows]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
             for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
                 if row.sampled_length:  # not the one that stands in for a process without rows
-                    found[row.rollout.rollout_id] = (logprobs_S, entropy_S)
+                    found[row.key] = (logprobs_S, entropy_S)
     return found
 
 
@@ -55,10 +55,7 @@ def with_reference(groups: Groups, reference: Any, pack: Callable[..., list[Micr
     """The rows with the reference's logprobs."""
     with reference.ready():
         found = score(reference, pack(flat(groups)))
-    return [
-        [replace(row, ref_logprobs_S=found[row.rollout.rollout_id][0]) for row in group]
-        for group in groups
-    ]
+    return [[replace(row, ref_logprobs_S=found[row.key][0]) for row in group] for group in groups]
 
 
 def with_own(groups: Groups, scorer: Any, pack: Callable[..., list[Microbatch]]) -> Groups:
@@ -67,7 +64,7 @@ def with_own(groups: Groups, scorer: Any, pack: Callable[..., list[Microbatch]])
         found = score(scorer, pack(flat(groups)))
 
     def scored(row: Row) -> Row:
-        logprobs_S, entropy_S = found[row.rollout.rollout_id]
+        logprobs_S, entropy_S = found[row.key]
         keep_scores([row], logprobs_S, entropy_S)
         return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
 
@@ -75,12 +72,12 @@ def with_own(groups: Groups, scorer: Any, pack: Callable[..., list[Microbatch]])
 
 
 def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
-    """Give the rollouts of `rows`, which stand one after the other, what the trainer computed."""
+    """Give the trajectories of `rows`, in their order, what the trainer computed."""
     lengths = [row.sampled_length for row in rows]
     pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
     for row, own_S, entropies in zip(rows, *pieces, strict=True):
-        row.rollout.trainer_logprobs = array("f", own_S.numpy())
-        row.rollout.entropies = array("f", entropies.numpy())
+        row.trajectory.trainer_logprobs = array("f", own_S.numpy())
+        row.trajectory.entropies = array("f", entropies.numpy())
 
 
 def needs_own(config: AlgorithmConfig) -> bool:

@@ -16,15 +16,15 @@ from torch import Tensor
 from agenttrain.algorithms.entropy import EntropyBonus, top_entropy_mask
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
-from agenttrain.training.batch import Microbatch, Row
+from agenttrain.training.batch import Microbatch, Row, RowKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What all microbatches of an update share."""
 
-    kept: Mapping[str, Tensor] | None
-    """rollout_id -> whether each of its sampled tokens is one of top entropy; None: all are."""
+    kept: Mapping[RowKey, Tensor] | None
+    """Row's key -> whether each of its sampled tokens is one of top entropy; None: all are."""
     bonus_tokens: int
     """Tokens that the entropy bonus acts on, over all processes."""
     bonus: float
@@ -60,7 +60,7 @@ def plan(
     return Plan(kept=kept, bonus_tokens=total, bonus=weight)
 
 
-def _top_entropy(rows: Sequence[Row], share: float, accelerator: Any) -> dict[str, Tensor]:
+def _top_entropy(rows: Sequence[Row], share: float, accelerator: Any) -> dict[RowKey, Tensor]:
     """`Plan.kept` of the rows, which compete with those of the other processes.
 
     Where entropies are equal the earlier positions come first, and at one position the rollouts in
@@ -69,7 +69,7 @@ def _top_entropy(rows: Sequence[Row], share: float, accelerator: Any) -> dict[st
     pieces = [row.old_entropy_S for row in rows if row.old_entropy_S is not None]
     mine = torch.cat(pieces) if pieces else torch.zeros(0)
     lengths = [piece.numel() for piece in pieces]
-    names = [(row.rollout.group_id, row.rollout.sample, row.rollout.rollout_id) for row in rows]
+    names = [(row.rollout.group_id, row.rollout.sample, row.key) for row in rows]
     shares: list[tuple[list[Any], list[int]]] = gather_object([(names, lengths)])
     padded = accelerator.pad_across_processes(mine.to(accelerator.device), dim=0)
     by_process = accelerator.gather(padded).cpu().view(len(shares), -1)
@@ -97,7 +97,7 @@ def loss_inputs(
     kept_S = None
     if plan.kept is not None:
         # The row that stands in for a process without rows has no token and is not in the plan.
-        kept = [plan.kept[row.rollout.rollout_id] for row in microbatch.rows if row.sampled_length]
+        kept = [plan.kept[row.key] for row in microbatch.rows if row.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
     return LossInputs(
         logprobs_S=logprobs_S,

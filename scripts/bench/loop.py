@@ -27,10 +27,10 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig, RolloutConfig
 from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Finish, Origin, Rollout, Sampling, Task
+from agenttrain.types import Finish, Origin, Rollout, Task
 
 TURNS = 16
 CALL = (
@@ -74,13 +74,10 @@ async def turn_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) -> f
         engine = ScriptedEngine(lambda *_: call, max_context=10**7)
         started = time.perf_counter()
         await run_rollout(
-            task,
-            engine=engine,
-            chat=chat,
-            toolbox=toolbox,
-            limits=replace(limits, max_turns=turns),
-            sampling=Sampling(),
-            prompt_ids=prompt,
+            RolloutRequest(task=task, prompt_ids=prompt),
+            RolloutContext(
+                engine=engine, chat=chat, toolbox=toolbox, limits=replace(limits, max_turns=turns)
+            ),
         )
         return time.perf_counter() - started
 
@@ -95,7 +92,9 @@ def suffix_parse_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) ->
     ids = chat.encoder.encode(CALL)
     schemas = toolbox.schemas()
     rollout = Rollout(task=Task(task_id="bench", messages=()), rollout_id="bench")
-    rollout.append_context((chat.encode_plain("lamp ") * history)[:history], Origin.prompt)
+    rollout.trajectories[0].append_context(
+        (chat.encode_plain("lamp ") * history)[:history], Origin.prompt
+    )
     times = []
     for index in range(repeats * 20):
         started = time.perf_counter()
@@ -105,7 +104,7 @@ def suffix_parse_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) ->
             turn, [reply], completion_ids=ids, finish=Finish.stop, generation_prompt=True
         )
         for origin, token_ids in suffix:
-            rollout.append_context(token_ids, origin)
+            rollout.trajectories[0].append_context(token_ids, origin)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e6
 
