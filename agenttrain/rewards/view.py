@@ -1,4 +1,4 @@
-"""A rollout as plain data: what `jmespath` expressions and judges see."""
+"""A rollout as plain data, for `jmespath` expressions and judges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agenttrain.types import Rollout
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON-like data; names are those of the files that a run writes.
+    """Return a rollout as JSON-like data; names are those of the files that a run writes.
 
     Example::
 
