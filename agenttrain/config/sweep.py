@@ -88,7 +88,16 @@ def _drawn(overrides: Sequence[Override], raw: DictConfig) -> list[list[str]]:
         for key, override in last.items()
         if override.is_sweep_override() and override.key_or_group != REPEATED
     }
-    trials, most = raw.sweep.trials, math.prod(map(_size, axes.values()))
+    trials = raw.sweep.trials
+    sizes: list[float] = []
+    for axis in axes.values():
+        interval = axis.value()
+        if isinstance(interval, IntervalSweep):
+            start, end = _ends(interval)
+            sizes.append(end - start + 1 if isinstance(start, int) else math.inf)
+        else:
+            sizes.append(len(list(axis.sweep_string_iterator())))
+    most = math.prod(sizes)
     if trials < 1:
         raise ConfigError(f"sweep.trials={trials}: must be at least 1")
     if not axes or trials > most:
@@ -104,16 +113,6 @@ def _drawn(overrides: Sequence[Override], raw: DictConfig) -> list[list[str]]:
         raise ConfigError(f"sweep.trials={trials}: the ranges are too narrow for so many")
     others = _all([override for key, override in last.items() if key not in axes])
     return [[*trial, *values] for trial in configurations for values in others]
-
-
-def _size(axis: Override) -> float:
-    """Return the number of values."""
-    if not axis.is_interval_sweep():
-        return len(list(axis.sweep_string_iterator()))
-    interval = axis.value()
-    assert isinstance(interval, IntervalSweep)
-    start, end = _ends(interval)
-    return end - start + 1 if isinstance(start, int) else math.inf
 
 
 def _value(axis: Override, rng: Random) -> str:

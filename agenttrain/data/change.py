@@ -57,12 +57,17 @@ class Change:
                 messages = self._prompt.fill(row)
             except ValueError as error:
                 raise BadRow(str(error)) from error
-        elif isinstance(messages, str) and _is_json_list(messages):
-            name = "messages" if "messages" in row else "prompt"
-            raise BadRow(
-                f"{name} is a text that holds a list; read it with "
-                f"data.map.messages='from_json({name})'"
-            )
+        elif isinstance(messages, str) and messages.lstrip().startswith("[{"):
+            try:
+                json.loads(messages)
+            except ValueError:
+                pass  # a text after all
+            else:
+                name = "messages" if "messages" in row else "prompt"
+                raise BadRow(
+                    f"{name} is a text that holds a list; read it with "
+                    f"data.map.messages='from_json({name})'"
+                )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self._system is None or not isinstance(messages, list | tuple) or not messages:
@@ -71,15 +76,6 @@ class Change:
         if isinstance(first, Mapping) and first.get("role") == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
-
-
-def _is_json_list(text: str) -> bool:
-    if not text.lstrip().startswith("[{"):
-        return False
-    try:
-        return isinstance(json.loads(text), list)
-    except ValueError:
-        return False
 
 
 def _message(message: Any, *, fills_missing: bool) -> Any:
