@@ -34,7 +34,7 @@ class Advantage(StrEnum):
 
 
 class Scale(StrEnum):
-    """What an advantage is divided by."""
+    """Divisor of an advantage."""
 
     group = "group"
     """The group's standard deviation."""
@@ -95,13 +95,13 @@ class KlIn(StrEnum):
     """Where the KL penalty acts."""
 
     loss = "loss"
-    """Of the policy as it is trained."""
+    """KL of the policy as it is trained."""
     reward = "reward"
-    """Of the probabilities that `behaviour` names: the engine's, or the trainer's own."""
+    """KL of the probabilities that `behaviour` names: the engine's, or the trainer's own."""
 
 
 class Reference(StrEnum):
-    """What the KL penalty pulls to."""
+    """Policy that the KL penalty pulls to."""
 
     frozen = "frozen"
     """The policy at the start of the run."""
@@ -110,7 +110,7 @@ class Reference(StrEnum):
 
 
 class Behaviour(StrEnum):
-    """Whose probabilities the ratio is divided by, and a KL in the reward is taken of."""
+    """Probabilities that the ratio is divided by, and that a KL in the reward is taken of."""
 
     engine = "engine"
     """Those that the engine sampled with."""
@@ -130,7 +130,7 @@ class Correction(StrEnum):
 
 
 class CorrectionMode(StrEnum):
-    """What happens to a ratio outside its bounds."""
+    """Treatment of a ratio outside its bounds."""
 
     truncate = "truncate"
     """It becomes the bound."""
@@ -146,7 +146,7 @@ class AlgorithmConfig:
     """
 
     name: str = MISSING
-    """Of the preset, for people."""
+    """Name of the preset, for people."""
     group_size: int = 8
     """Rollouts per task (G); at least 2, or 1 with advantage=batch or none."""
     num_epochs: int = 1
@@ -197,10 +197,11 @@ class AlgorithmConfig:
     entropy_bonus: float = 0.0
     """Weight of the mean token entropy, taken off the loss."""
     entropy_target: float | None = None
-    """Nats. Set: the bonus acts while the entropy is not above it, and changes with each update:
-    up where the entropy is not above it, down where it is."""
+    """Target entropy in nats. If set, the bonus acts while the entropy is at or below it, and
+    adapts after every update: raised while entropy is at or below the target, lowered while it is
+    above."""
     entropy_bonus_step: float = 0.005
-    """With entropy_target: the size of such a change."""
+    """With entropy_target: the size of each change of the bonus."""
     entropy_bonus_max: float = 1.0
     """With entropy_target: the bonus stays between 0 and this."""
     top_entropy: float = 1.0
@@ -227,25 +228,25 @@ class AlgorithmConfig:
 
     @property
     def resamples(self) -> bool:
-        """Whether a step may sample other groups than it trains on."""
+        """Return whether a step may sample other groups than it trains on."""
         return self.dynamic_sampling > 0 or self.oversample > 1
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
+        """Return whether the loss has a KL term."""
         return self.beta > 0 and self.kl_in is KlIn.loss
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether rewards have a KL penalty taken off."""
+        """Return whether rewards have a KL penalty taken off."""
         return self.beta > 0 and self.kl_in is KlIn.reward
 
     @property
     def has_clip(self) -> bool:
-        """Whether the surrogate clips ratios on both sides."""
+        """Return whether the surrogate clips ratios on both sides."""
         return self.surrogate in (Surrogate.clip, Surrogate.geometric_mean)
 
     @property
     def has_bonus(self) -> bool:
-        """Whether the loss has an entropy bonus, if at times of weight 0."""
+        """Return whether the loss has an entropy bonus, if at times of weight 0."""
         return self.entropy_bonus > 0 or self.entropy_target is not None

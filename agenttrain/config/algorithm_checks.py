@@ -1,4 +1,4 @@
-"""Which settings of the algorithm have a meaning together.
+"""Checks of the algorithm's settings: which have a meaning together.
 
 A setting that nothing reads is refused unless it has its default, so that nobody believes that it
 acts. `USES` is the whole list: a setting that is not in it is always read.
@@ -31,23 +31,17 @@ UNGROUPED = (Advantage.batch, Advantage.none)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """When settings are read."""
+    """Settings, and when they are read."""
 
     keys: tuple[str, ...]
     when: Callable[[AlgorithmConfig], bool]
-    """Whether they are."""
+    """Return whether they are read."""
     needs: str
-    """What has to be set for it."""
+    """Setting that makes `when` true, for the message."""
 
 
 def _surrogate(*kinds: Surrogate) -> Callable[[AlgorithmConfig], bool]:
     return lambda a: a.surrogate in kinds
-
-
-def _uses_behaviour(a: AlgorithmConfig) -> bool:
-    corrected = a.correction is not Correction.none
-    in_kl = a.kl_in_reward or (a.kl_in_loss and a.kl_bias_correction)
-    return a.surrogate is not Surrogate.reinforce or corrected or in_kl
 
 
 USES = (
@@ -97,7 +91,12 @@ USES = (
     ),
     Use(
         keys=("behaviour",),
-        when=_uses_behaviour,
+        when=lambda a: (
+            a.surrogate is not Surrogate.reinforce
+            or a.correction is not Correction.none
+            or a.kl_in_reward
+            or (a.kl_in_loss and a.kl_bias_correction)
+        ),
         needs="algorithm.surrogate=clip, algorithm.correction or algorithm.kl_bias_correction",
     ),
     Use(
@@ -115,7 +114,7 @@ USES = (
 
 
 def unused(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Settings that are set and that nothing reads."""
+    """Yield a problem for each setting that is set and that nothing reads."""
     defaults = {f.name: f.default for f in fields(AlgorithmConfig) if f.default is not NO_DEFAULT}
     for use in USES:
         for key in use.keys:
@@ -128,24 +127,15 @@ def unused(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed."""
+    """Return a value as it is typed."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def algorithm_problems(config: RunConfig) -> Iterator[str]:
-    """Everything wrong with `config.algorithm`, one line each."""
-    for check in (
-        unused,
-        _ranges,
-        _advantage,
-        _resampling,
-        _surrogates,
-        _penalty,
-        _entropy,
-        _correction,
-    ):
+    """Yield everything wrong with `config.algorithm`, one line each."""
+    for check in (unused, _ranges, _advantage, _loss, _correction):
         yield from check(config.algorithm)
     if config.algorithm.reference is Reference.synced and config.model.lora.rank:
         yield (
@@ -196,37 +186,33 @@ def _advantage(a: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.scale={a.scale}: without a baseline there is no deviation from it; set "
             "algorithm.scale=none, or algorithm.advantage=batch"
         )
-    if a.rewards is not Rewards.normalize_each:
-        return
-    if a.scale is Scale.group:
+    if a.rewards is Rewards.normalize_each:
+        if a.scale is Scale.group:
+            yield (
+                "algorithm.rewards=normalize_each: every function is divided by its group's "
+                "deviation already; set algorithm.scale=batch, as the paper does, or none"
+            )
+        if a.advantage is not Advantage.group:
+            yield (
+                f"algorithm.advantage={a.advantage}: with algorithm.rewards=normalize_each every "
+                "function's baseline is its group's mean; set algorithm.advantage=group"
+            )
+        if a.kl_in_reward:
+            yield (
+                "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one "
+                "reward to take the penalty off; set algorithm.kl_in=loss"
+            )
+    if a.resamples and a.kl_in_reward:
+        key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
-            "algorithm.rewards=normalize_each: every function is divided by its group's deviation "
-            "already; set algorithm.scale=batch, as the paper does, or none"
-        )
-    if a.advantage is not Advantage.group:
-        yield (
-            f"algorithm.advantage={a.advantage}: with algorithm.rewards=normalize_each every "
-            "function's baseline is its group's mean; set algorithm.advantage=group"
-        )
-    if a.kl_in_reward:
-        yield (
-            "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one reward "
-            "to take the penalty off; set algorithm.kl_in=loss"
+            f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the "
+            "KL is known, and with algorithm.kl_in=reward a group of equal rewards teaches its KL; "
+            f"set algorithm.kl_in=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
         )
 
 
-def _resampling(a: AlgorithmConfig) -> Iterator[str]:
-    if not (a.resamples and a.kl_in_reward):
-        return
-    key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
-    yield (
-        f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the KL is "
-        "known, and with algorithm.kl_in=reward a group of equal rewards teaches its KL; set "
-        f"algorithm.kl_in=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
-    )
-
-
-def _surrogates(a: AlgorithmConfig) -> Iterator[str]:
+def _loss(a: AlgorithmConfig) -> Iterator[str]:
+    """Check the terms of the loss: surrogate, KL penalty, entropy."""
     if a.surrogate is Surrogate.clip and a.clip_low >= 1:
         yield f"algorithm.clip_low={a.clip_low}: must be below 1: ratios are positive"
     if a.clip_dual is not None and a.clip_dual <= 1 + a.clip_high:
@@ -241,9 +227,6 @@ def _surrogates(a: AlgorithmConfig) -> Iterator[str]:
             "only the first update of a step would be right; set it to 1, or "
             "algorithm.surrogate=clip or cispo"
         )
-
-
-def _penalty(a: AlgorithmConfig) -> Iterator[str]:
     if a.kl_in_loss and a.kl is KlEstimator.k1 and not a.kl_bias_correction:
         yield (
             "algorithm.kl=k1: has a gradient of zero on average in the loss; set algorithm.kl=k3, "
@@ -259,9 +242,6 @@ def _penalty(a: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl_bias_correction=true: the KL is of tokens, and the ratio of "
             f"algorithm.ratio={a.ratio} is not; set algorithm.ratio=token, or leave it false"
         )
-
-
-def _entropy(a: AlgorithmConfig) -> Iterator[str]:
     if a.entropy_target is not None and a.entropy_bonus > a.entropy_bonus_max:
         yield (
             f"algorithm.entropy_bonus={a.entropy_bonus}: starts above "

@@ -1,4 +1,4 @@
-"""How large a run is, in one vocabulary: tasks, groups, rollouts, tokens, updates."""
+"""The size of a run, in one vocabulary: tasks, groups, rollouts, tokens, updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Arithmetic:
     evaluations: int
     rollouts_per_evaluation: int
     evaluation_is_exact: bool
-    """Whether the number of test rows is known; if not, rollouts_per_evaluation is the most."""
+    """The number of test rows is known; if not, rollouts_per_evaluation is the most."""
 
     @property
     def updates(self) -> int:
@@ -47,7 +47,7 @@ class Arithmetic:
         return self.rollouts_per_step * self.tokens_per_rollout
 
     def lines(self) -> list[str]:
-        """The sizes as text, one line per noun."""
+        """Return the sizes as text, one line per noun."""
         resampled = self.most_tasks_per_step > self.tasks_per_step
         most = f"            at most {self.most_tasks_per_step:,} sampled for a step"
         return [
@@ -68,7 +68,7 @@ class Arithmetic:
 
 
 def tasks_of_round(missing: int, oversample: float) -> int:
-    """Tasks that are sampled for `missing` groups.
+    """Return the number of tasks that are sampled for `missing` groups.
 
     Example: 10 missing groups and oversample 1.1 take 11 tasks.
     """
@@ -77,7 +77,7 @@ def tasks_of_round(missing: int, oversample: float) -> int:
 
 
 def arithmetic(config: RunConfig) -> Arithmetic:
-    """The sizes of a validated configuration."""
+    """Compute the sizes of a validated configuration."""
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
     rollouts = config.tasks_per_step * algorithm.group_size
     during = (config.steps - 1) // evaluation.every if evaluation.every else 0

@@ -1,8 +1,7 @@
-"""What the user typed, as a Command: verb, overrides, options."""
+"""The command line as a Command: verb, overrides, options."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ EVAL_FOLDERS = (
     f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
     f"hydra.sweep.dir=outputs/${{hydra.job.name}}/sweep_${{now:{TIMESTAMP}}}_eval",
 )
-"""Of `agenttrain eval`; an override of the user's comes later and wins."""
+"""Folders of `agenttrain eval`; an override of the user's comes later and wins."""
 
 VERBS = {
     "train": "train an agent (when no verb is given)",
@@ -53,11 +52,11 @@ WITH_VALUE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What the user asked for."""
+    """A parsed command line."""
 
     verb: str
     overrides: list[str]
-    """Without `saved`."""
+    """Overrides without `saved`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
     trust: bool
@@ -69,25 +68,25 @@ class Command:
     source: Source
     sweep: bool
     shows: str | None
-    """What Hydra is to print instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+    """Printed by Hydra instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
 
 
 def resuming(verb: str) -> str:
-    """The words of `agenttrain <verb> resume=…` before `resume=`: ``"sft "``, nothing for train."""
+    """Return the words between `agenttrain` and `resume=…`: ``"sft "``, nothing for train."""
     return "" if verb == "train" else f"{verb} "
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Arguments -> Command; raises ConfigError for what cannot be one."""
+    """Parse the arguments; raises ConfigError for what cannot be one."""
     _refuse_unknown_verb(arguments)
-    verb, rest = split_verb(arguments)
+    verb, words = split_verb(arguments)
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    parsed = parser.parse_intermixed_args(rest)
+    parsed = parser.parse_intermixed_args(words)
     if parsed.config_path is not None:
         raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
-    words, trust = take_trust(parsed.overrides)
-    overrides, saved = _take_saved(words, verb)
+    untrusted, trust = take_trust(parsed.overrides)
+    overrides, saved = _take_saved(untrusted, verb)
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "
@@ -102,24 +101,35 @@ def parse(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
     auto = saved == Path(AUTO) and verb != "eval"
     if auto:
-        saved = _run_in(overrides)
+        folder = named_folder(overrides)
+        if folder is None:
+            raise ConfigError(
+                f"resume=auto: goes on with the run in a folder, or starts it there; add "
+                f"{RUN_DIR}<folder>, the same each time"
+            )
+        saved = folder if (folder / "config.yaml").exists() else None
     if saved is None:
         overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
+    shows = parsed.cfg
+    if not shows and any(
+        (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
+    ):
+        shows = "other"
     return Command(
         verb=verb,
         overrides=overrides,
         saved=saved,
         trust=trust,
         auto=auto,
-        options=[text for text in rest if text not in parsed.overrides],
+        options=[text for text in words if text not in parsed.overrides],
         source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
         sweep=sweep,
-        shows=_shows(parsed),
+        shows=shows or None,
     )
 
 
 def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb, `train` when none is given, and the other arguments.
+    """Return the verb, `train` when none is given, and the other arguments.
 
     Example: ``["--config-dir", "mine", "check", "seed=1"]`` -> ``("check", ["--config-dir", "mine",
     "seed=1"])``.
@@ -131,7 +141,7 @@ def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _first_word(arguments: Sequence[str]) -> int | None:
-    """Position of the first argument that is neither an option nor an option's value."""
+    """Return the position of the first argument that is neither an option nor an option's value."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
         position += 2 if arguments[position] in WITH_VALUE else 1
@@ -162,7 +172,7 @@ def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
 
 def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
     """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
-    mine, other = ("run", "resume") if verb == "eval" else ("resume", "run")
+    own, other = ("run", "resume") if verb == "eval" else ("resume", "run")
     left, saved = [], None
     for text in overrides:
         key, _, value = text.partition("=")
@@ -170,41 +180,21 @@ def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | 
             named = f"run={quote(value)}"
             remedy = f"agenttrain eval {named}" if verb != "eval" else named
             raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
-        if key != mine:
+        if key != own:
             left.append(text)
         elif value not in ("", "null"):
             saved = Path(value)
     return left, saved
 
 
-def _run_in(overrides: Sequence[str]) -> Path | None:
-    """The folder of `resume=auto`, where it holds a run."""
-    folder = named_folder(overrides)
-    if folder is None:
-        raise ConfigError(
-            f"resume=auto: goes on with the run in a folder, or starts it there; add "
-            f"{RUN_DIR}<folder>, the same each time"
-        )
-    return folder if (folder / "config.yaml").exists() else None
-
-
 def named_folder(overrides: Sequence[str]) -> Path | None:
-    """The folder of `hydra.run.dir=`; None without one, or where Hydra has to complete it."""
-    named = [_value(text) for text in overrides if text.startswith(RUN_DIR)]
-    return None if not named or "${" in named[-1] else Path(named[-1])
-
-
-def _value(override: str) -> str:
-    """What Hydra makes of a text: without the quotes that a folder's name may need.
-
-    Example: ``hydra.run.dir='my run=1'`` -> ``my run=1``.
-    """
+    """Return the folder of `hydra.run.dir=`; None without one, or if Hydra has to complete it."""
+    typed = [text for text in overrides if text.startswith(RUN_DIR)]
+    if not typed:
+        return None
     try:
-        return str(OverridesParser.create().parse_overrides([override])[0].value())
-    except OverrideParseException:  # composition tells what is wrong with it
-        return override.partition("=")[2]
-
-
-def _shows(parsed: argparse.Namespace) -> str | None:
-    others = (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
-    return parsed.cfg or ("other" if any(others) else None)
+        # Hydra takes off the quotes that a name may need: hydra.run.dir='my run=1' -> my run=1
+        value = str(OverridesParser.create().parse_overrides([typed[-1]])[0].value())
+    except OverrideParseException:  # composition says what is wrong with it
+        value = typed[-1].partition("=")[2]
+    return None if "${" in value else Path(value)

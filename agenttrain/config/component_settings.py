@@ -54,12 +54,11 @@ class EnvironmentSettings(ToolLimits):
     hook_timeout_s: float = 60.0
     """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
     pooled: bool | None = None
-    """Whether instances are used again after a reset; None: what the class says (`pooled`), or
-    no."""
+    """Instances are used again after a reset; None: as the class declares (`pooled`), or no."""
 
 
 class OnUnavailable(StrEnum):
-    """What a reward that could not be had does (its judge is down, it took too long)."""
+    """Consequence of a reward that could not be had (its judge is down, it took too long)."""
 
     stop = "stop"
     """Stop the run."""

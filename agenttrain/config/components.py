@@ -71,21 +71,21 @@ def environment_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _without_effect(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Limits of a tool or environment that one of the whole rollout makes meaningless."""
-    for name, whole in (
+    """Yield limits of a tool or environment that one of the whole rollout makes meaningless."""
+    for name, total in (
         ("max_calls", "max_tool_calls"),
         ("max_result_tokens", "max_completion_tokens"),
     ):
-        value, most = section.get(name), getattr(config.rollout, whole)
+        value, most = section.get(name), getattr(config.rollout, total)
         if is_number(value, whole=True) and most is not None and value > most:
             yield (
                 f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
-                f"rollout.{whole}={most}; lower one or raise the other"
+                f"rollout.{total}={most}; lower one or raise the other"
             )
 
 
 def _tool_arguments(key: str, section: Mapping[str, Any], limits: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the arguments of our own tools that depend on what is outside."""
+    """Check the arguments of our own tools that depend on what is outside."""
     check = TOOL_CHECKS.get(section["_target_"])
     bound = {k: v for k, v in section.items() if k != "_target_" and k not in limits}
     try:
@@ -116,7 +116,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _reward_arguments(key: str, section: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """What is wrong with the arguments of our own rewards, which import nothing heavy."""
+    """Check the arguments of our own rewards, which import nothing heavy."""
     target, ours = section["_target_"], {field.name for field in fields(RewardSettings)}
     if look_up(target).takes_nothing:
         yield (
@@ -129,10 +129,10 @@ def _reward_arguments(key: str, section: Mapping[str, Any], config: RunConfig) -
         return
     module = target.rpartition(".")[0]
     bound = {k: v for k, v in section.items() if k not in ours and k != "_target_"}
-    found = locate(target, key=f"{key}._target_")
+    reward = locate(target, key=f"{key}._target_")
     try:
-        if isclass(found) and found.__module__ == module:  # not what the module imports itself
-            found(**bound)
+        if isclass(reward) and reward.__module__ == module:  # not what the module imports itself
+            reward(**bound)
     except TypeError as error:
         yield f"{key}: {error}"
     except ValueError as error:
@@ -143,24 +143,23 @@ def data_problems(config: RunConfig) -> Iterator[str]:
     for split in ("train", "test") if names_test_rows(config.data) else ("train",):
         key, section = f"data.{split}", getattr(config.data, split)
         problems = list(_component(key, section, extra=()))
-        yield from problems or _arguments(key, section)
-
-
-def _arguments(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the arguments of our own datasets, which import nothing heavy."""
-    target = section["_target_"]
-    bound = {name: value for name, value in section.items() if name != "_target_"}
-    try:
-        if target == FILE_ROWS:
-            check_row_file(**bound)
-        elif target == HUB_ROWS:
-            check_hub(**bound)
-        elif target in ENDLESS:
-            locate(target, key=f"{key}._target_")(index=0, **bound)
-    except TypeError as error:
-        yield f"{key}: {error}"
-    except ValueError as error:
-        yield about_argument(error, key, bound)
+        if problems:
+            yield from problems
+            continue
+        # The arguments of our own datasets, whose checks import nothing heavy.
+        target = section["_target_"]
+        bound = {name: value for name, value in section.items() if name != "_target_"}
+        try:
+            if target == FILE_ROWS:
+                check_row_file(**bound)
+            elif target == HUB_ROWS:
+                check_hub(**bound)
+            elif target in ENDLESS:
+                locate(target, key=f"{key}._target_")(index=0, **bound)
+        except TypeError as error:
+            yield f"{key}: {error}"
+        except ValueError as error:
+            yield about_argument(error, key, bound)
 
 
 def _component(

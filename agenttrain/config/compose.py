@@ -41,14 +41,14 @@ class Composed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where YAML files are looked for beside conf/: Hydra's --config-dir and --config-name."""
+    """Places of YAML files beside conf/: Hydra's --config-dir and --config-name."""
 
     extra: str | None = None
     """A folder of the user's whose groups are added."""
     name: str = "train"
 
     def groups(self) -> dict[str, list[str]]:
-        """Every group with its options."""
+        """Return every group with its options."""
         return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
 
 
@@ -59,7 +59,7 @@ def register() -> None:
 
 @contextmanager
 def hydra_session(source: Source) -> Iterator[None]:
-    """Hydra's compose API over `source`, which a hydra.main with the same options would see.
+    """Open Hydra's compose API over `source`, which a hydra.main with the same options would see.
 
     Hydra's own initialize_config_dir knows no --config-dir.
     """
@@ -82,13 +82,13 @@ def hydra_session(source: Source) -> Iterator[None]:
 def compose_raw(
     overrides: Sequence[str], source: Source, *, with_hydra: bool = False
 ) -> DictConfig:
-    """The composed settings before conversion; raises ConfigError. Needs a `hydra_session`."""
+    """Compose settings without conversion; raises ConfigError. Needs a `hydra_session`."""
     with explained(overrides, source.groups):
         return compose(source.name, list(overrides), return_hydra_config=with_hydra)
 
 
 def compose_run(overrides: Sequence[str], source: Source) -> Composed:
-    """The settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
+    """Return the settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
     with explained(overrides, source.groups):
         composed = convert(raw)
@@ -133,7 +133,7 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
 
 
 def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
-    """Plain data or a DictConfig -> settings.
+    """Convert plain data or a DictConfig to settings.
 
     Merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises OmegaConf's
     errors for unknown keys, wrong types and values that are missing.
@@ -151,5 +151,5 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:
-    """`tools.sql.timeout_s=5` -> `++tools.sql.timeout_s=5`: no YAML needs to list the argument."""
+    """Turn `tools.sql.timeout_s=5` into `++tools.sql.timeout_s=5`: no YAML has to list the key."""
     return [f"++{text}" if text.startswith(OPEN_SECTIONS) else text for text in overrides]

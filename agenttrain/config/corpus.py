@@ -1,4 +1,4 @@
-"""Texts to search: what can be said of a folder or file of them before it is read."""
+"""Texts to search: checks of a folder or file of them before it is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_corpus(
     text_column: object = "text",
     title_column: object = "title",
 ) -> Path:
-    """The folder or file at `path`; raises ValueError, beginning with the argument and its value.
+    """Return the folder or file at `path`; raises ValueError that begins ``argument=value``.
 
     ``bundled:encyclopedia`` is the packaged folder of that name.
     """
@@ -35,35 +35,31 @@ def check_corpus(
             raise ValueError(f"{name}={column}: must be the name of a column")
     if path is None:
         raise ValueError("has no path; set the folder or file to search, e.g. path=docs/")
-    found = _bundled(str(path)) or Path(str(path)).expanduser()
-    if found.is_dir():
-        if next(text_files(found), None) is None:
+    folder_or_file = Path(str(path)).expanduser()
+    if str(path).startswith(BUNDLED):
+        folders = PACKAGE / "data" / "documents"
+        names = sorted(folder.name for folder in folders.iterdir() if folder.is_dir())
+        bundled = str(path).removeprefix(BUNDLED)
+        if bundled not in names:
+            raise ValueError(
+                f"path={path}: there is no such bundled folder{did_you_mean(bundled, names)}; "
+                f"there are: {', '.join(names)}"
+            )
+        folder_or_file = folders / bundled
+    if folder_or_file.is_dir():
+        if next(text_files(folder_or_file), None) is None:
             raise ValueError(f"path={path}: the folder has no files ending in {', '.join(TEXTS)}")
-    elif not found.is_file():
+    elif not folder_or_file.is_file():
         raise ValueError(f"path={path}: there is no such folder or file")
-    elif found.suffix not in (*TEXTS, *ROWS):
+    elif folder_or_file.suffix not in (*TEXTS, *ROWS):
         known = ", ".join((*TEXTS, *ROWS))
         raise ValueError(f"path={path}: its ending must be one of {known}")
-    return found
+    return folder_or_file
 
 
 def text_files(folder: Path) -> Iterator[Path]:
-    """Its text files and those in folders below, without hidden ones."""
+    """Yield the text files in a folder and below it, without hidden ones."""
     for file in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if file.suffix in TEXTS and not hidden and file.is_file():
             yield file
-
-
-def _bundled(path: str) -> Path | None:
-    if not path.startswith(BUNDLED):
-        return None
-    folders = PACKAGE / "data" / "documents"
-    names = sorted(folder.name for folder in folders.iterdir() if folder.is_dir())
-    name = path.removeprefix(BUNDLED)
-    if name not in names:
-        raise ValueError(
-            f"path={path}: there is no such bundled folder{did_you_mean(name, names)}; there are: "
-            f"{', '.join(names)}"
-        )
-    return folders / name

@@ -14,9 +14,9 @@ class CurriculumConfig:
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
     low: float = 0.2
-    """Of a task in the band, at least this share of rollouts succeeds …"""
+    """Least share of successful rollouts of a task in the band."""
     high: float = 0.8
-    """… and at most this one."""
+    """Largest share of them."""
     explore: float = 0.5
     """Share of tasks that were never drawn, while there are any, in the order of the rows."""
     floor: float = 0.1
@@ -30,28 +30,28 @@ class CurriculumConfig:
 
 
 def curriculum_problems(config: Any) -> Iterator[str]:
-    """What is wrong with `data.curriculum` of a RunConfig."""
-    found: CurriculumConfig = config.data.curriculum
-    if not found.enabled:
+    """Yield what is wrong with `data.curriculum` of a RunConfig."""
+    curriculum: CurriculumConfig = config.data.curriculum
+    if not curriculum.enabled:
         default = CurriculumConfig()
-        for field in fields(found):
-            value = getattr(found, field.name)
+        for field in fields(curriculum):
+            value = getattr(curriculum, field.name)
             if value != getattr(default, field.name):
                 yield (
                     f"data.curriculum.{field.name}={value}: has no effect without "
                     "data.curriculum.enabled=true"
                 )
         return
-    if not 0 <= found.low <= found.high <= 1:
+    if not 0 <= curriculum.low <= curriculum.high <= 1:
         yield (
-            f"data.curriculum.low={found.low}: needs 0 <= low <= high <= 1, and "
-            f"data.curriculum.high={found.high}"
+            f"data.curriculum.low={curriculum.low}: needs 0 <= low <= high <= 1, and "
+            f"data.curriculum.high={curriculum.high}"
         )
     for name in ("explore", "floor"):
-        value = getattr(found, name)
+        value = getattr(curriculum, name)
         if not 0 < value <= 1:
             yield f"data.curriculum.{name}={value}: must be above 0 and at most 1"
-    if not 0 <= found.memory < 1:
-        yield f"data.curriculum.memory={found.memory}: must be at least 0 and below 1"
-    if found.revisit < 1:
-        yield f"data.curriculum.revisit={found.revisit}: must be at least 1"
+    if not 0 <= curriculum.memory < 1:
+        yield f"data.curriculum.memory={curriculum.memory}: must be at least 0 and below 1"
+    if curriculum.revisit < 1:
+        yield f"data.curriculum.revisit={curriculum.revisit}: must be at least 1"

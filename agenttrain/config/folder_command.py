@@ -11,16 +11,16 @@ from agenttrain.config.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCommand:
-    """What was typed."""
+    """A verb's folder and words, as typed."""
 
     folder: Path
     words: dict[str, str]
     """The verb's own `key=value` words."""
     overrides: list[str]
-    """The others: settings."""
+    """Settings: the other words."""
 
     def step(self, usage: str) -> int | None:
-        """The value of `step=`; raises ConfigError for one that is no number."""
+        """Return the value of `step=`; raises ConfigError for one that is no number."""
         text = self.words.get("step")
         if text is not None and not text.isdecimal():
             raise ConfigError(f"step={text}: is no step's number; {usage}")
@@ -28,7 +28,7 @@ class FolderCommand:
 
 
 def parse_folder(arguments: Sequence[str], keys: Sequence[str], usage: str) -> FolderCommand:
-    """Arguments -> command; the verb takes `keys`. Raises ConfigError, quoting `usage`."""
+    """Parse the arguments; the verb takes `keys`. Raises ConfigError, quoting `usage`."""
     folders = [word for word in arguments if "=" not in word]
     if len(folders) != 1 or folders[0].startswith("-"):
         raise ConfigError(usage)

@@ -1,4 +1,4 @@
-"""Settings of the guards: what a run that goes wrong looks like, and what is done about it."""
+"""Settings of the guards: signs of a run that goes wrong, and the action on each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class OnTrip(StrEnum):
-    """What a guard does."""
+    """Action of a guard."""
 
     warn = "warn"
     """Say so, once until the figure is back on its side."""
@@ -48,7 +48,7 @@ class ToolFailures:
 
 @dataclass
 class GuardsConfig:
-    """What is watched after every step. Values that are not finite always stop the run."""
+    """Figures watched after every step. Values that are not finite always stop the run."""
 
     logprob_gap: Guard = field(default_factory=lambda: Guard(limit=1.0))
     """Most that `sampling/logprob_gap_max` may be: one token's distance between the engine's and
@@ -65,7 +65,7 @@ class GuardsConfig:
 
 
 def guard_problems(config: Any) -> Iterator[str]:
-    """What is wrong with the `guards` of a RunConfig."""
+    """Yield what is wrong with the `guards` of a RunConfig."""
     guards: GuardsConfig = config.guards
     for name in ("logprob_gap", "kl", "entropy"):
         limit = getattr(guards, name).limit

@@ -1,4 +1,4 @@
-"""What `agenttrain --help` prints."""
+"""The text of `agenttrain --help`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ INDENT = " " * 31
 
 
 def help_text() -> str:
-    """What --help prints."""
+    """Return the text of --help."""
     conf = conf_folder()
     return HELP.format(
         verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),

@@ -1,7 +1,7 @@
 """Checks of settings against the machine that the command runs on.
 
-`agenttrain check` and the verbs that run something share the list CHECKS. `agenttrain submit` does
-not use it: the job's machine is another one.
+`agenttrain check` and the verbs that run something share `machine_problems`. `agenttrain submit`
+does not use it: the job's machine is another one.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Machine:
 
 
 def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) -> list[str]:
-    """Everything that this machine lacks for the runs, each problem once."""
+    """Return everything that this machine lacks for the runs, each problem once."""
     if verb not in CHECKED_VERBS:
         return []
-    problems = [p for config in configs for check in CHECKS for p in check(verb, config, machine)]
+    problems = [p for config in configs for p in _problems(verb, config, machine)]
     return list(dict.fromkeys(problems))
 
 
 def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
-    """What is wrong with the number of processes on a machine with so many GPUs."""
+    """Return what is wrong with the number of processes on a machine with so many GPUs."""
     if section.processes is None and gpus == 0:
         return (
             f"distributed={section.name}: there is no GPU here to run a process on each; say how "
@@ -54,22 +54,17 @@ def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
     return None
 
 
-def _processes(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
+def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Yield lines ``key=value: problem; remedy``, as the checks of `validate.py` do."""
     if config.distributed.name is not DistributedName.single:
         problem = process_count_problem(config.distributed, machine.gpus)
         if problem is not None:
             yield problem
-
-
-def _precision(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
     if config.training.mixed_precision == "fp16" and not machine.gpus:
         yield (
             "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
             "training.mixed_precision=bf16 or no"
         )
-
-
-def _engine(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
     if verb not in SAMPLING_VERBS or config.engine.name != VLLM:
         return
     problem = missing_engine(config.engine.vllm)
@@ -83,11 +78,3 @@ def _engine(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
             f"engine.vllm.tensor_parallel_size={size}: this machine has {machine.gpus} GPUs; "
             "lower it"
         )
-
-
-CHECKS: tuple[Callable[[str, RunConfig, Machine], Iterator[str]], ...] = (
-    _processes,
-    _precision,
-    _engine,
-)
-"""Each yields lines ``key=value: problem; remedy``, as those of `validate.py` do."""

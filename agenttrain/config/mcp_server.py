@@ -1,4 +1,4 @@
-"""MCP servers: what can be said of one before it is started or called."""
+"""MCP servers: checks of one before it is started or called."""
 
 from __future__ import annotations
 
@@ -53,30 +53,34 @@ def check_mcp_server(
         _check_command(command, expanded("env", env).get("PATH"))
     if url is not None:
         _check_url(url)
-        _check_credentials(str(url))
     for name, value, other in (("env", env, url), ("headers", headers, command)):
         if value and other is not None:
             started = "a server that is started" if name == "env" else "a url"
             raise ValueError(f"{name}={value}: is of use with {started} only; leave it out")
         expanded(name, value)
-    _check_names(allow, prefix)
+    if allow is not None and (not isinstance(allow, list | tuple) or not allow):
+        raise ValueError(
+            f"allow={allow}: must be a list of the server's tools; leave it out for all"
+        )
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix={prefix}: must be a text, e.g. files_")
     for name, value in (("start_timeout_s", start_timeout_s), ("reconnect_s", reconnect_s)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise ValueError(f"{name}={value}: must be a number of seconds above 0")
 
 
 def expanded(name: str, values: object) -> dict[str, str]:
-    """The texts of `env`, `headers` or `url`, with ``$NAME`` replaced by our environment's NAME.
+    """Fill ``$NAME`` in the texts of `env`, `headers` or `url` with our environment's NAME.
 
     So that secrets need not stand in a configuration, which every run keeps a copy of. Example:
     ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
     """
     if not isinstance(values, Mapping | None):
         raise ValueError(f"{name}={values}: must be a mapping of names to texts")
-    found = {}
+    texts = {}
     for key, value in (values or {}).items():
         try:
-            found[str(key)] = Template(str(value)).substitute(os.environ)
+            texts[str(key)] = Template(str(value)).substitute(os.environ)
         except KeyError as error:
             variable = error.args[0]
             raise ValueError(
@@ -85,7 +89,7 @@ def expanded(name: str, values: object) -> dict[str, str]:
             ) from None
         except ValueError as error:
             raise ValueError(f"{name}={values}: {key}: {error}; write $$ for a dollar") from None
-    return found
+    return texts
 
 
 def _check_command(command: object, path: str | None) -> None:
@@ -104,36 +108,21 @@ def _check_command(command: object, path: str | None) -> None:
 
 
 def _check_url(url: Any) -> None:
+    hidden = without_password(str(url))
     try:
         parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname)
     except (ValueError, AttributeError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(
-            f"url={without_password(str(url))}: must be a whole address, e.g. "
-            "http://127.0.0.1:8000/mcp"
-        )
-
-
-def _check_credentials(url: str) -> None:
-    """Raise ValueError for credentials that every file and message of the run would repeat."""
-    credentials, found, _ = urlsplit(url).netloc.rpartition("@")
-    if found and not _is_named(credentials):
-        hidden = without_password(url)
+        complete = False
+    if not complete:
+        raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
+    # Every file and message of the run would repeat credentials in the address.
+    credentials, at, _ = urlsplit(str(url)).netloc.rpartition("@")
+    if at and not _is_named(credentials):
         raise ValueError(
             f"url={hidden}: holds credentials, which the run's files would keep; put them into the "
             "environment and write their names: "
             f"'url={hidden.replace('***', '$NAME:$PASSWORD')}', or "
             "'headers={Authorization: Bearer $TOKEN}'"
         )
-    expanded("url", {"url": url})
-
-
-def _check_names(allow: object, prefix: object) -> None:
-    if allow is not None and (not isinstance(allow, list | tuple) or not allow):
-        raise ValueError(
-            f"allow={allow}: must be a list of the server's tools; leave it out for all"
-        )
-    if not isinstance(prefix, str):
-        raise ValueError(f"prefix={prefix}: must be a text, e.g. files_")
+    expanded("url", {"url": str(url)})

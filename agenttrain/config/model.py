@@ -30,7 +30,7 @@ class LoraSettings:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
 
     rank: int = 0
-    """Of each adapter's matrices; 0: no adapters, all weights are trained."""
+    """Rank of each adapter's matrices; 0: no adapters, all weights are trained."""
     alpha: float = 32.0
     """An adapter's output is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
@@ -60,7 +60,7 @@ class ChatTemplateConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the template, e.g. {enable_thinking: false}."""
     family: dict[str, Any] = field(default_factory=dict)
-    """What a file of this group knows of a family: see `agenttrain/chat/families.py`."""
+    """Knowledge of a family in a file of this group: see `agenttrain/chat/families.py`."""
 
 
 @dataclass

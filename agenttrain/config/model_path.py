@@ -1,4 +1,4 @@
-"""`model.path` -> the folder that it names."""
+"""The folder that `model.path` names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PARTS = {
     "file of weights (*.safetensors, *.bin)": ("*.safetensors", "*.bin"),
     "tokenizer (tokenizer.json)": ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json"),
 }
-"""What a model folder holds: name -> files, of which one is enough."""
+"""Parts of a model folder: name -> files, of which one is enough."""
 
 
 SIZES = ("config.json",)
-"""What says how large a model is."""
+"""Part that says how large a model is."""
 
 
 def model_folder(path: str, parts: Collection[str] = tuple(PARTS)) -> Path:
-    """A folder that transformers can load: ``bundled:shop``, or one of the user's.
+    """Return a folder that transformers can load: ``bundled:shop``, or one of the user's.
 
     Raises ConfigError when there is none, or when one of `parts` is missing.
     """

@@ -25,13 +25,13 @@ OPTIONS: dict[Schedule, tuple[str, ...]] = {
     Schedule.inverse_sqrt: ("timescale",),
     Schedule.warmup_stable_decay: ("num_decay_steps", "min_lr_ratio", "num_cycles"),
 }
-"""What `optimizer.schedule_options` may hold, by schedule."""
+"""Options in `optimizer.schedule_options`, by schedule."""
 POLYNOMIAL_END = 1e-7
-"""What `lr_end` is where it is not given."""
+"""Default of `lr_end`."""
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with `optimizer`."""
+    """Yield what is wrong with `optimizer`."""
     optimizer = config.optimizer
     warmup = optimizer.warmup_steps
     if 0 < config.steps <= warmup:
@@ -68,7 +68,20 @@ def _schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
         elif value < 0:
             yield f"{key}: must be 0 or more"
     options = optimizer.schedule_options
-    yield from _rates(optimizer)
+    # Options that would raise the learning rate where it is to fall, or divide by nothing.
+    defaults = {"lr_end": POLYNOMIAL_END} if optimizer.schedule is Schedule.polynomial else {}
+    for name, value in {**defaults, **options}.items():
+        key, lr = f"optimizer.schedule_options.{name}={value}", optimizer.lr
+        if name not in known or not is_number(value, whole=False):
+            continue
+        if name in ("min_lr_rate", "min_lr_ratio") and value > 1:
+            yield f"{key}: is a share of optimizer.lr, so it is at most 1"
+        if name == "min_lr" and value > lr:
+            yield f"{key}: must be at most optimizer.lr={lr}; lower it or raise the rate"
+        if name == "lr_end" and not value < lr:
+            yield f"{key}: must be below optimizer.lr={lr}, from which the rate falls to it"
+        if name == "timescale" and value == 0:
+            yield f"{key}: must be more than 0"
     if optimizer.schedule is Schedule.warmup_stable_decay:
         decay = options.get("num_decay_steps")
         left = steps - optimizer.warmup_steps
@@ -87,25 +100,8 @@ def _schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
         )
 
 
-def _rates(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Options that would raise the learning rate where it is to fall, or divide by nothing."""
-    defaults = {"lr_end": POLYNOMIAL_END} if optimizer.schedule is Schedule.polynomial else {}
-    for name, value in {**defaults, **optimizer.schedule_options}.items():
-        key, lr = f"optimizer.schedule_options.{name}={value}", optimizer.lr
-        if name not in OPTIONS.get(optimizer.schedule, ()) or not is_number(value, whole=False):
-            continue
-        if name in ("min_lr_rate", "min_lr_ratio") and value > 1:
-            yield f"{key}: is a share of optimizer.lr, so it is at most 1"
-        if name == "min_lr" and value > lr:
-            yield f"{key}: must be at most optimizer.lr={lr}; lower it or raise the rate"
-        if name == "lr_end" and not value < lr:
-            yield f"{key}: must be below optimizer.lr={lr}, from which the rate falls to it"
-        if name == "timescale" and value == 0:
-            yield f"{key}: must be more than 0"
-
-
 def weight_problems(config: RunConfig) -> Iterator[str]:
-    """What is wrong with the format of the weights and with their adapters."""
+    """Yield what is wrong with the format of the weights and with their adapters."""
     model, mixed = config.model, config.training.mixed_precision
     if model.dtype is Dtype.bfloat16 and mixed != "no":
         yield (
@@ -130,7 +126,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _adapters_there(model: ModelConfig) -> Iterator[str]:
-    """Of a folder of adapters, which rank and alpha it has."""
+    """Check rank and alpha against those of a folder of adapters."""
     file = Path(model.path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return

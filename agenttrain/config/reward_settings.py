@@ -11,21 +11,21 @@ from agenttrain.config.suggest import did_you_mean
 
 
 def reward_settings(key: str, section: Mapping[str, Any]) -> RewardSettings:
-    """The settings of the section at `key`; raises ValueError with the first that is wrong."""
+    """Read the settings of the section at `key`; raises ValueError with the first that is wrong."""
     for problem in setting_problems(key, section):
         raise ValueError(problem)
-    found = RewardSettings()
-    weight, timeout_s = section.get("weight", found.weight), section.get("timeout_s")
+    defaults = RewardSettings()
+    weight, timeout_s = section.get("weight", defaults.weight), section.get("timeout_s")
     return RewardSettings(
         weight=float(weight),
-        timeout_s=found.timeout_s if "timeout_s" not in section else timeout_s,
+        timeout_s=defaults.timeout_s if "timeout_s" not in section else timeout_s,
         concurrency=section.get("concurrency"),
-        on_unavailable=OnUnavailable(section.get("on_unavailable", found.on_unavailable)),
+        on_unavailable=OnUnavailable(section.get("on_unavailable", defaults.on_unavailable)),
     )
 
 
 def setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the settings beside the `_target_` at `key`."""
+    """Yield what is wrong with the settings beside the `_target_` at `key`."""
     weight = section.get("weight", 1.0)
     if not _is_number(weight):
         yield f"{key}.weight={weight!r}: must be a finite number"

@@ -1,4 +1,4 @@
-"""Where rows come from: what can be said of it before it is read."""
+"""Sources of rows: checks of one before it is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_PATH = "path=null: has no value; set data.path=…, or data.train.path=… an
 
 
 def check_row_file(path: object, split: object = None, limit: object = None) -> Path:
-    """The file or folder at `path`; raises ValueError that begins with the argument otherwise.
+    """Return the file or folder at `path`; raises ValueError that begins with the argument.
 
     A file has to be there, of a kind that can be read, and not empty; a folder must be one that
     `save_to_disk` of `datasets` wrote, and have the `split`.
@@ -32,7 +32,21 @@ def check_row_file(path: object, split: object = None, limit: object = None) -> 
     check_limit(limit)
     file = Path(str(path)).expanduser()
     if file.is_dir():
-        _check_saved(file, path, split)
+        listing = file / "dataset_dict.json"
+        if listing.is_file():
+            splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
+            if split not in splits:
+                hint = did_you_mean(str(split), splits)
+                raise ValueError(f"split={split}: {path} has {', '.join(splits)}{hint}")
+        elif not (file / "state.json").is_file():
+            raise ValueError(
+                f"path={path}: is a folder, and none that save_to_disk wrote; a folder of data "
+                "files is read by data=hub"
+            )
+        elif split is not None:
+            raise ValueError(
+                f"split={split}: {path} is one dataset and has no splits; leave it out"
+            )
         return file
     if not file.is_file():
         where = "" if file.is_absolute() else f" in {Path.cwd()}"
@@ -67,25 +81,8 @@ def check_hub(
     check_limit(limit)
 
 
-def _check_saved(folder: Path, path: object, split: object) -> None:
-    """Check a folder of `save_to_disk`: one dataset, or several by split."""
-    listing = folder / "dataset_dict.json"
-    if listing.is_file():
-        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
-        if split not in splits:
-            hint = did_you_mean(str(split), splits)
-            raise ValueError(f"split={split}: {path} has {', '.join(splits)}{hint}")
-    elif not (folder / "state.json").is_file():
-        raise ValueError(
-            f"path={path}: is a folder, and none that save_to_disk wrote; a folder of data files "
-            "is read by data=hub"
-        )
-    elif split is not None:
-        raise ValueError(f"split={split}: {path} is one dataset and has no splits; leave it out")
-
-
 def known_rows(section: Mapping[str, Any]) -> int | None:
-    """Rows of a `data.train` or `data.test` section where that is cheap to know, else None.
+    """Count the rows of a `data.train` or `data.test` section; None where that is not cheap.
 
     Example: 2 for a JSONL file of two lines, `sys.maxsize` for ``agenttrain.data.shop.row``.
     """

@@ -28,11 +28,11 @@ class SandboxSettings:
     """`required`: Linux namespaces, by bubblewrap where it is installed, else by unshare(2);
     `bwrap` or `unshare`: this one; `none`: no sandbox, only limits per process."""
     memory_mb: int = 512
-    """Of each process, and of all together with what they wrote to their folders."""
+    """Memory of each process, and of all together with what they wrote to their folders."""
     disk_mb: int = 64
-    """Of /work, /tmp and /dev/shm together; they are in memory."""
+    """Size of /work, /tmp and /dev/shm together; they are in memory."""
     file_mb: int = 32
-    """Of one file."""
+    """Size of one file."""
     cpu_s: int = 60
     """Processor seconds of one process, over all its calls."""
     processes: int = 32
@@ -40,7 +40,7 @@ class SandboxSettings:
     call_s: float = 8.0
     """Seconds of a call; below the tool's timeout_s, so that the model reads what became of it."""
     max_chars: int = 4000
-    """Of a call's output; of a longer one the middle is left out."""
+    """Characters of a call's output; of a longer one the middle is left out."""
     packages: str | None = None
     """A folder of packages that the code may import, e.g. some environment's site-packages."""
 
@@ -74,7 +74,7 @@ class SandboxSettings:
             )
 
     def backends(self) -> tuple[str, ...]:
-        """What to try, in order."""
+        """Return the backends to try, in order."""
         return BACKENDS if self.sandbox == "required" else (self.sandbox,)
 
 
@@ -88,7 +88,7 @@ def check_language(language: object) -> None:
 def interpreter_problems(
     key: str, section: Mapping[str, Any], timeout_s: Any, limits: tuple[str, ...]
 ) -> Iterator[str]:
-    """What is wrong with the settings of such a tool; unknown names are told elsewhere."""
+    """Yield what is wrong with the settings of such a tool; unknown names are found elsewhere."""
     if section.get("isolation", Isolation.thread) == Isolation.process:
         yield (
             f"{key}.isolation=process: its code runs in processes of the rollout's own already, "

@@ -1,8 +1,8 @@
-"""What a verb reads of the settings: `agenttrain sft` and reinforcement learning differ."""
+"""Settings that a verb reads: `agenttrain sft` and reinforcement learning differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import Init, RunConfig
@@ -16,7 +16,7 @@ RL_ONLY = (
 )
 """Sections and settings that nothing of supervised learning reads."""
 READ = ("rollout.max_result_tokens", "rollout.concurrency", "rollout.max_stuck_calls")
-"""Of those sections, what is read all the same."""
+"""Settings of those sections that are read all the same."""
 
 
 UNREAD = {
@@ -24,14 +24,21 @@ UNREAD = {
     "train": ("sft", "slurm"),
     "eval": ("sft", "slurm", "data.curriculum"),
 }
-"""Verb -> what has no effect in it."""
+"""Verb -> settings without effect in it."""
 
 
 def check_verb(verb: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for what was typed and has no effect with `verb`."""
     unread = UNREAD.get(verb, ())
-    if found := list(_typed(overrides, unread, f"agenttrain {verb}")):
-        raise ConfigError("\n".join(found))
+    problems = []
+    for text in overrides:
+        key = text.lstrip("+~").partition("=")[0].partition("@")[0]
+        parts = key.split(".")
+        prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
+        if prefixes & set(unread) and key not in READ:
+            problems.append(f"{text}: has no effect in agenttrain {verb}; leave it out")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_init(verb: str, config: RunConfig) -> None:
@@ -41,12 +48,3 @@ def check_init(verb: str, config: RunConfig) -> None:
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"
         )
-
-
-def _typed(overrides: Sequence[str], unread: Sequence[str], where: str) -> Iterator[str]:
-    for text in overrides:
-        key = text.lstrip("+~").partition("=")[0].partition("@")[0]
-        parts = key.split(".")
-        prefixes = {".".join(parts[: end + 1]) for end in range(len(parts))}
-        if prefixes & set(unread) and key not in READ:
-            yield f"{text}: has no effect in {where}; leave it out"

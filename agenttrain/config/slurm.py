@@ -36,11 +36,11 @@ class SlurmConfig:
     nodes: int = 1
     """Machines (`distributed.nodes`)."""
     gpus: int = 0
-    """Of each node; one process each (`distributed.processes`)."""
+    """GPUs of each node; one process each (`distributed.processes`)."""
     cpus: int = 8
     """Cores of each node."""
     memory: str | None = None
-    """Of each node, e.g. 64G; 0: all of it."""
+    """Memory of each node, e.g. 64G; 0: all of it."""
     concurrent: int | None = None
     """Jobs of a sweep at the same time; None: as many as the cluster gives."""
     signal_s: int = 300
@@ -60,7 +60,7 @@ class SlurmConfig:
 
 
 def wall_seconds(time: str) -> int | None:
-    """Seconds of SLURM's days-hours:minutes:seconds; None for what is no time with a unit.
+    """Return the seconds of SLURM's days-hours:minutes:seconds; None without a clear unit.
 
     Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` would be minutes to SLURM
     and seconds to a reader: None.
@@ -77,7 +77,7 @@ def wall_seconds(time: str) -> int | None:
 
 
 def slurm_problems(config: Any) -> Iterator[str]:
-    """What is wrong with the `slurm` of a RunConfig."""
+    """Yield what is wrong with the `slurm` of a RunConfig."""
     section: SlurmConfig = config.slurm
     for key, least in (("nodes", 1), ("gpus", 0), ("cpus", 1), ("concurrent", 1)):
         value = getattr(section, key)
@@ -85,12 +85,6 @@ def slurm_problems(config: Any) -> Iterator[str]:
             yield f"slurm.{key}={value}: must be {least} or more"
     if section.max_requeues < 0:
         yield f"slurm.max_requeues={section.max_requeues}: must be 0 or more"
-    yield from _time(section)
-    yield from _texts(section)
-    yield from _directives(section)
-
-
-def _time(section: SlurmConfig) -> Iterator[str]:
     seconds = wall_seconds(section.time)
     if seconds is None or seconds == 0:
         # YAML reads 4:00:00 without quotes as the number 14400, which SLURM takes for minutes.
@@ -105,17 +99,11 @@ def _time(section: SlurmConfig) -> Iterator[str]:
         )
     if not 0 < section.signal_s <= LONGEST_SIGNAL_S:
         yield f"slurm.signal_s={section.signal_s}: must be 1 to {LONGEST_SIGNAL_S}"
-
-
-def _texts(section: SlurmConfig) -> Iterator[str]:
-    """One word each, because they become a line of the script."""
+    # One word each, because they become a line of the script.
     for key in ("name", "partition", "account", "qos", "memory"):
         value = getattr(section, key)
         if value is not None and not re.fullmatch(r"[^\s%]+", value):
             yield f"slurm.{key}={value!r}: must be one word"
-
-
-def _directives(section: SlurmConfig) -> Iterator[str]:
     for key in ("directives", "srun"):
         for text in getattr(section, key):
             if not text.startswith("-") or "\n" in text:
@@ -129,7 +117,7 @@ def _directives(section: SlurmConfig) -> Iterator[str]:
 
 
 def submission_problems(config: Any) -> Iterator[str]:
-    """What a job of these settings could not do."""
+    """Yield what a job of these settings could not do."""
     section: SlurmConfig = config.slurm
     name = config.distributed.name
     if name == "single":

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def code_of(target: Any) -> str | None:
-    """The source of `target` and of everything that it names in its module, and so on.
+    """Return the source of `target` and of everything that it names in its module, and so on.
 
     Comments, blank lines and the module's other functions are left out, so that a change in them is
     none. What it imports from other modules is not followed. None where there is no source.
@@ -21,17 +21,25 @@ def code_of(target: Any) -> str | None:
         tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
     except (OSError, TypeError, SyntaxError):
         return None
-    found: dict[str, list[ast.stmt]] = {}
+    definitions: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
         for defined in _names(node):
-            found.setdefault(defined, []).append(node)
-    used = _closure(name, found)
+            definitions.setdefault(defined, []).append(node)
+    used: set[str] = set()
+    waiting = [name]
+    while waiting:
+        name = waiting.pop()
+        if name in used or name not in definitions:
+            continue
+        used.add(name)
+        for node in definitions[name]:
+            waiting += [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
     texts = [ast.unparse(node) for node in tree.body if used & set(_names(node))]
     return "\n".join(texts) or None
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
-    """What a statement of a module defines; an import is not its own code."""
+    """Yield the names that a statement of a module defines; an import is not its own code."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif not isinstance(node, ast.Import | ast.ImportFrom):
@@ -40,17 +48,3 @@ def _names(node: ast.stmt) -> Iterator[str]:
             for part in ast.walk(node)
             if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
         )
-
-
-def _closure(name: str, found: dict[str, list[ast.stmt]]) -> set[str]:
-    used: set[str] = set()
-    waiting = [name]
-    while waiting:
-        name = waiting.pop()
-        if name in used or name not in found:
-            continue
-        used.add(name)
-        waiting += [
-            part.id for node in found[name] for part in ast.walk(node) if isinstance(part, ast.Name)
-        ]
-    return used

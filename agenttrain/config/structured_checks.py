@@ -1,4 +1,4 @@
-"""What `rollout.structured_calls` asks of training: the gradient must be that of the policy."""
+"""Checks of `rollout.structured_calls`: the gradient must be that of the policy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_structured(verb: str, config: RunConfig) -> None:
     """Raise ConfigError where training would take a grammar's samples for the policy's own."""
     if not config.rollout.structured_calls or verb in UNTRAINED:
         return
-    if found := list(_problems(config)):
-        raise ConfigError("\n".join(found))
+    if problems := list(_problems(config)):
+        raise ConfigError("\n".join(problems))
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'query'?)"` when a known name is near, else an empty text.
+    """Return `" (did you mean 'query'?)"` when a known name is near, else an empty text.
 
     Example: ``did_you_mean("qurey", ["query", "limit"]) == " (did you mean 'query'?)"``
     """

@@ -11,7 +11,7 @@ from agenttrain.config.suggest import did_you_mean
 
 
 class OnFailedJob(StrEnum):
-    """What a job that fails does to those that have not started."""
+    """Effect of a failed job on those that have not started."""
 
     go_on = "go_on"
     """They run; the sweep's exit code tells."""
@@ -21,7 +21,7 @@ class OnFailedJob(StrEnum):
 
 @dataclass
 class SweepConfig:
-    """What `agenttrain -m` runs, beside the values that are typed as `key=a,b`."""
+    """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
 
     objective: str | None = None
     """The figure that counts: `eval/<name>` as in summary.json, or a name of metrics.jsonl, whose
@@ -59,30 +59,30 @@ SUMMARY = ("seconds", "training_seconds", "steps")
 
 
 def objective_problems(verb: str, config: Any) -> Iterator[str]:
-    """What is wrong with the objective of the runs of `verb` that a RunConfig makes."""
+    """Yield what is wrong with the objective of the runs of `verb` that a RunConfig makes."""
     name = config.sweep.objective
     if name is None:
         return
-    said = f"sweep.objective={name}"
+    key = f"sweep.objective={name}"
     if name.startswith("eval/"):
         if config.eval.questions == 0:
-            yield f"{said}: eval.questions=0 evaluates nothing; raise it, or take another objective"
+            yield f"{key}: eval.questions=0 evaluates nothing; raise it, or take another objective"
         elif name not in (known := evaluated(verb, config)):
-            yield f"{said}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
+            yield f"{key}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
         return
     if name == "kl" and config.algorithm.beta == 0:
-        yield f"{said}: there is no KL with algorithm.beta=0; set beta, or take another objective"
+        yield f"{key}: there is no KL with algorithm.beta=0; set beta, or take another objective"
     section, slash, _ = name.partition("/")
     if slash and section in MANY[verb]:
         return
     known = [*evaluated(verb, config), *METRICS[verb], *SUMMARY]
     if name not in known:
         sections = "".join(f", {section}/…" for section in MANY[verb])
-        yield f"{said}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
+        yield f"{key}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
 
 
 def evaluated(verb: str, config: Any) -> Sequence[str]:
-    """The names of an evaluation's figures.
+    """Return the names of an evaluation's figures.
 
     Example: ``["eval/reward", "eval/pass@1", "eval/reward_greedy", "eval/pass@1_greedy"]``.
     """

@@ -12,7 +12,7 @@ from agenttrain.config.suggest import did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """What a section with a `_target_` names."""
+    """Object that a section with a `_target_` names."""
 
     found: Any
     bound: dict[str, Any]
@@ -22,7 +22,7 @@ class Located:
 
 
 def locate_section(section: object, *, key: str) -> Located:
-    """The object that the section at `key` names with `_target_`, and what stands beside it.
+    """Locate the object that the section at `key` names with `_target_`, and what stands beside it.
 
     Raises ValueError with key, value and remedy, as `locate` does.
     """
@@ -40,7 +40,7 @@ def locate_section(section: object, *, key: str) -> Located:
 
 
 def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str:
-    """The text of a target's own error, with the key of the argument that it begins with.
+    """Return the text of a target's own error, with the key of the argument that it begins with.
 
     Example: ``split='tets': must be one of train, test`` -> ``data.test.split='tets': must be …``.
     """
@@ -49,7 +49,9 @@ def about_argument(error: ValueError, key: str, bound: Mapping[str, Any]) -> str
 
 
 def locate(path: object, *, key: str) -> Any:
-    """The object at `path`, e.g. ``locate("my_pkg.tools.lookup", key="tools.lookup._target_")``.
+    """Import the object at `path`, which stands at `key` of the configuration.
+
+    Example: ``locate("my_pkg.tools.lookup", key="tools.lookup._target_")``.
 
     Raises ValueError with key, value and remedy when a module or a name in it does not exist. An
     error inside an imported module is chained to it.
@@ -57,18 +59,18 @@ def locate(path: object, *, key: str) -> Any:
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{key}={path!r}: expected a dotted path such as my_pkg.my_module.my_name")
     parts = path.split(".")
-    found, used = _import_longest(parts, key=key)
+    value, used = _import_longest(parts, key=key)
     for position in range(used, len(parts)):
-        if not hasattr(found, parts[position]):
+        if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
-            hint = did_you_mean(parts[position], (n for n in dir(found) if not n.startswith("_")))
+            hint = did_you_mean(parts[position], (n for n in dir(value) if not n.startswith("_")))
             raise ValueError(f"{key}={path!r}: {where} has no {parts[position]!r}{hint}")
-        found = getattr(found, parts[position])
-    return found
+        value = getattr(value, parts[position])
+    return value
 
 
 def _import_longest(parts: list[str], *, key: str) -> tuple[Any, int]:
-    """The innermost module of the path, and how many of its parts name it."""
+    """Import the innermost module of the path; return it and how many parts name it."""
     path = ".".join(parts)
     for used in range(len(parts), 0, -1):
         name = ".".join(parts[:used])

@@ -1,4 +1,4 @@
-"""What a `_target_` names, read from its source: finding a typo must not import torch.
+"""Source of a `_target_`, read without an import: finding a typo must not import torch.
 
 What cannot be known this way (compiled modules, names made at run time) is given the benefit of the
 doubt; `target.locate` imports it later.
@@ -20,7 +20,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Kind(StrEnum):
-    """What a source file says that a name is."""
+    """Kind of a name, by its source file."""
 
     function = "function"
     whole_class = "whole_class"
@@ -31,16 +31,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is known of the object behind a dotted path."""
+    """Facts about the object behind a dotted path."""
 
     problem: str | None = None
-    """What is wrong with the path; None: nothing that we can see."""
+    """Mistake in the path; None: none that we can see."""
     parameters: tuple[str, ...] | None = None
     """Names that it can be given; None: unknown, or any."""
     kind: Kind | None = None
     """None: unknown."""
     methods: tuple[str, ...] = ()
-    """Of a class: the methods that its own source has, `__call__` and the like included."""
+    """Methods in a class's own source, `__call__` and the like included."""
     takes_nothing: bool = False
     """A call of it takes no argument, or, of a class, a call of its instances."""
 
@@ -58,12 +58,17 @@ def look_up(path: object) -> Target:
         )
     if used == len(parts):
         return Target(problem="names a module; add the function or class in it")
-    tree = _parse(spec)
-    return Target() if tree is None else _in_module(tree, parts[:used], parts[used:])
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return Target()
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return Target()
+    return _in_module(tree, parts[:used], parts[used:])
 
 
 def _longest_module(parts: Sequence[str]) -> tuple[ModuleSpec | None, int]:
-    """The innermost module of the path and how many parts name it.
+    """Return the innermost module of the path and how many parts name it.
 
     importlib.util.find_spec imports the parents of a dotted name; PathFinder does not.
     """
@@ -80,23 +85,14 @@ def _longest_module(parts: Sequence[str]) -> tuple[ModuleSpec | None, int]:
     return spec, len(parts)
 
 
-def _parse(spec: ModuleSpec) -> ast.Module | None:
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return None
-    try:
-        return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
-
-
 def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) -> Target:
-    found = dict(_definitions(tree.body))
-    if "*" in found or "__getattr__" in found:
+    definitions = dict(_definitions(tree.body))
+    if "*" in definitions or "__getattr__" in definitions:
         return Target()
-    if names[0] not in found:
-        hint = did_you_mean(names[0], (name for name in found if not name.startswith("_")))
+    if names[0] not in definitions:
+        hint = did_you_mean(names[0], (name for name in definitions if not name.startswith("_")))
         return Target(problem=f"{'.'.join(module)} has no {names[0]!r}{hint}")
-    node = found[names[0]]
+    node = definitions[names[0]]
     if len(names) > 1 or node is None:
         return Target()
     if not isinstance(node, ast.ClassDef):
@@ -117,7 +113,7 @@ def _in_module(tree: ast.Module, module: Sequence[str], names: Sequence[str]) ->
 
 
 def _takes_nothing(node: Definition | None, skip: int) -> bool:
-    """Whether a plain function has no parameter after the first `skip`."""
+    """Return whether a plain function has no parameter after the first `skip`."""
     if node is None or isinstance(node, ast.ClassDef) or node.decorator_list:
         return False
     arguments = node.args
@@ -126,29 +122,25 @@ def _takes_nothing(node: Definition | None, skip: int) -> bool:
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition | None]]:
-    """Names that a module's statements bind; those of `if` and `try` blocks too."""
+    """Yield names that a module's statements bind; those of `if` and `try` blocks too."""
     for node in body:
         if isinstance(node, Definition):
             yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name.split(".")[0], None) for alias in node.names)
         else:
-            yield from ((name, None) for name in _assigned(node))
+            assigned = [getattr(node, "target", None)]
+            for target in node.targets if isinstance(node, ast.Assign) else assigned:
+                names = [] if target is None else ast.walk(target)
+                yield from ((name.id, None) for name in names if isinstance(name, ast.Name))
             for block in ("body", "orelse", "handlers", "finalbody"):
                 for inner in getattr(node, block, ()):
                     nested = inner.body if isinstance(inner, ast.ExceptHandler) else [inner]
                     yield from _definitions(nested)
 
 
-def _assigned(node: ast.stmt) -> Iterator[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    for target in targets:
-        if target is not None:
-            yield from (name.id for name in ast.walk(target) if isinstance(name, ast.Name))
-
-
 def _parameters(node: Definition) -> tuple[str, ...] | None:
-    """Names that may be passed by keyword; None: any, or not to be seen here."""
+    """Return names that may be passed by keyword; None: any, or not to be seen here."""
     if isinstance(node, ast.ClassDef):
         init = next((n for name, n in _definitions(node.body) if name == "__init__"), None)
         plain = not (node.decorator_list or node.bases or node.keywords)

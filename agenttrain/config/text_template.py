@@ -39,7 +39,7 @@ class TextTemplate:
             ) from error
 
     def fill(self, values: Mapping[str, Any]) -> str:
-        """The text with the values; raises ValueError for a field that is not there."""
+        """Return the text with the values; raises ValueError for a field that is not there."""
         for name in self.fields:
             if name not in values:
                 raise ValueError(

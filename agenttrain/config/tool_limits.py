@@ -1,4 +1,4 @@
-"""What the settings of a tool may be; they stand beside its `_target_` in `tools.<name>`."""
+"""Checks of a tool's settings, which stand beside its `_target_` in `tools.<name>`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,52 @@ LIMITS = tuple(field.name for field in fields(ToolLimits))
 
 
 def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether a value is a finite number; true and false are none."""
+    """Return whether a value is a finite number; true and false are none."""
     if isinstance(value, bool):
         return False
     return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
 
 
+def _is_count(value: Any) -> bool:
+    return is_number(value, whole=True) and value >= 1
+
+
+AT_LEAST_ONE = "a whole number of at least 1"
+NUMBERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "timeout_s": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "concurrency": (_is_count, AT_LEAST_ONE),
+    "max_calls": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
+    "max_result_tokens": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
+    "retries": (
+        lambda value: is_number(value, whole=True) and value >= 0,
+        "a whole number of at least 0",
+    ),
+    "retry_backoff_s": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
+}
+"""Limits that are numbers: their check, and its words."""
+
+
 def limit_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the limits in a tool's section, as ``key=value: problem``."""
-    for name, check in CHECKS.items():
-        if name in section and (problem := check(section[name])):
-            yield f"{key}.{name}={section[name]}: {problem}"
+    """Yield what is wrong with the limits in a tool's section, as ``key=value: problem``."""
+    for name in LIMITS:
+        if name not in section:
+            continue
+        value, problem = section[name], None
+        if name == "isolation":
+            known = [str(member) for member in Isolation]
+            if value not in known:
+                hint = did_you_mean(value, known) if isinstance(value, str) else ""
+                problem = f"expected one of: {', '.join(known)}{hint}"
+        elif name == "retry_on":
+            if isinstance(value, str) or not hasattr(value, "__iter__"):
+                problem = "expected a list of errors, e.g. [builtins.ConnectionError]"
+            else:
+                problem = next((p for path in value if (p := _error_problem(path))), None)
+        else:
+            valid, wanted = NUMBERS[name]
+            problem = None if valid(value) else f"must be {wanted}"
+        if problem:
+            yield f"{key}.{name}={value}: {problem}"
     if section.get("retries") == 0 and "retry_backoff_s" in section:
         yield (
             f"{key}.retry_backoff_s={section['retry_backoff_s']}: has no effect with "
@@ -35,7 +70,7 @@ def limit_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tool_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the settings in a tool's section, as ``key=value: problem``."""
+    """Yield what is wrong with the settings in a tool's section, as ``key=value: problem``."""
     yield from limit_problems(key, section)
     stop = section.get("stop", False)
     if not isinstance(stop, bool):
@@ -53,62 +88,14 @@ def take_settings(key: str, section: MutableMapping[str, Any]) -> tuple[ToolLimi
     return ToolLimits(**given), stop
 
 
-def _seconds(value: Any) -> str | None:
-    return None if is_number(value) and value > 0 else "must be a number above 0"
-
-
-def _delay(value: Any) -> str | None:
-    return None if is_number(value) and value >= 0 else "must be a number of at least 0"
-
-
-def _count(value: Any) -> str | None:
-    valid = is_number(value, whole=True) and value >= 1
-    return None if valid else "must be a whole number of at least 1"
-
-
-def _count_or_none(value: Any) -> str | None:
-    return None if value is None else _count(value)
-
-
-def _count_or_zero(value: Any) -> str | None:
-    valid = is_number(value, whole=True) and value >= 0
-    return None if valid else "must be a whole number of at least 0"
-
-
-def _isolation(value: Any) -> str | None:
-    known = [str(member) for member in Isolation]
-    if value in known:
-        return None
-    hint = did_you_mean(value, known) if isinstance(value, str) else ""
-    return f"expected one of: {', '.join(known)}{hint}"
-
-
-def _errors(value: Any) -> str | None:
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        return "expected a list of errors, e.g. [builtins.ConnectionError]"
-    return next((problem for path in value if (problem := _error(path))), None)
-
-
-def _error(path: Any) -> str | None:
-    """What is wrong with the dotted path of an exception; nothing is imported."""
+def _error_problem(path: Any) -> str | None:
+    """Return what is wrong with the dotted path of an exception; nothing is imported."""
     module, _, name = str(path).rpartition(".")
     if module != "builtins":
         problem = look_up(path).problem
         return None if problem is None else f"{path}: {problem}"
-    found = getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, Exception):
+    error = getattr(builtins, name, None)
+    if isinstance(error, type) and issubclass(error, Exception):
         return None
     errors = [n for n, v in vars(builtins).items() if isinstance(v, type) and n.endswith("Error")]
     return f"{path}: is no exception{did_you_mean(name, errors)}"
-
-
-CHECKS: dict[str, Callable[[Any], str | None]] = {
-    "timeout_s": _seconds,
-    "concurrency": _count,
-    "max_calls": _count_or_none,
-    "max_result_tokens": _count_or_none,
-    "retries": _count_or_zero,
-    "retry_on": _errors,
-    "retry_backoff_s": _delay,
-    "isolation": _isolation,
-}

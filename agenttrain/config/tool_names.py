@@ -1,4 +1,4 @@
-"""Which tools a run declares, read from sources: a typo must not import torch."""
+"""Tools that a run declares, read from sources: a typo must not import torch."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ LIFE_CYCLE = ("release", "close")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolNames:
-    """Names of tools as far as sources tell."""
+    """Names of tools as far as sources have them."""
 
     names: tuple[str, ...]
     complete: bool
-    """There are no others; else `build` finds them, before weights are loaded."""
+    """No tools beside `names`; else `build` finds them, before weights are loaded."""
 
 
 def tool_names(config: RunConfig) -> ToolNames:
-    """The tools of `tools` and the methods of `environment`.
+    """Return the tools of `tools` and the methods of `environment`.
 
     Example: `tools.add` of a function and an environment with a method `move` are ``("add",
     "move")``.
     """
-    found = [_of_tool(name, _target(section)) for name, section in config.tools.items()]
-    found += [_of_environment(_target(section)) for section in config.environment.values()]
-    names = dict.fromkeys(name for part in found for name in part.names)
-    return ToolNames(names=tuple(names), complete=all(part.complete for part in found))
+    parts = [_of_tool(name, _target(section)) for name, section in config.tools.items()]
+    for section in config.environment.values():
+        target = _target(section)
+        complete = target.kind is Kind.whole_class
+        parts.append(ToolNames(names=_public(target, HOOKS), complete=complete))
+    names = dict.fromkeys(name for part in parts for name in part.names)
+    return ToolNames(names=tuple(names), complete=all(part.complete for part in parts))
 
 
 def stop_tools(config: RunConfig) -> tuple[str, ...]:
-    """The stop tools that sources tell: those of `stop_tools`, and of each section with `stop`.
+    """Return the stop tools that sources name: of `stop_tools`, and of sections with `stop`.
 
     Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
-    section whose tools only building it tells (an MCP server) stands for them as ``"mcp …"``.
+    section whose tools are known once it is built (an MCP server) stands for them as ``"mcp …"``.
     """
-    found = dict.fromkeys(config.stop_tools)
+    names = dict.fromkeys(config.stop_tools)
     for name, section in config.tools.items():
         if isinstance(section, Mapping) and section.get("stop") is True:
             made = _of_tool(name, _target(section))
             known = made.complete or made.names == (name,)
-            found.update(dict.fromkeys(made.names if known else (f"{name} …",)))
-    return tuple(found)
+            names.update(dict.fromkeys(made.names if known else (f"{name} …",)))
+    return tuple(names)
 
 
 def named_tool_problems(config: RunConfig) -> Iterator[str]:
-    """Tools that `stop_tools` and `eval.tools` name and no source has."""
+    """Yield tools that `stop_tools` and `eval.tools` name and no source has."""
     known = tool_names(config)
     if not known.complete:
         return
@@ -80,10 +83,6 @@ def _of_tool(name: str, target: Target) -> ToolNames:
     if target.kind is Kind.whole_class:
         return ToolNames(names=_public(target, LIFE_CYCLE), complete=True)
     return ToolNames(names=(name, *_public(target, LIFE_CYCLE)), complete=False)
-
-
-def _of_environment(target: Target) -> ToolNames:
-    return ToolNames(names=_public(target, HOOKS), complete=target.kind is Kind.whole_class)
 
 
 def _public(target: Target, reserved: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class OptimizerName(StrEnum):
-    """What updates the weights."""
+    """Algorithm that updates the weights."""
 
     adamw = "adamw"
     muon = "muon"
@@ -35,7 +35,7 @@ class Schedule(StrEnum):
 
 
 class SharePrefix(StrEnum):
-    """Whether the rollouts of a group are computed with their common prompt once."""
+    """When the rollouts of a group are computed with their common prompt once."""
 
     auto = "auto"
     """Where the model's layers allow it and the prompt is long enough to gain from it."""
@@ -51,15 +51,15 @@ class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.99)
-    """Of AdamW."""
+    """Decay rates of AdamW's moments."""
     momentum: float = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     weight_decay: float = 0.0
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
     schedule_options: dict[str, Any] = field(default_factory=dict)
-    """Of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
+    """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this L2 norm."""
 

@@ -28,7 +28,7 @@ from agenttrain.config.mcp_server import MCP_SERVER, without_password
 from agenttrain.config.sandbox import INTERPRETER
 
 SECTIONS = ("tools", "environment", "reward", "data")
-"""Those that name code."""
+"""Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
 KEY_FILE = "AGENTTRAIN_KEY"
@@ -44,15 +44,15 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
 
     Example: ``["tools.lookup._target_=my_agent.lookup", "tools.mcp.command=[npx, server]"]``.
     """
-    found = []
+    code = []
     for section in (name for name in SECTIONS if name in sections):
         components = plain.get(section)
         for name, component in components.items() if isinstance(components, Mapping) else ():
             if section == "data" and name not in SPLITS:
                 continue
             if isinstance(component, Mapping):
-                found += [f"{section}.{name}.{text}" for text in _of_component(component)]
-    return found
+                code += [f"{section}.{name}.{text}" for text in _of_component(component)]
+    return code
 
 
 def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
@@ -62,7 +62,9 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
         if path is not None and str(path) not in _bundled():
             yield f"{argument}={path}"
     errors = component.get("retry_on")
-    if isinstance(errors, list) and any(not _is_builtin(error) for error in errors):
+    if isinstance(errors, list) and not all(
+        re.fullmatch(r"builtins\.\w+", str(error)) for error in errors
+    ):
         yield f"retry_on=[{', '.join(map(str, errors))}]"
     if target == MCP_SERVER:
         # A server that is reached may be sent secrets of the environment: $NAME in `headers`.
@@ -78,10 +80,6 @@ def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
         )
     if target == INTERPRETER and component.get("sandbox") != "required":
         yield f"sandbox={component.get('sandbox')} (the model's code runs as you)"
-
-
-def _is_builtin(path: object) -> bool:
-    return re.fullmatch(r"builtins\.\w+", str(path)) is not None
 
 
 @cache

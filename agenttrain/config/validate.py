@@ -1,7 +1,7 @@
 """Checks across settings, before anything heavy is imported.
 
-Each check yields what it finds wrong as one line, ``key=value: problem; remedy``; all lines are
-told at once.
+Each check yields what it finds wrong as one line, ``key=value: problem; remedy``; all lines
+are raised at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIXED_PRECISION = ("no", "bf16", "fp16")
 SEEDS = 2**63
 """Seeds are below this; torch takes no more."""
 DIVISORS = 6
-"""How many are suggested, the nearest."""
+"""Number of divisors that are suggested, the nearest."""
 LARGEST_DIVISOR_TRIED = 10**6
 
 AT_LEAST_ONE = (
@@ -73,20 +73,17 @@ def validate(config: RunConfig, model_parts: Collection[str] = tuple(PARTS)) -> 
 
     `model_parts` of the model's folder have to be there.
     """
-    found = [problem for check in CHECKS for problem in check(config)]
-    found += _model(config, model_parts)
-    if found:
-        raise ConfigError("\n".join(found))
-
-
-def _finite(config: RunConfig) -> Iterator[str]:
-    for key, value in _floats(config):
-        if not isfinite(value):
-            yield f"{key}={value}: must be a finite number"
+    problems = [problem for check in CHECKS for problem in check(config)]
+    try:
+        model_folder(config.model.path, model_parts)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _floats(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every setting of a section, and of those in it, that is a float."""
+    """Yield every setting of a section, and of those in it, that is a float."""
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(value):
@@ -96,6 +93,9 @@ def _floats(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
+    for key, number in _floats(config):
+        if not isfinite(number):
+            yield f"{key}={number}: must be a finite number"
     for keys, holds, wanted in (
         (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
         (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
@@ -109,26 +109,20 @@ def _numbers(config: RunConfig) -> Iterator[str]:
         yield f"seed={config.seed}: must be below 2**63 = {SEEDS}"
 
 
-def _batch(config: RunConfig) -> Iterator[str]:
+def _sizes(config: RunConfig) -> Iterator[str]:
+    """Check the size of a step's batch and the lengths of completions."""
     tasks, algorithm = config.tasks_per_step, config.algorithm
     if algorithm.group_size * tasks < 2:
         yield f"tasks_per_step={tasks}: one rollout a step has nothing to be compared with"
     if algorithm.minibatches >= 1 and tasks % algorithm.minibatches:
-        divisors = ", ".join(map(str, _divisors(tasks, near=algorithm.minibatches)))
+        tried = range(1, min(isqrt(max(tasks, 0)), LARGEST_DIVISOR_TRIED) + 1)
+        divisors = {d for n in tried if tasks % n == 0 for d in (n, tasks // n)}
+        nearest = sorted(divisors, key=lambda divisor: abs(divisor - algorithm.minibatches))
+        shown = ", ".join(map(str, sorted(nearest[:DIVISORS])))
         yield (
             f"algorithm.minibatches={algorithm.minibatches}: does not divide "
-            f"tasks_per_step={tasks}; take one of {divisors}"
+            f"tasks_per_step={tasks}; take one of {shown}"
         )
-
-
-def _divisors(number: int, *, near: int) -> list[int]:
-    """The divisors of `number` nearest to `near`, sorted."""
-    tried = range(1, min(isqrt(max(number, 0)), LARGEST_DIVISOR_TRIED) + 1)
-    found = {d for n in tried if number % n == 0 for d in (n, number // n)}
-    return sorted(sorted(found, key=lambda divisor: abs(divisor - near))[:DIVISORS])
-
-
-def _lengths(config: RunConfig) -> Iterator[str]:
     rollout, context = config.rollout, config.engine.max_context
     if rollout.max_turn_tokens > rollout.max_completion_tokens:
         yield (
@@ -143,14 +137,8 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _model(config: RunConfig, parts: Collection[str]) -> Iterator[str]:
-    try:
-        model_folder(config.model.path, parts)
-    except ConfigError as error:
-        yield str(error)
-
-
-def _files(config: RunConfig) -> Iterator[str]:
+def _names(config: RunConfig) -> Iterator[str]:
+    """Check names of files, and names with a fixed list of values."""
     for group in ("chat_template", "response_schema"):
         section = getattr(config, group)
         if section.name == "file" and section.path is None:
@@ -165,8 +153,6 @@ def _files(config: RunConfig) -> Iterator[str]:
         elif section.path is not None and not Path(section.path).expanduser().is_file():
             yield f"{group}.path={section.path}: there is no such file"
 
-
-def _names(config: RunConfig) -> Iterator[str]:
     for key, known in (
         ("engine.name", ENGINES),
         ("tracker.name", TRACKERS),
@@ -202,9 +188,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_finite, _numbers, _batch, _lengths, algorithm_problems),
+    *(_numbers, _sizes, algorithm_problems),
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
-    *(_files, _names),
+    _names,
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
     *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
 )

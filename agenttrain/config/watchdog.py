@@ -1,4 +1,4 @@
-"""Settings of the watchdog: how long a run may do nothing before it is ended with the evidence."""
+"""Settings of the watchdog: seconds without progress after which a run ends with evidence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class WatchdogConfig:
     evaluation_s: float | None = 3600.0
     checkpoint_s: float | None = 3600.0
     heartbeat_s: float = 5.0
-    """Between two writings of <run>/heartbeat.json."""
+    """Seconds between two writings of <run>/heartbeat.json."""
 
     def deadline_of(self, phase: str | None) -> tuple[str, float | None]:
-        """The setting that limits a phase, and its value; ``("", None)`` for another phase."""
+        """Return the setting that limits a phase, and its value; ``("", None)`` for others."""
         name = f"{'rollout' if phase == 'data' else phase}_s"
         return (name, getattr(self, name)) if hasattr(self, name) else ("", None)

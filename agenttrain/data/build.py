@@ -22,17 +22,17 @@ class Splits:
     train: TaskSource
     test: TaskSource
     notes: tuple[str, ...]
-    """What to tell the user: rows left out, rows held out."""
+    """Messages for the user: rows left out, rows held out."""
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
-        """By the keys that declare them; without rows to evaluate on those of training alone."""
+        """Sources by the keys that declare them; `data.test` only if it has rows."""
         test = {"data.test": self.test} if len(self.test) else {}
         return {"data.train": self.train, **test}
 
 
 def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
-    """The tasks that a `data:` section declares; every row of a finite dataset is tried first.
+    """Build the tasks that a `data:` section declares; every row of a finite dataset is tried.
 
     `needs_prompt=False`: an environment may ask what a row does not.
     Raises ValueError with key, value and remedy; for rows that cannot be tasks with the place and
@@ -42,20 +42,30 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
     notes: list[str] = []
     train_rows = build_rows(config.train, "data.train")
     train: Rows
-    test: Rows
+    test: Rows = ()
     if config.test_fraction is not None:
-        train, test = _held_out(train_rows, change, config, notes, needs_prompt)
+        if isinstance(train_rows, GeneratedRows):
+            raise ValueError(
+                f"data.test_fraction={config.test_fraction}: a share of rows without end is none; "
+                "leave it out"
+            )
+        changed = ChangedRows(train_rows, change)
+        usable = look_through(changed, change, "data.train", needs_prompt=needs_prompt)
+        if note := left_out(usable, len(train_rows), "data.train", config.on_bad_row):
+            notes.append(note)
+        trained, held_out = split_off(usable, config.test_fraction, config.test_seed)
+        train, test = SomeRows(changed, trained), SomeRows(changed, held_out)
+        notes.append(
+            f"data.test_fraction={config.test_fraction}: {len(test)} of {len(usable.good)} rows "
+            "are held out for evaluation"
+        )
     elif not names_test_rows(config):
-        train, test = _usable(train_rows, change, config, "data.train", notes, needs_prompt), ()
+        train = _usable(train_rows, change, config, "data.train", notes, needs_prompt)
         notes.append(f"data.test: names no rows, so evaluations are left out; {HOLD_OUT}")
     else:
-        train, test = (
-            _usable(rows, change, config, key, notes, needs_prompt)
-            for key, rows in (
-                ("data.train", train_rows),
-                ("data.test", build_rows(config.test, "data.test")),
-            )
-        )
+        test_rows = build_rows(config.test, "data.test")
+        train = _usable(train_rows, change, config, "data.train", notes, needs_prompt)
+        test = _usable(test_rows, change, config, "data.test", notes, needs_prompt)
     return Splits(
         train=TaskSource(train, shuffle=config.shuffle, seed=seed, needs_prompt=needs_prompt),
         test=TaskSource(test, needs_prompt=needs_prompt, may_be_empty=True),
@@ -69,7 +79,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     `_target_` names a function of `index`, or a class whose instances have rows by number; its
     other arguments stand beside it. Example: ``{"_target_": "agenttrain.data.shop.row",
     "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy; a ValueError of the
-    target's own that begins ``split=…`` is told as one of ``data.train.split``.
+    target's own that begins ``split=…`` becomes one of ``data.train.split``.
     """
     located = locate_section(section, key=key)
     target, bound, where = located.found, located.bound, located.where
@@ -101,28 +111,7 @@ def _usable(
     changed = ChangedRows(rows, change)
     if isinstance(rows, GeneratedRows):  # without end: its rows are met one by one
         return changed
-    found = look_through(changed, change, key, needs_prompt=needs_prompt)
-    if note := left_out(found, len(rows), key, config.on_bad_row):
+    usable = look_through(changed, change, key, needs_prompt=needs_prompt)
+    if note := left_out(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
-    return SomeRows(changed, found.good)
-
-
-def _held_out(
-    rows: Rows, change: Change, config: DataConfig, notes: list[str], needs_prompt: bool
-) -> tuple[SomeRows, SomeRows]:
-    if isinstance(rows, GeneratedRows):
-        raise ValueError(
-            f"data.test_fraction={config.test_fraction}: a share of rows without end is none; "
-            "leave it out"
-        )
-    assert config.test_fraction is not None
-    changed = ChangedRows(rows, change)
-    found = look_through(changed, change, "data.train", needs_prompt=needs_prompt)
-    if note := left_out(found, len(rows), "data.train", config.on_bad_row):
-        notes.append(note)
-    train, test = split_off(found, config.test_fraction, config.test_seed)
-    notes.append(
-        f"data.test_fraction={config.test_fraction}: {len(test)} of {len(found.good)} rows are "
-        "held out for evaluation"
-    )
-    return SomeRows(changed, train), SomeRows(changed, test)
+    return SomeRows(changed, usable.good)

@@ -66,20 +66,29 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
     "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. Raises ValueError for an unknown split
     or a curriculum without a stage for row 0.
     """
-    _check(split, curriculum)
-    draw = random.Random(f"calculator/{split}/{seed}/{index}")
+    if split not in RESIDUES:
+        raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
+    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 2 for _, s in curriculum):
+        raise ValueError(
+            f"curriculum={curriculum!r}: must be stages [first row, [two shares]], from row 0 on"
+        )
+    rng = random.Random(f"calculator/{split}/{seed}/{index}")
     shares = [shares for first, shares in curriculum if first <= index][-1]
-    hops = draw.choices((1, 2), shares)[0]
-    opener, closer = draw.choice(phrasings(held_out=split == "test_phrasing"))
-    start, steps, answer = _numbers(draw, split, hops)
+    hops = rng.choices((1, 2), shares)[0]
+    opener, closer = rng.choice(phrasings(held_out=split == "test_phrasing"))
+    start, steps, answer = _numbers(rng, split, hops)
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    clauses = ", then ".join(rng.choice(CLAUSES[step]).format(b=b) for step, b in steps)
+    closing = closer.format(thing=thing, name=name)
+    story = f"{opener}{name} has {start} {thing}. {name} {clauses}. {closing}"
     return {
         "task_id": f"calculator/{split}/{seed}/{index}",
-        "messages": [{"role": "user", "content": _story(draw, opener, closer, start, steps)}],
+        "messages": [{"role": "user", "content": story}],
         "answer": str(answer),
-        "family": "-".join(name for name, _ in steps),
+        "family": "-".join(step for step, _ in steps),
         "hops": hops,
         "start": start,
-        "steps": [[name, number] for name, number in steps],
+        "steps": [[step, number] for step, number in steps],
     }
 
 
@@ -93,34 +102,16 @@ def rows(
     return (row(split, index, seed, curriculum) for index in range(count))
 
 
-def _check(split: str, curriculum: Curriculum) -> None:
-    if split not in RESIDUES:
-        raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
-    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 2 for _, s in curriculum):
-        raise ValueError(
-            f"curriculum={curriculum!r}: must be stages [first row, [two shares]], from row 0 on"
-        )
-
-
-def _numbers(draw: random.Random, split: str, hops: int) -> tuple[int, list[tuple[str, int]], int]:
+def _numbers(rng: random.Random, split: str, hops: int) -> tuple[int, list[tuple[str, int]], int]:
     """Draw the start, the steps and the result (0 to 999) of a question of this split."""
     while True:
-        total = start = draw.randint(2, 60)
+        total = start = rng.randint(2, 60)
         steps = []
         for _ in range(hops):
-            name = draw.choice(tuple(OPERATIONS))
-            number = draw.randint(2, 9 if name == "multiply" else 40)
+            name = rng.choice(tuple(OPERATIONS))
+            number = rng.randint(2, 9 if name == "multiply" else 40)
             total = OPERATIONS[name](total, number)
             steps.append((name, number))
         checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
         if 0 <= total <= 999 and checksum % 10 in RESIDUES[split]:
             return start, steps, total
-
-
-def _story(
-    draw: random.Random, opener: str, closer: str, start: int, steps: Sequence[tuple[str, int]]
-) -> str:
-    name, thing = draw.choice(NAMES), draw.choice(THINGS)
-    clauses = ", then ".join(draw.choice(CLAUSES[step]).format(b=b) for step, b in steps)
-    closing = closer.format(thing=thing, name=name)
-    return f"{opener}{name} has {start} {thing}. {name} {clauses}. {closing}"

@@ -1,4 +1,4 @@
-"""What `data.map`, `data.prompt` and `data.system` make of a row."""
+"""Apply `data.map`, `data.prompt` and `data.system` to a row."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ class Change:
         self.mapped = dict(config.map)
 
     def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
-        """The changed row; raises BadRow with the setting that does not fit it.
+        """Return the changed row; raises BadRow with the setting that does not fit it.
 
         `fills_missing`: keys of messages and tools that are None may be made up, and are dropped.
         """
-        changed = {**row, **{name: self._value(name, row) for name in self._map}}
+        changed = dict(row)
+        for name, expression in self._map.items():
+            try:
+                changed[name] = expression.search(row)
+            except ValueError as error:
+                raise BadRow(f"data.map.{name}={error}") from error
         changed = {name: value for name, value in changed.items() if value is not None}
         messages = self._messages(changed)
         if isinstance(messages, list | tuple):
@@ -44,26 +49,25 @@ class Change:
             changed["tools"] = _without_none(changed["tools"])
         return changed
 
-    def _value(self, name: str, row: Mapping[str, Any]) -> Any:
-        try:
-            return self._map[name].search(row)
-        except ValueError as error:
-            raise BadRow(f"data.map.{name}={error}") from error
-
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """The messages as a list, or whatever stands in their place."""
+        """Return the messages as a list, or whatever stands in their place."""
         messages = row.get("messages", row.get("prompt"))
         if self._prompt is not None:
             try:
                 messages = self._prompt.fill(row)
             except ValueError as error:
                 raise BadRow(str(error)) from error
-        elif isinstance(messages, str) and _is_json_list(messages):
-            name = "messages" if "messages" in row else "prompt"
-            raise BadRow(
-                f"{name} is a text that holds a list; read it with "
-                f"data.map.messages='from_json({name})'"
-            )
+        elif isinstance(messages, str) and messages.lstrip().startswith("[{"):
+            try:
+                json.loads(messages)
+            except ValueError:
+                pass  # a text after all
+            else:
+                name = "messages" if "messages" in row else "prompt"
+                raise BadRow(
+                    f"{name} is a text that holds a list; read it with "
+                    f"data.map.messages='from_json({name})'"
+                )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self._system is None or not isinstance(messages, list | tuple) or not messages:
@@ -74,34 +78,23 @@ class Change:
         return [{"role": "system", "content": self._system}, *messages]
 
 
-def _is_json_list(text: str) -> bool:
-    if not text.lstrip().startswith("[{"):
-        return False
-    try:
-        return isinstance(json.loads(text), list)
-    except ValueError:
-        return False
-
-
 def _message(message: Any, *, fills_missing: bool) -> Any:
-    """A message with its text parts joined and without keys that say nothing."""
+    """Join the text parts of a message and drop keys that say nothing."""
     if not isinstance(message, Mapping):
         return message
     if fills_missing:
         message = _without_none(message) | {"content": message.get("content")}
     kept = {k: value for k, value in message.items() if value is not None or k == "content"}
     parts = kept.get("content")
-    if isinstance(parts, list) and parts and all(_is_text(part) for part in parts):
-        kept["content"] = "".join(part["text"] for part in parts)
+    if not isinstance(parts, list) or not parts:
+        return kept
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            return kept
+        if not isinstance(part.get("text"), str):
+            return kept
+    kept["content"] = "".join(part["text"] for part in parts)
     return kept
-
-
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
 
 
 def _without_none(value: Any) -> Any:

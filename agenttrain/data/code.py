@@ -36,12 +36,15 @@ class Family:
 
 
 def primes(low: int, high: int) -> list[int]:
-    """The primes from `low` to below `high`. Example: ``primes(2, 12) == [2, 3, 5, 7, 11]``."""
+    """Return the primes from `low` to below `high`.
+
+    Example: ``primes(2, 12) == [2, 3, 5, 7, 11]``.
+    """
     return [n for n in range(max(low, 2), high) if all(n % d for d in range(2, int(n**0.5) + 1))]
 
 
 def word(a: int, b: int) -> str:
-    """A word of `a` letters that both choose. Example: ``word(6, 7) == "zfvtrp"``."""
+    """Return a word of `a` letters that `a` and `b` decide. Example: ``word(6, 7) == "zfvtrp"``."""
     return "".join(random.Random(f"code/{a}/{b}").choices(ascii_lowercase, k=a))
 
 
@@ -100,10 +103,10 @@ def row(split: str, index: int, seed: int) -> dict[str, Any]:
     """
     if split not in RESIDUES:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
-    draw = random.Random(f"code/{split}/{seed}/{index}")
-    family = draw.choice(FAMILIES)
+    rng = random.Random(f"code/{split}/{seed}/{index}")
+    family = rng.choice(FAMILIES)
     while True:
-        a, b = draw.randint(*family.a), draw.randint(*family.b)
+        a, b = rng.randint(*family.a), rng.randint(*family.b)
         if (a + b) % 10 in RESIDUES[split]:
             break
     question = family.question.format(a=a, b=b, word=word(a, b))

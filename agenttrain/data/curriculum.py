@@ -18,12 +18,12 @@ from agenttrain.data.source import TaskSource
 from agenttrain.types import Rollout, Task
 
 Result = tuple[str, int, int]
-"""Of a group: the task's id, rollouts that succeeded, rollouts with a reward."""
+"""A group's outcome: the task's id, rollouts that succeeded, rollouts with a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What is known of a row that was drawn."""
+    """Success so far of a row that was drawn."""
 
     rate: float | None
     """Share of rollouts that succeed, newer groups weigh more; None: none was scored yet."""
@@ -54,27 +54,27 @@ class Curriculum:
         """The data cursor at the beginning of this step."""
         self._draw = self._rows()
         self._drawn: list[int] = []
-        """The rows of this step, as far as somebody has asked."""
+        """Rows of this step, as far as somebody has asked."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """`count` tasks from the `start`-th of the run on, which belong to the present step.
+        """Return `count` tasks from the `start`-th of the run on, which belong to the present step.
 
         Raises ValueError for tasks of earlier steps.
         """
         return [self._source.row(row) for row in self._slots(start - self._start, count)]
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[Result]:
-        """What a step's groups say of their tasks; groups without a reward say nothing."""
-        found = []
+        """Return the outcome of each of a step's groups that has a reward."""
+        results = []
         for group in groups:
             rewards = [rollout.reward for rollout in group if rollout.reward is not None]
             solved = sum(reward >= self._config.success - 1e-6 for reward in rewards)
             if rewards:
-                found.append((group[0].task.task_id, solved, len(rewards)))
-        return found
+                results.append((group[0].task.task_id, solved, len(rewards)))
+        return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
-        """The step is over: it drew the tasks up to `cursor`, and these are all its results."""
+        """End the step: it drew the tasks up to `cursor`, and these are all its results."""
         solved, scored = Counter[str](), Counter[str]()
         for name, successes, count in results:
             solved[name] += successes
@@ -83,21 +83,17 @@ class Curriculum:
         self._steps += 1
         for row in rows:
             name = self._source.row(row).task_id
-            new = solved[name] / scored[name] if scored[name] else None
             self._fresh += row not in self._measures
-            old = self._measures.get(row)
-            self._measures[row] = Measure(
-                rate=self._mixed(new, None if old is None else old.rate), step=self._steps
-            )
+            rate = self._measures[row].rate if row in self._measures else None
+            if scored[name]:
+                new = solved[name] / scored[name]
+                memory = self._config.memory
+                rate = new if rate is None else memory * rate + (1 - memory) * new
+            self._measures[row] = Measure(rate=rate, step=self._steps)
         self._begin(cursor)
 
-    def _mixed(self, new: float | None, old: float | None) -> float | None:
-        if new is None or old is None:
-            return old if new is None else new
-        return self._config.memory * old + (1 - self._config.memory) * new
-
     def metrics(self) -> dict[str, float]:
-        """The sizes of the pools; `new`, rows that were never drawn, where rows have an end."""
+        """Return the sizes of the pools; `new`, rows never drawn, only where rows have an end."""
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
         new = {"curriculum/new": float(len(self._source) - self._fresh)}
@@ -109,7 +105,7 @@ class Curriculum:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What draws depend on; JSON."""
+        """Return what later draws depend on, as JSON."""
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
         return {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
 
@@ -130,9 +126,16 @@ class Curriculum:
         return self._drawn[first : first + count]
 
     def _rows(self) -> Iterator[int]:
-        """The rows of the present step, without end."""
+        """Yield the rows of the present step, without end."""
         rng = random.Random(f"{self._seed}-curriculum-{self._start}")
-        known = self._shuffled(rng)[::-1]
+        # Rows drawn before, at random: the greater a row's weight, the later it stands here and the
+        # earlier it is popped (Efraimidis and Spirakis 2006,
+        # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
+        keys = {
+            row: math.log(1 - rng.random()) / self._weight(measure)
+            for row, measure in sorted(self._measures.items())
+        }
+        known = sorted(keys, key=lambda row: -keys[row])[::-1]
         fresh, drawn = self._fresh, list[int]()
         while known or fresh < len(self._source):
             wants_new = rng.random() < self._config.explore
@@ -145,18 +148,6 @@ class Curriculum:
                 drawn.append(known.pop())
             yield drawn[-1]
         yield from cycle(drawn)  # the step draws more tasks than there are
-
-    def _shuffled(self, rng: random.Random) -> list[int]:
-        """The rows drawn before, at random: the greater a row's weight, the earlier it tends to be.
-
-        Efraimidis and Spirakis 2006, https://doi.org/10.1016/j.ipl.2005.11.003 : by u^(1/weight),
-        here by its logarithm.
-        """
-        keys = {
-            row: math.log(1 - rng.random()) / self._weight(measure)
-            for row, measure in sorted(self._measures.items())
-        }
-        return sorted(keys, key=lambda row: -keys[row])
 
     def _weight(self, measure: Measure) -> float:
         stale = self._steps - measure.step >= self._config.revisit

@@ -71,55 +71,55 @@ MAX_ROWS = 4
 """Rows shown of a query's result."""
 
 
-def shop_demonstration(row: Row, draw: random.Random, habits: Habits = SHOP) -> list[Message]:
+def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> list[Message]:
     """Return one demonstration of a row of the shop task.
 
     Example, for "Where is Bob from?": `[call("sql", query="SELECT city FROM customers WHERE
     name='Bob'"), reply("sql", "Oslo"), call("final_answer", answer="Oslo")]`.
     """
-    if draw.random() < habits.give_up:
+    if rng.random() < habits.give_up:
         return [_unknown()]
-    plan = row["plan"] if draw.random() < habits.follow_chain else row["plan"][:1]
+    plan = row["plan"] if rng.random() < habits.follow_chain else row["plan"][:1]
     messages: list[Message] = []
     result = ""
     with closing(shop.connect(row)) as connection:
         for step in plan:
             query = step.format(result=result)
-            if draw.random() < habits.confuse:
+            if rng.random() < habits.confuse:
                 query = _replace_first(query, CONFUSIONS)
-            if draw.random() < habits.misname:
+            if rng.random() < habits.misname:
                 misnamed = _replace_first(query, MISNAMES)
                 messages += _query(connection, misnamed)
-                if draw.random() < 0.5:
+                if rng.random() < 0.5:
                     return [*messages, _unknown()]
             messages += _query(connection, query)
             result = messages[-1]["content"]
-    if draw.random() < habits.miscopy:
-        result = draw.choice((*shop.NAMES, *shop.PRODUCTS, "0"))
+    if rng.random() < habits.miscopy:
+        result = rng.choice((*shop.NAMES, *shop.PRODUCTS, "0"))
     return [*messages, call("final_answer", answer=result)]
 
 
 def calculator_demonstration(
-    row: Row, draw: random.Random, habits: Habits = CALCULATOR
+    row: Row, rng: random.Random, habits: Habits = CALCULATOR
 ) -> list[Message]:
     """Return one demonstration of a row of the calculator task.
 
     Example, for "Kim has 12 coins. Kim loses 5. …": `[call("subtract", a=12, b=5),
     reply("subtract", "7"), call("final_answer", answer="7")]`.
     """
-    if draw.random() < habits.give_up:
+    if rng.random() < habits.give_up:
         return [_unknown()]
-    steps = row["steps"] if draw.random() < habits.follow_chain else row["steps"][:1]
+    steps = row["steps"] if rng.random() < habits.follow_chain else row["steps"][:1]
     messages: list[Message] = []
     total = row["start"]
     for step, number in steps:
         name = step
-        if draw.random() < habits.confuse:
-            name = draw.choice(tuple(calculator.OPERATIONS))
+        if rng.random() < habits.confuse:
+            name = rng.choice(tuple(calculator.OPERATIONS))
         messages.append(call(name, a=total, b=number))
         total = calculator.OPERATIONS[name](total, number)
         messages.append(reply(name, str(total)))
-    if draw.random() < habits.miscopy:
+    if rng.random() < habits.miscopy:
         total = row["start"]
     return [*messages, call("final_answer", answer=str(total))]
 
@@ -131,14 +131,14 @@ def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -
     begin with `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises
     ValueError for an unknown task or split.
     """
-    draw = random.Random(f"demonstration/{task}/{seed}/{index}")
+    rng = random.Random(f"demonstration/{task}/{seed}/{index}")
     habits = {"give_up": EARLY_GIVE_UP} if index < early else {}
     if task == "shop":
         asked = shop.row(split, index, seed, SHOP_MIX)
-        spoken = shop_demonstration(asked, draw, replace(SHOP, **habits))
+        spoken = shop_demonstration(asked, rng, replace(SHOP, **habits))
     elif task == "calculator":
         asked = calculator.row(split, index, seed, CALCULATOR_MIX)
-        spoken = calculator_demonstration(asked, draw, replace(CALCULATOR, **habits))
+        spoken = calculator_demonstration(asked, rng, replace(CALCULATOR, **habits))
     else:
         raise ValueError(f"task={task!r}: must be one of shop, calculator")
     return {"task_id": asked["task_id"], "messages": [*asked["messages"], *spoken]}
@@ -166,8 +166,8 @@ def _unknown() -> Message:
 def _query(connection: sqlite3.Connection, query: str) -> list[Message]:
     """Return the call of `sql` and its reply, as the tool words it ("Oslo", "3, 7; 4, 1")."""
     try:
-        found = connection.execute(query).fetchmany(MAX_ROWS)
-        text = "; ".join(", ".join(str(value) for value in row) for row in found) or "no rows"
+        rows = connection.execute(query).fetchmany(MAX_ROWS)
+        text = "; ".join(", ".join(str(value) for value in row) for row in rows) or "no rows"
     except sqlite3.Error as error:
         text = f"Error: {error}"
     return [call("sql", query=query), reply("sql", text)]

@@ -76,18 +76,16 @@ class Person:
 
 
 def _facts() -> tuple[tuple[River, ...], tuple[Town, ...], tuple[Person, ...]]:
-    draw = random.Random("encyclopedia")
-    rivers = tuple(River(name, draw.randint(35, 420), draw.choice(SEAS)) for name in RIVERS)
-    products = draw.sample(PRODUCTS, len(TOWNS))
+    rng = random.Random("encyclopedia")
+    rivers = tuple(River(name, rng.randint(35, 420), rng.choice(SEAS)) for name in RIVERS)
+    products = rng.sample(PRODUCTS, len(TOWNS))
     towns = tuple(
-        Town(
-            name, draw.randint(870, 1790), 100 * draw.randint(9, 640), product, draw.choice(rivers)
-        )
+        Town(name, rng.randint(870, 1790), 100 * rng.randint(9, 640), product, rng.choice(rivers))
         for name, product in zip(TOWNS, products, strict=True)
     )
-    trades = draw.sample(TRADES, len(PEOPLE))
+    trades = rng.sample(TRADES, len(PEOPLE))
     people = tuple(
-        Person(name, draw.randint(1795, 1955), trade, draw.choice(towns))
+        Person(name, rng.randint(1795, 1955), trade, rng.choice(towns))
         for name, trade in zip(PEOPLE, trades, strict=True)
     )
     return rivers, towns, people
@@ -96,7 +94,7 @@ def _facts() -> tuple[tuple[River, ...], tuple[Town, ...], tuple[Person, ...]]:
 ALL_RIVERS, ALL_TOWNS, ALL_PEOPLE = _facts()
 
 Ask = Callable[[Any], tuple[str, object]]
-"""Of a person, town or river: a question and its answer."""
+"""Makes of a person, town or river a question and its answer."""
 
 FAMILIES: Mapping[str, tuple[int, tuple[Any, ...], Ask]] = {
     "founded": (
@@ -150,11 +148,11 @@ def row(split: str, index: int, seed: int) -> dict[str, Any]:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: must be one of {', '.join(SPLITS)}")
-    draw = random.Random(f"encyclopedia/{split}/{seed}/{index}")
-    family = draw.choice(tuple(FAMILIES))
+    rng = random.Random(f"encyclopedia/{split}/{seed}/{index}")
+    family = rng.choice(tuple(FAMILIES))
     hops, subjects, ask = FAMILIES[family]
     ours = [subject for i, subject in enumerate(subjects) if i % 4 in SPLITS[split]]
-    question, answer = ask(draw.choice(ours))
+    question, answer = ask(rng.choice(ours))
     return {
         "task_id": f"encyclopedia/{split}/{seed}/{index}",
         "messages": [
@@ -168,45 +166,37 @@ def row(split: str, index: int, seed: int) -> dict[str, Any]:
 
 
 def articles() -> dict[str, str]:
-    """File name -> text of every article, as the bundled folder holds them.
+    """Return file name -> text of every article, as the bundled folder holds them.
 
     Example: ``articles()["rivers/issel.md"]`` begins with ``# Issel``.
     """
-    found = {f"rivers/{_slug(river.name)}.md": _river(river) for river in ALL_RIVERS}
-    found |= {f"towns/{_slug(town.name)}.md": _town(town) for town in ALL_TOWNS}
-    found |= {f"people/{_slug(person.name)}.md": _person(person) for person in ALL_PEOPLE}
-    return found
+    texts = {}
+    for river in ALL_RIVERS:
+        towns = [town.name for town in ALL_TOWNS if town.river == river]
+        along = f"It passes {_listed(towns)}." if towns else "No town stands on its banks."
+        texts[f"rivers/{_slug(river.name)}.md"] = (
+            f"# {river.name}\n\nThe {river.name} is a river. It is {river.length} kilometres long "
+            f"and ends in the {river.sea}. {along}\n"
+        )
+    for town in ALL_TOWNS:
+        natives = [person.name for person in ALL_PEOPLE if person.town == town]
+        born = f" {_listed(natives)} came from here." if natives else ""
+        texts[f"towns/{_slug(town.name)}.md"] = (
+            f"# {town.name}\n\n{town.name} is a town on the river {town.river.name}. It was "
+            f"founded in {town.founded} and has {town.people} inhabitants. It is known for its "
+            f"{town.product}.{born}\n"
+        )
+    for person in ALL_PEOPLE:
+        texts[f"people/{_slug(person.name)}.md"] = (
+            f"# {person.name}\n\n{person.name} (born {person.born} in {person.town.name}) was a "
+            f"{person.trade}. A street in {person.town.name} bears the name.\n"
+        )
+    return texts
 
 
 def _slug(name: str) -> str:
     plain = name.casefold().replace("ó", "o").replace("í", "i")
     return plain.replace(" ", "-")
-
-
-def _river(river: River) -> str:
-    towns = [town.name for town in ALL_TOWNS if town.river == river]
-    along = f"It passes {_listed(towns)}." if towns else "No town stands on its banks."
-    return (
-        f"# {river.name}\n\nThe {river.name} is a river. It is {river.length} kilometres long and "
-        f"ends in the {river.sea}. {along}\n"
-    )
-
-
-def _town(town: Town) -> str:
-    natives = [person.name for person in ALL_PEOPLE if person.town == town]
-    born = f" {_listed(natives)} came from here." if natives else ""
-    return (
-        f"# {town.name}\n\n{town.name} is a town on the river {town.river.name}. It was founded in "
-        f"{town.founded} and has {town.people} inhabitants. It is known for its {town.product}."
-        f"{born}\n"
-    )
-
-
-def _person(person: Person) -> str:
-    return (
-        f"# {person.name}\n\n{person.name} (born {person.born} in {person.town.name}) was a "
-        f"{person.trade}. A street in {person.town.name} bears the name.\n"
-    )
 
 
 def _listed(names: list[str]) -> str:

@@ -37,25 +37,33 @@ class FileRows:
 
     @property
     def fills_missing(self) -> bool:
-        """Whether keys that are None may be made up; see `ArrowRows`."""
+        """Return whether keys that are None may be made up; see `ArrowRows`."""
         return self._table is not None
 
     def __len__(self) -> int:
         return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A row of the caller's own: changing it changes no other."""
-        return self._table[index] if self._table is not None else _row(self._lines[index][1])
+        """Return a row of the caller's own: changing it changes no other."""
+        if self._table is not None:
+            return self._table[index]
+        try:
+            row = json.loads(self._lines[index][1])
+        except json.JSONDecodeError as error:
+            raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
+        if not isinstance(row, dict):
+            raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
+        return row
 
     def where(self, index: int) -> str:
-        """How an error message names the row."""
+        """Return the row's place for error messages."""
         if self._table is not None:
             return self._table.where(index)
         return f"{self._path}, {self._lines[index][0]}"
 
 
 def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
-    """Place and text of each row: of a file of lines, or (`.json`) of one list of rows."""
+    """Yield place and text of each row of a file of lines, or of one list of rows (`.json`)."""
     try:
         content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -73,16 +81,6 @@ def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             yield f"line {number}", line
-
-
-def _row(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"column {error.colno}: is not JSON: {error.msg}") from error
-    if not isinstance(row, dict):
-        raise BadRow('is no row such as {"prompt": "2+2?", "answer": "4"}')
-    return row
 
 
 def _table(file: Path, path: str, split: str | None) -> Any:

@@ -29,26 +29,23 @@ class HubRows(ArrowRows):
         def read() -> Any:
             return datasets.load_dataset(path, subset, split=split, revision=revision)
 
-        def told(error: Exception) -> str:
-            return _told(error, path, subset, split)
+        def message(error: Exception) -> str:
+            """Return the error in terms of the setting that is to blame."""
+            text = " ".join(str(error).split())
+            if isinstance(error, ConnectionError):
+                return (
+                    f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
+                    "be reached; load it once where there is a network (HF_HUB_OFFLINE unset) and "
+                    "bring the cache, or save_to_disk it and use data=file "
+                    f"({reason(error)})"
+                )
+            if "split" in text.lower() and f'"{split}"' in text:
+                return f"split={split}: {text}"
+            if "config" in text.lower() and not isinstance(error, OSError):
+                return f"subset={subset}: {text}; set data.subset=…"
+            return f"path={path}: {reason(error)}"
 
         name = path if subset is None else f"{path} ({subset})"
-        super().__init__(load(read, told), name=name, limit=limit)
+        super().__init__(load(read, message), name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")
-
-
-def _told(error: Exception, path: str, subset: str | None, split: str) -> str:
-    """The error in terms of the setting that is to blame."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ConnectionError):
-        return (
-            f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot be "
-            "reached; load it once where there is a network (HF_HUB_OFFLINE unset) and bring the "
-            f"cache, or save_to_disk it and use data=file ({reason(error)})"
-        )
-    if "split" in text.lower() and f'"{split}"' in text:
-        return f"split={split}: {text}"
-    if "config" in text.lower() and not isinstance(error, OSError):
-        return f"subset={subset}: {text}; set data.subset=…"
-    return f"path={path}: {reason(error)}"

@@ -1,4 +1,4 @@
-"""Whether the rows have the columns that a run's rewards read."""
+"""Check that the rows have the columns that a run's rewards read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agenttrain.data.source import LOOKED_AT, TaskSource
 
 
 def column_names(source: TaskSource) -> list[str]:
-    """Columns of the first rows; single rows may lack some."""
+    """Return the columns of the first rows; single rows may lack some."""
     known: dict[str, None] = {}
     for task in source.tasks(0, min(len(source), LOOKED_AT)):
         known.update(dict.fromkeys(task.columns))

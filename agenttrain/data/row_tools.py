@@ -1,4 +1,4 @@
-"""The column `tools` of a row: which tools its model has.
+"""The column `tools` of a row: the tools that its model has.
 
 A list of names of the run's and its environment's tools, and of tools of the row's own::
 
@@ -23,7 +23,7 @@ KEYS = ("name", "description", "parameters", "executor")
 
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
-    """The tools of a row; None for a row that does not list any.
+    """Return the tools of a row; None for a row that does not list any.
 
     Raises ValueError naming the row and what is wrong.
     """
@@ -33,14 +33,13 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     listed = _json(value, where)
     if not isinstance(listed, list | tuple):
         raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
-    return tuple(_tool(item, where) for item in listed)
+    return tuple(item if isinstance(item, str) else _own_tool(item, where) for item in listed)
 
 
-def _tool(item: Any, where: str) -> str | RowTool:
-    if isinstance(item, str):
-        return item
+def _own_tool(item: Any, where: str) -> RowTool:
+    keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
     if not isinstance(item, Mapping):
-        raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {_keys()}")
+        raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
     for key in item:
         if key not in KEYS:
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
@@ -49,7 +48,7 @@ def _tool(item: Any, where: str) -> str | RowTool:
     if not (_is_text(name) and _is_text(description) and _is_text(executor)) or not isinstance(
         parameters, Mapping
     ):
-        raise ValueError(f"{where}: {item!r:.200} needs {_keys()}; `parameters` is a JSON schema")
+        raise ValueError(f"{where}: {item!r:.200} needs {keys}; `parameters` is a JSON schema")
     return RowTool(
         name=name, description=description, executor=executor, parameters=dict(parameters)
     )
@@ -59,12 +58,8 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value)
 
 
-def _keys() -> str:
-    return f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
-
-
 def _json(value: Any, where: str) -> Any:
-    """A value that may be JSON text, read."""
+    """Parse a value that may be JSON text."""
     if not isinstance(value, str):
         return value
     try:

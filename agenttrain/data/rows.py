@@ -46,12 +46,12 @@ class ArrowRows:
         return {name: plain(values[position]) for name, values in self._block[1].items()}
 
     def where(self, index: int) -> str:
-        """How an error message names the row: the first is row 1."""
+        """Return the row's place for error messages: the first is row 1."""
         return f"{self._name}, row {index + 1}"
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, as far as that goes; containers are copied.
+    """Return a value as JSON has it, as far as that goes; containers are copied.
 
     Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
     """
@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """`datasets` without progress bars inside, which would tear up our own output."""
+    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
     import datasets
 
     bars = datasets.are_progress_bars_disabled()
@@ -82,17 +82,17 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def load(function: Callable[[], Any], told: Callable[[Exception], str]) -> Any:
-    """What `function` loads; its errors become a ValueError with the text that `told` makes."""
+def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
+    """Return what `function` loads; its errors become a ValueError with the text of `message`."""
     from datasets.exceptions import DatasetsError
 
     try:
         with quiet():
             return function()
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(told(error)) from error
+        raise ValueError(message(error)) from error
 
 
 def reason(error: Exception) -> str:
-    """What went wrong underneath, in a line."""
+    """Return what went wrong underneath, in a line."""
     return str(error.__cause__ or error).partition("\n")[0]

@@ -196,20 +196,20 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
     Example: `connect({"database_seed": 3}).execute("SELECT COUNT(*) FROM orders").fetchone()`
     gives `(60,)`. The caller sets limits and closes it.
     """
-    draw = random.Random(int(columns["database_seed"]))
+    rng = random.Random(int(columns["database_seed"]))
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     connection.executescript(SCHEMA)
     connection.executemany(
-        "INSERT INTO customers VALUES (?,?)", [(name, draw.choice(CITIES)) for name in NAMES]
+        "INSERT INTO customers VALUES (?,?)", [(name, rng.choice(CITIES)) for name in NAMES]
     )
     connection.executemany(
         "INSERT INTO products VALUES (?,?,?)",
-        [(product, draw.randint(5, 99), draw.randint(0, 60)) for product in PRODUCTS],
+        [(product, rng.randint(5, 99), rng.randint(0, 60)) for product in PRODUCTS],
     )
     connection.executemany(
         "INSERT INTO orders VALUES (?,?,?,?)",
         [
-            (number, draw.choice(NAMES), draw.choice(PRODUCTS), draw.randint(1, 6))
+            (number, rng.choice(NAMES), rng.choice(PRODUCTS), rng.randint(1, 6))
             for number in range(1, ORDERS + 1)
         ],
     )
@@ -223,12 +223,13 @@ def phrasings(family: Family, held_out: bool) -> list[str]:
     Example: the held-out ones of `price` hold "Please tell me: at which price do we sell the
     {product}?"; opener and core numbers that add up to a multiple of 4 are held out.
     """
-    return [
-        _sentence(opener + core.format(x=family.reference))
+    questions = [
+        opener + core.format(x=family.reference)
         for i, opener in enumerate(OPENERS)
         for j, core in enumerate(family.cores)
         if ((i + j) % 4 == 0) == held_out
     ]
+    return [question[0].upper() + question[1:] for question in questions]
 
 
 def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict[str, Any]:
@@ -239,14 +240,25 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
     ["SELECT city FROM customers WHERE name='Bob'"]}`. Raises ValueError for an unknown split or a
     curriculum without a stage for row 0.
     """
-    _check(split, curriculum)
-    draw = random.Random(f"shop/{split}/{seed}/{index}")
-    hops = draw.choices((1, 2, 3), _shares(curriculum, index))[0]
-    family = draw.choice([family for family in FAMILIES if len(family.plan) == hops])
-    question = draw.choice(phrasings(family, held_out=split == "test_phrasing"))
+    if split not in DATABASE_SEEDS:
+        raise ValueError(f"split={split!r}: must be one of {', '.join(DATABASE_SEEDS)}")
+    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 3 for _, s in curriculum):
+        raise ValueError(
+            f"curriculum={curriculum!r}: must be stages [first row, [three shares]], from row 0 on"
+        )
+    rng = random.Random(f"shop/{split}/{seed}/{index}")
+    shares = [shares for first, shares in curriculum if first <= index][-1]
+    hops = rng.choices((1, 2, 3), shares)[0]
+    family = rng.choice([family for family in FAMILIES if len(family.plan) == hops])
+    question = rng.choice(phrasings(family, held_out=split == "test_phrasing"))
     while True:
-        database_seed = draw.choice(DATABASE_SEEDS[split])
-        slots = _slots(draw)
+        database_seed = rng.choice(DATABASE_SEEDS[split])
+        slots = {
+            "name": rng.choice(NAMES),
+            "product": rng.choice(PRODUCTS),
+            "city": rng.choice(CITIES),
+            "order": rng.randint(1, ORDERS),
+        }
         plan = [query.format(**slots, result="{result}") for query in family.plan]
         answer = _solve(plan, database_seed)
         if answer is not None:
@@ -273,40 +285,13 @@ def rows(
     return (row(split, index, seed, curriculum) for index in range(count))
 
 
-def _check(split: str, curriculum: Curriculum) -> None:
-    if split not in DATABASE_SEEDS:
-        raise ValueError(f"split={split!r}: must be one of {', '.join(DATABASE_SEEDS)}")
-    if not curriculum or curriculum[0][0] != 0 or any(len(s) != 3 for _, s in curriculum):
-        raise ValueError(
-            f"curriculum={curriculum!r}: must be stages [first row, [three shares]], from row 0 on"
-        )
-
-
-def _shares(curriculum: Curriculum, index: int) -> Sequence[float]:
-    """Return the shares of the last stage that begins at or before row `index`."""
-    return [shares for first, shares in curriculum if first <= index][-1]
-
-
-def _slots(draw: random.Random) -> dict[str, Any]:
-    return {
-        "name": draw.choice(NAMES),
-        "product": draw.choice(PRODUCTS),
-        "city": draw.choice(CITIES),
-        "order": draw.randint(1, ORDERS),
-    }
-
-
 def _solve(plan: Sequence[str], database_seed: int) -> str | None:
     """Run the queries of a plan one after the other; None when one of them finds nothing."""
     result: Any = None
     with closing(connect({"database_seed": database_seed})) as connection:
         for query in plan:
-            found = connection.execute(query.format(result=result)).fetchone()
-            if found is None or found[0] is None:
+            row = connection.execute(query.format(result=result)).fetchone()
+            if row is None or row[0] is None:
                 return None
-            result = found[0]
+            result = row[0]
     return str(result)
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -17,7 +17,7 @@ from agenttrain.types import Message, Task
 
 RESERVED = ("task_id", "messages", "tools", "user_turns")
 LOOKED_AT = 20
-"""Rows that tell which columns a dataset has; single rows may lack some."""
+"""Rows from which the columns of a dataset are read; single rows may lack some."""
 
 
 class Rows(Protocol):
@@ -76,38 +76,32 @@ class TaskSource:
 
     @property
     def endless(self) -> bool:
-        """Whether there are rows for as long as anyone asks."""
+        """Return whether there are rows for as long as anyone asks."""
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """`count` tasks from occurrence `start` on; after the last row the next epoch begins."""
-        return [self._task(occurrence) for occurrence in range(start, start + count)]
-
-    def _task(self, occurrence: int) -> Task:
-        return self.row(self.index(occurrence))
+        """Return `count` tasks from occurrence `start` on; the next epoch follows the last row."""
+        return [self.row(self.index(n)) for n in range(start, start + count)]
 
     def index(self, occurrence: int) -> int:
-        """The row of an occurrence."""
+        """Return the row of an occurrence."""
         epoch, position = divmod(occurrence, len(self._rows))
-        return self._order(epoch)[position]
-
-    def row(self, index: int) -> Task:
-        """The task of a row, whatever the order."""
-        return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
-
-    def where(self, index: int) -> str:
-        """How an error message names a row."""
-        where = getattr(self._rows, "where", None)
-        return f"data row {index}" if where is None else where(index)
-
-    def _order(self, epoch: int) -> Sequence[int]:
         if not self._shuffle:
-            return range(len(self._rows))
+            return position
         if self._epoch[0] != epoch:
             order = list(range(len(self._rows)))
             random.Random(f"{self._seed}-{epoch}").shuffle(order)
             self._epoch = (epoch, order)
-        return self._epoch[1]
+        return self._epoch[1][position]
+
+    def row(self, index: int) -> Task:
+        """Return the task of a row, whatever the order."""
+        return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        where = getattr(self._rows, "where", None)
+        return f"data row {index}" if where is None else where(index)
 
 
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
@@ -116,25 +110,22 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
     Only the first rows are looked at. Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
     """
     for key, name in names.items():
-        if name is not None and name not in (known := _columns(source, name)):
+        if name is None:
+            continue
+        known: dict[str, None] = {}
+        for position in range(min(len(source), LOOKED_AT)):
+            known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
+            if name in known:
+                break
+        else:
             raise ValueError(
                 f"{key}={name}: the rows have no such column{did_you_mean(name, known)}; they "
                 f"have: {', '.join(known)} ({key}=null: none)"
             )
 
 
-def _columns(source: TaskSource, wanted: str) -> list[str]:
-    """Columns of the first rows, up to one that has the `wanted` one."""
-    known: dict[str, None] = {}
-    for position in range(min(len(source), LOOKED_AT)):
-        known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
-        if wanted in known:
-            break
-    return list(known)
-
-
 def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
-    """A Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
+    """Make a Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
 
     `tools` lists names, and tools of the row's own (see `agenttrain/data/row_tools.py`).
 
@@ -154,29 +145,23 @@ def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) ->
             f"such a list), found columns {sorted(row)}"
         )
     for message in messages:
-        _check_message(message, index)
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
+        if not isinstance(message.get("content"), str | None):
+            raise ValueError(
+                f"data row {index}: the content of the {message['role']} message is a "
+                f"{type(message['content']).__name__}; only text can be trained on (no images yet)"
+            )
+    tools = read_tools(row.get("tools"), index)
+    turns = row.get("user_turns", ())
+    if not isinstance(turns, list | tuple) or not all(isinstance(text, str) for text in turns):
+        raise ValueError(
+            f"data row {index}: user_turns={turns!r}: give a list of texts, one for each later turn"
+        )
     return Task(
         task_id=str(row.get("task_id", index)),
         messages=tuple(cast(Sequence[Message], messages)),
         columns={key: value for key, value in row.items() if key not in RESERVED},
-        tools=read_tools(row.get("tools"), index),
-        user_turns=_user_turns(row.get("user_turns", ()), index),
+        tools=tools,
+        user_turns=tuple(turns),
     )
-
-
-def _user_turns(value: Any, index: int) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        raise ValueError(
-            f"data row {index}: user_turns={value!r}: give a list of texts, one for each later turn"
-        )
-    return tuple(value)
-
-
-def _check_message(message: Any, index: int) -> None:
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
-    if not isinstance(message.get("content"), str | None):
-        raise ValueError(
-            f"data row {index}: the content of the {message['role']} message is a "
-            f"{type(message['content']).__name__}; only text can be trained on (no images yet)"
-        )

@@ -30,9 +30,9 @@ class ChangedRows:
         return self._change(self._rows[index], fills_missing=self._fills_missing)
 
     def where(self, index: int) -> str:
-        """How an error message names the row."""
-        found = getattr(self._rows, "where", None)
-        return f"row {index + 1}" if found is None else found(index)
+        """Return the row's place for error messages."""
+        where = getattr(self._rows, "where", None)
+        return f"row {index + 1}" if where is None else where(index)
 
 
 class SomeRows:
@@ -49,19 +49,19 @@ class SomeRows:
         return {"task_id": number, **self._rows[number]}
 
     def where(self, index: int) -> str:
-        """How an error message names the row."""
+        """Return the row's place for error messages."""
         return self._rows.where(self._indices[index])
 
 
 @dataclass(slots=True)
 class Usable:
-    """What a look at every row found."""
+    """Rows of a dataset that can become tasks, and reasons of the others."""
 
     good: list[int] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     """Place and reason of each bad row."""
     keys: list[str] = field(default_factory=list)
-    """For each good row what it asks; equal ones ask the same."""
+    """Question of each good row; equal ones ask the same."""
 
 
 def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: bool) -> Usable:
@@ -69,7 +69,7 @@ def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: b
 
     Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
     """
-    found, seen = Usable(), set[str]()
+    usable, seen = Usable(), set[str]()
     for index in range(len(rows)):
         try:
             row = rows[index]
@@ -77,53 +77,52 @@ def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: b
             task = to_task(row, index, needs_prompt=needs_prompt)
         except ValueError as error:
             reason = str(error).removeprefix(f"data row {index}: ")
-            found.bad.append(f"{rows.where(index)}: {reason}")
+            usable.bad.append(f"{rows.where(index)}: {reason}")
             continue
-        found.good.append(index)
+        usable.good.append(index)
         # What a row without messages asks, its environment knows from its columns.
         asked = [task.messages or dict(task.columns), task.user_turns]
-        found.keys.append(json.dumps(asked, default=str, sort_keys=True))
-    for name in change.mapped if found.good else ():
+        usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
+    for name in change.mapped if usable.good else ():
         if name not in seen:
             raise ValueError(
                 f"data.map.{name}={change.mapped[name]}: finds nothing in any row of {key}; their "
                 f"columns are: {', '.join(sorted(seen)) or 'none'}"
             )
-    return found
+    return usable
 
 
-def left_out(found: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
-    """What to say of the bad rows that are left out; raises ValueError where they are not."""
-    if not found.bad:
+def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
+    """Return a message on the bad rows left out; raise ValueError where they are not left out."""
+    if not usable.bad:
         return None
-    shown = [f"  {line}" for line in found.bad[:TOLD]]
-    if len(found.bad) > TOLD:
-        shown.append(f"  … and {len(found.bad) - TOLD} more")
-    told = "\n".join(shown)
-    if policy is OnBadRow.skip and found.good:
-        return (
-            f"{key}: {len(found.bad)} of {total} rows are left out (data.on_bad_row=skip)\n{told}"
-        )
+    shown = [f"  {line}" for line in usable.bad[:TOLD]]
+    if len(usable.bad) > TOLD:
+        shown.append(f"  … and {len(usable.bad) - TOLD} more")
+    listed = "\n".join(shown)
+    if policy is OnBadRow.skip and usable.good:
+        count = f"{len(usable.bad)} of {total} rows"
+        return f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
     remedy = "correct them, or leave them out with data.on_bad_row=skip"
-    if not found.good:
+    if not usable.good:
         remedy = "data.map.…=… and data.prompt=… make tasks of other columns"
-    raise ValueError(f"{key}: {len(found.bad)} of {total} rows cannot be used; {remedy}\n{told}")
+    raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{listed}")
 
 
-def split_off(found: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Rows for training, and those held out: a share of `fraction`, whatever their order.
+def split_off(usable: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return rows for training, and those held out: a share of `fraction`, whatever their order.
 
     A row's side depends on what it asks alone: rows that ask the same stay together, and one that
     is added moves no other. Raises ValueError when a side would be empty.
     """
     sides: tuple[list[int], list[int]] = ([], [])
-    for index, key in zip(found.good, found.keys, strict=True):
+    for index, key in zip(usable.good, usable.keys, strict=True):
         digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
         sides[int.from_bytes(digest[:8]) < fraction * 2**64].append(index)
     if not all(sides):
         side = "training" if not sides[0] else "evaluation"
         raise ValueError(
-            f"data.test_fraction={fraction}: leaves no row for {side}, of {len(found.good)}; "
+            f"data.test_fraction={fraction}: leaves no row for {side}, of {len(usable.good)}; "
             "change it, or data.test_seed"
         )
     return sides

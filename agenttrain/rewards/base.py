@@ -1,4 +1,4 @@
-"""What a reward function is, and how the columns that it reads reach it."""
+"""Reward functions, and how the columns that they read reach them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Only the columns that the signature names are passed, all of them with ``**colum
 
 
 class RewardError(AgenttrainError):
-    """A reward function failed, or returned what is no reward; ends the run."""
+    """Failure of a reward function, or a value of its that is no reward; ends the run."""
 
     def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
         """`culprits` are the ids of the rollouts that it failed on."""
         super().__init__(message)
         self.culprits = tuple(culprits)
         self.rollouts: Sequence[Rollout] = ()
-        """All that were to be scored, once the collector has said so."""
+        """All rollouts that were to be scored; set by the collector."""
 
 
 class RewardUnavailable(AgenttrainError):
-    """What a reward function needs is broken (a judge's server): a rollout cannot be scored.
+    """Missing score: something that a reward function needs is broken (a judge's server).
 
     A function raises it instead of returning 0, which would teach something false.
     `reward.<name>.on_unavailable` says whether the run stops or the rollout is dropped.
@@ -43,11 +43,11 @@ class RewardUnavailable(AgenttrainError):
 
 
 class NoNumber(RewardUnavailable):
-    """What a function returned is NaN, infinite or no number, where that does not end the run."""
+    """NaN, infinity or no number as a function's value, where that does not end the run."""
 
 
 class Columns:
-    """Picks what a function wants to know about a row."""
+    """Columns of a row that a function's signature asks for."""
 
     def __init__(self, function: RewardFunction, *, taken: Collection[str] = ()) -> None:
         """`taken` are parameters that get their value elsewhere."""
@@ -65,7 +65,7 @@ class Columns:
         """Columns that every row must have."""
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns to pass; raises KeyError naming a required one that is not there."""
+        """Return the columns to pass; raises KeyError naming a required one that is not there."""
         for name in self.required:
             if name not in available:
                 raise KeyError(
@@ -84,18 +84,18 @@ def checked(value: Any) -> float | None:
 
     Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
     """
-    found = number(value)
-    if found is not None and not math.isfinite(found):
+    result = number(value)
+    if result is not None and not math.isfinite(result):
         raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
-    if found is not None and abs(found) > LARGEST:
+    if result is not None and abs(result) > LARGEST:
         raise ValueError(
-            f"it returned {found:g}; a reward is a number of at most {LARGEST:g}, or None"
+            f"it returned {result:g}; a reward is a number of at most {LARGEST:g}, or None"
         )
-    return found
+    return result
 
 
 def number(value: Any) -> float | None:
-    """Return `value` as `checked` does, but NaN and infinite where it is that or too large."""
+    """Return `value` as `checked` does, but let NaN and infinity pass; too large is infinite."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
@@ -118,7 +118,7 @@ def _excerpt(value: Any) -> str:
 
 
 def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
-    """The error that names the function, the rollout, and the line of the function's that raised.
+    """Return an error naming the function, the rollout, and the line of the function that raised.
 
     Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
     zero (my_agent.py, line 12)``.
@@ -131,5 +131,5 @@ def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
 
 
 def about(name: str, rollout: Rollout) -> str:
-    """The beginning of an error about one reward function and one rollout."""
+    """Return the beginning of an error about one reward function and one rollout."""
     return f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}"

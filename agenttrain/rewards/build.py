@@ -38,8 +38,8 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
         scorers[name] = _build(located.found, name, bound, located.where, settings[name])
     return Rubric(
         scorers,
-        {name: found.weight for name, found in settings.items()},
-        on_unavailable={name: found.on_unavailable for name, found in settings.items()},
+        {name: beside.weight for name, beside in settings.items()},
+        on_unavailable={name: beside.on_unavailable for name, beside in settings.items()},
     )
 
 

@@ -32,11 +32,12 @@ class Contains(AnswerReward):
         if answer is None:
             return 0.0
         text = " ".join(as_text(answer).split())
-        wanted = expected if isinstance(expected, list | tuple) else [expected]
-        return float(any(self._occurs(as_text(value), text) for value in wanted))
-
-    def _occurs(self, wanted: str, text: str) -> bool:
-        words = " ".join(wanted.split())
-        if not words:
-            raise ValueError(f"the column {self._column!r} is empty: every answer contains that")
-        return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, self._flags) is not None
+        for value in expected if isinstance(expected, list | tuple) else [expected]:
+            words = " ".join(as_text(value).split())
+            if not words:
+                raise ValueError(
+                    f"the column {self._column!r} is empty: every answer contains that"
+                )
+            if re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, self._flags):
+                return 1.0
+        return 0.0

@@ -1,4 +1,4 @@
-"""`environment`: what the environment's own `reward` method gave."""
+"""`environment`: the value of the environment's own `reward` method."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from agenttrain.types import Rollout
 
 
 def environment(rollout: Rollout) -> float | None:
-    """The value of the environment's `reward(rollout)`; None where the class has none."""
+    """Return the value of the environment's `reward(rollout)`; None where the class has none."""
     return rollout.environment_reward

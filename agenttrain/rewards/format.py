@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import regex
 
 from agenttrain.rewards.answer import assistant_messages
@@ -42,15 +40,15 @@ class Format:
     def __call__(self, rollout: Rollout) -> float:
         messages = assistant_messages(rollout)
         judged = messages if self._all else messages[-1:]
-        return float(bool(judged) and all(self._matches(message) for message in judged))
-
-    def _matches(self, message: dict[str, Any]) -> bool:
         match = self._pattern.fullmatch if self._whole else self._pattern.search
-        text = (message.get(self._key) or "").strip()
-        try:
-            return match(text, timeout=MATCH_S) is not None
-        except TimeoutError:
-            raise ValueError(
-                f"pattern={self._pattern.pattern!r} took over {MATCH_S:g} s on {len(text)} "
-                "characters; write it without nested repetitions"
-            ) from None
+        for message in judged:
+            text = (message.get(self._key) or "").strip()
+            try:
+                if match(text, timeout=MATCH_S) is None:
+                    return 0.0
+            except TimeoutError:
+                raise ValueError(
+                    f"pattern={self._pattern.pattern!r} took over {MATCH_S:g} s on {len(text)} "
+                    "characters; write it without nested repetitions"
+                ) from None
+        return float(bool(judged))

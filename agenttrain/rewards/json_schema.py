@@ -50,21 +50,18 @@ class JsonSchema:
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         validator = self._validator or _validator(_loaded(columns[str(self._column)]))
         try:
-            answer = self._answer(rollout)
-        except ValueError:
+            if self._tool is None:
+                text = final_text(rollout).strip()
+                fenced = FENCE.fullmatch(text)
+                answer = json.loads(fenced[1] if fenced else text)
+            else:
+                value = handed_in(rollout, self._tool, self._argument)
+                if value is None:
+                    return 0.0
+                answer = _loaded(value)
+        except ValueError:  # no JSON
             return 0.0
         return float(validator.is_valid(answer))
-
-    def _answer(self, rollout: Rollout) -> Any:
-        """Raises ValueError when there is no answer, or it is no JSON."""
-        if self._tool is None:
-            text = final_text(rollout).strip()
-            fenced = FENCE.fullmatch(text)
-            return json.loads(fenced[1] if fenced else text)
-        value = handed_in(rollout, self._tool, self._argument)
-        if value is None:
-            raise ValueError("nothing was handed in")
-        return _loaded(value)
 
 
 def _loaded(value: Any) -> Any:

@@ -34,7 +34,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class _Fleeting(Exception):
-    """This try failed and the next one may not; `wait_s` is the server's own wish."""
+    """Failure after which another try makes sense; `wait_s` is the server's own wish."""
 
     def __init__(self, text: str, wait_s: float | None = None) -> None:
         super().__init__(text)
@@ -81,7 +81,14 @@ class Judge:
         self._score = _ScoreReader(pattern, json_path, low, high)
         self._retries, self._backoff_s = retries, backoff_s
         self._timeout_s = request_timeout_s
-        self._headers = _authorisation(api_key_env)
+        self._headers: dict[str, str] = {}
+        if api_key_env is not None:
+            if not os.environ.get(api_key_env):
+                raise ValueError(
+                    f"api_key_env={api_key_env}: that environment variable is not set; export it, "
+                    "or set null for a server that wants no key"
+                )
+            self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._body = {
             "model": model,
             "temperature": temperature,
@@ -91,7 +98,16 @@ class Judge:
         self.columns = tuple(name for name in self._prompt.fields if name not in OF_THE_ROLLOUT)
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
-        messages = [{"role": "user", "content": self._filled(rollout, columns)}]
+        view = rollout_view(rollout)
+        questions = [m["content"] for m in rollout.task.messages if m["role"] == "user"]
+        fields = {
+            "question": questions[-1] if questions else "",
+            "final": view["final"],
+            "conversation": as_conversation(rollout),
+            "tool_calls": view["tool_calls"],
+            "stop_reason": view["stop_reason"],
+        }
+        messages = [{"role": "user", "content": self._prompt.fill({**columns, **fields})}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
         body = {**self._body, "messages": messages}
@@ -103,47 +119,37 @@ class Judge:
                     raise RewardUnavailable(
                         f"{self._address}: {error} (after {attempt + 1} tries)"
                     ) from error
-                time.sleep(self._wait_s(attempt, error.wait_s))
+                # A generator of its own: waits must not move the run's seeds.
+                doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
+                time.sleep(min(max(doubled, error.wait_s or 0.0), LONGEST_WAIT_S))
         raise AssertionError("unreachable: the last try returns or raises")
-
-    def _filled(self, rollout: Rollout, columns: Mapping[str, Any]) -> str:
-        view = rollout_view(rollout)
-        asked = [m["content"] for m in rollout.task.messages if m["role"] == "user"]
-        own = {
-            "question": asked[-1] if asked else "",
-            "final": view["final"],
-            "conversation": as_conversation(rollout),
-            "tool_calls": view["tool_calls"],
-            "stop_reason": view["stop_reason"],
-        }
-        return self._prompt.fill({**columns, **own})
 
     @cached_property
     def _client(self) -> httpx.Client:
         return httpx.Client(timeout=self._timeout_s, headers=self._headers)
 
     def _ask(self, body: Mapping[str, Any]) -> str:
-        """The text of the server's reply."""
+        """Return the text of the server's reply."""
         try:
             response = self._client.post(self._address, json=body)
         except httpx.TransportError as error:
             raise _Fleeting(f"{type(error).__name__}: {error}") from error
-        status, told = response.status_code, f"{response.status_code} {response.text[:300]!r}"
+        status = response.status_code
+        answer = f"{status} {response.text[:300]!r}"
         if status in PASSING or status >= 500:
-            raise _Fleeting(told, _retry_after(response))
+            try:
+                wait_s = float(response.headers["retry-after"])
+            except (KeyError, ValueError):  # absent, or a date
+                wait_s = None
+            raise _Fleeting(answer, wait_s)
         if status in ABOUT_THIS_ONE:
-            raise RewardUnavailable(f"{self._address}: {told}")
+            raise RewardUnavailable(f"{self._address}: {answer}")
         if status != 200:
-            raise ValueError(f"{self._address} answers {told}; check url, model and api_key_env")
+            raise ValueError(f"{self._address} answers {answer}; check url, model and api_key_env")
         try:
             return str(response.json()["choices"][0]["message"]["content"] or "")
         except (ValueError, LookupError, TypeError) as error:
             raise _Fleeting(f"no chat completion: {response.text[:300]!r}") from error
-
-    def _wait_s(self, attempt: int, wished_s: float | None) -> float:
-        # A generator of its own: waits must not move the run's seeds.
-        doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
-        return min(max(doubled, wished_s or 0.0), LONGEST_WAIT_S)
 
 
 @dataclass(slots=True)
@@ -173,30 +179,27 @@ class _ScoreReader:
             raise ValueError(f"pattern={self.pattern}: needs one group, which is the score")
 
     def read(self, text: str) -> float:
-        """The score, scaled; raises _Fleeting when there is none in range."""
-        found = self._from_json(text) if self.pattern is None else self._from_match(text)
+        """Return the score, scaled; raises _Fleeting when there is none in range."""
+        if self.pattern is not None:
+            matches = self._find.findall(text)
+            score: Any = matches[-1] if matches else None
+        else:
+            start, end = text.find("{"), text.rfind("}")
+            try:
+                score = self._find.search(json.loads(text[start : end + 1]))
+            except ValueError:
+                score = None
         try:
-            value = float(found)
+            value = float(score)
         except (TypeError, ValueError):
             raise _Fleeting(f"no score in the reply {text[-300:]!r}") from None
         if not self.low <= value <= self.high:
             raise _Fleeting(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
         return (value - self.low) / (self.high - self.low)
 
-    def _from_match(self, text: str) -> Any:
-        matches = self._find.findall(text)
-        return matches[-1] if matches else None
-
-    def _from_json(self, text: str) -> Any:
-        start, end = text.find("{"), text.rfind("}")
-        try:
-            return self._find.search(json.loads(text[start : end + 1]))
-        except ValueError:
-            return None
-
 
 def as_conversation(rollout: Rollout) -> str:
-    """All messages as text for a reader, calls and replies in their places."""
+    """Return all messages as text for a reader, calls and replies in their places."""
     lines = []
     for message in chain.from_iterable(t.messages for t in rollout.trajectories):
         if message.get("content"):
@@ -205,24 +208,6 @@ def as_conversation(rollout: Rollout) -> str:
             function = call["function"]
             lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
     return "\n".join(lines)
-
-
-def _authorisation(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not os.environ.get(variable):
-        raise ValueError(
-            f"api_key_env={variable}: that environment variable is not set; export it, or set null "
-            "for a server that wants no key"
-        )
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    try:
-        return float(response.headers["retry-after"])
-    except (KeyError, ValueError):  # absent, or a date
-        return None
 
 
 def _check(

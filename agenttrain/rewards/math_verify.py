@@ -71,7 +71,7 @@ class _Worker:
         self._read = b""
 
     def ask(self, request: dict[str, Any], *, limit_s: float) -> bool | None:
-        """The worker's reply; False when there is none in time."""
+        """Return the worker's reply; False when there is none in time."""
         with self._lock:
             process = self._started()
             assert process.stdin is not None
@@ -106,7 +106,7 @@ class _Worker:
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
-        """The next line of the worker's output; None if it ends or takes too long."""
+        """Return the next line of the worker's output; None if it ends or takes too long."""
         assert process.stdout is not None
         end = time.monotonic() + limit_s
         while b"\n" not in self._read:

@@ -26,7 +26,7 @@ ANSWER = [
 
 
 def equal(expected: str, answer: str, seconds: int) -> bool | None:
-    """Whether the answer is worth the expected one; None when the expected one is no mathematics.
+    """Return whether the answer equals the expected one; None when that is no mathematics.
 
     Example: ``equal("0.5", "so \\\\boxed{\\\\frac{1}{2}}", 5) is True``.
     """
@@ -36,8 +36,8 @@ def equal(expected: str, answer: str, seconds: int) -> bool | None:
     )
     if not gold:
         return None
-    found = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
-    return bool(verify(gold, found, timeout_seconds=seconds))
+    given = parse(answer, extraction_config=ANSWER, parsing_timeout=seconds)
+    return bool(verify(gold, given, timeout_seconds=seconds))
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class NumericClose(AnswerReward):
 
 
 def last_number(value: Any) -> float | None:
-    """The last number in a value, None when there is none.
+    """Return the last number in a value, None when there is none.
 
     Example: ``last_number("3 boxes of 12, so 36.") == 36.0``
     """
@@ -58,8 +58,8 @@ def last_number(value: Any) -> float | None:
         return None
     if isinstance(value, int | float):
         return _finite(str(value))
-    found = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
-    return _finite(found[-1]) if found else None
+    numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
+    return _finite(numbers[-1]) if numbers else None
 
 
 def _finite(text: str) -> float | None:

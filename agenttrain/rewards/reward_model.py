@@ -49,12 +49,21 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[list[dict]], completions: Sequence[list[dict]]
     ) -> list[float | RewardUnavailable]:
-        """One score per rollout; called with all rollouts of a step, as TRL calls its functions."""
+        """Return one score per rollout, of all rollouts of a step: TRL's way to call functions."""
         import torch
 
         conversations = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
-        ids = [self._ids(messages) for messages in conversations]
-        scores: list[float | RewardUnavailable] = [self._too_long(row) for row in ids]
+        texts = [
+            self._tokenizer.apply_chat_template(messages, tokenize=False)
+            for messages in conversations
+        ]
+        ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        scores: list[float | RewardUnavailable] = [
+            RewardUnavailable(
+                f"the conversation has {len(row)} tokens, and {self._path} takes {self._limit}"
+            )
+            for row in ids
+        ]
         # Neighbours in length share a batch, so that little of it is padding.
         fitting = [index for index, row in enumerate(ids) if len(row) <= self._limit]
         order = sorted(fitting, key=lambda index: len(ids[index]))
@@ -62,8 +71,8 @@ class RewardModel:
         with torch.inference_mode():
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
-                found = self._scores([ids[index] for index in batch]).tolist()
-                for index, score in zip(batch, found, strict=True):
+                values = self._scores([ids[index] for index in batch]).tolist()
+                for index, score in zip(batch, values, strict=True):
                     scores[index] = score
         return scores
 
@@ -105,26 +114,17 @@ class RewardModel:
 
     @property
     def _can_pad(self) -> bool:
-        """Whether padding differs from the end of a turn, which the head must not take for it."""
+        """Return whether padding differs from the end of a turn, so that the head can tell."""
         pad = self._tokenizer.pad_token_id
         return pad is not None and pad != self._tokenizer.eos_token_id
 
-    def _ids(self, messages: list[dict]) -> list[int]:
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
     @property
     def _limit(self) -> int:
-        """Tokens of the longest conversation that the model takes."""
+        """Return the tokens of the longest conversation that the model takes."""
         return getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
 
-    def _too_long(self, ids: Sequence[int]) -> RewardUnavailable:
-        return RewardUnavailable(
-            f"the conversation has {len(ids)} tokens, and {self._path} takes {self._limit}"
-        )
-
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """[B] one score per conversation."""
+        """Return [B] one score per conversation."""
         import torch
 
         longest = max(map(len, ids))

@@ -46,7 +46,7 @@ class Rubric:
             if not math.isfinite(weight):
                 raise ValueError(f"reward.{name}.weight={weight}: expected a finite number")
         self.strict = True
-        """Whether NaN ends the run."""
+        """NaN ends the run."""
         self.names = tuple(functions)
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
         self._on_unavailable = dict(on_unavailable or {})
@@ -55,10 +55,10 @@ class Rubric:
             for name, function in functions.items()
         ]
         self.columns = {scorer.name: scorer.columns for scorer in self._scorers}
-        """By function: the columns that every row must have."""
+        """Columns that every row must have, by function."""
 
     def lenient(self) -> Rubric:
-        """The same, for evaluation: NaN leaves its rollout unscored and does not end the run."""
+        """Return a copy for evaluation: NaN leaves its rollout unscored, and the run goes on."""
         other = copy.copy(self)
         other.strict = False
         other._scorers = [scorer.lenient() for scorer in self._scorers]
@@ -83,22 +83,27 @@ class Rubric:
         too. Raises RewardError, and then leaves all rollouts as they were, when a function raises,
         returns what is no finite number, or is unavailable and that stops the run.
         """
-        found = {scorer.name: await self._scores(scorer, rollouts) for scorer in self._scorers}
+        values: dict[str, list[Score]] = {}
+        for scorer in self._scorers:
+            values[scorer.name] = await scorer.score(rollouts)
+            if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
+                continue
+            for rollout, score in zip(rollouts, values[scorer.name], strict=True):
+                if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
+                    raise RewardError(
+                        f"{about(scorer.name, rollout)}: {score} "
+                        f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
+                        culprits=[rollout.rollout_id],
+                    ) from score
         judged: list[tuple[dict[str, float | None], float | None, str | None]] = []
         for index, rollout in enumerate(rollouts):
-            scores = {name: values[index] for name, values in found.items()}
-            rewards = {
-                name: None if isinstance(score, RewardUnavailable) else score
-                for name, score in scores.items()
-            }
-            reason = next(
-                (
-                    f"{about(name, rollout)}: {score}"
-                    for name, score in scores.items()
-                    if isinstance(score, RewardUnavailable)
-                ),
-                None,
-            )
+            rewards: dict[str, float | None] = {}
+            reason: str | None = None
+            for name in values:
+                score = values[name][index]
+                rewards[name] = None if isinstance(score, RewardUnavailable) else score
+                if isinstance(score, RewardUnavailable) and reason is None:
+                    reason = f"{about(name, rollout)}: {score}"
             try:
                 total = None if reason else self._sum(rewards)
             except ValueError as error:
@@ -113,21 +118,8 @@ class Rubric:
                 rollout.error = reason
         return [reason for _, _, reason in judged if reason]
 
-    async def _scores(self, scorer: Scorer, rollouts: Sequence[Rollout]) -> list[Score]:
-        scores = await scorer.score(rollouts)
-        if self._on_unavailable.get(scorer.name, OnUnavailable.stop) is OnUnavailable.drop:
-            return scores
-        for rollout, score in zip(rollouts, scores, strict=True):
-            if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
-                raise RewardError(
-                    f"{about(scorer.name, rollout)}: {score} "
-                    f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
-                    culprits=[rollout.rollout_id],
-                ) from score
-        return scores
-
     def _sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        """Raise ValueError for a sum that is too large."""
+        """Return the weighted sum, None if nothing applies; ValueError for one too large."""
         applicable = {n: value for n, value in rewards.items() if value is not None}
         if not applicable:
             return None
@@ -138,5 +130,5 @@ class Rubric:
             and abs(total := math.fsum(terms)) <= LARGEST
         ):
             return total
-        told = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
-        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {told}")
+        listed = ", ".join(f"{n} {v:g} (weight {self.weights[n]:g})" for n, v in applicable.items())
+        raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {listed}")

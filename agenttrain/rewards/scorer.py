@@ -23,7 +23,7 @@ from agenttrain.threads import DaemonThreads, Outcome, attempt, attempt_async, b
 from agenttrain.types import Rollout
 
 VISIT_S = 0.02
-"""Seconds from which on a thread that runs short calls says what it has."""
+"""Seconds after which a thread that runs short calls returns the outcomes it has."""
 Call = Callable[[], Any]
 KNOWN = ("builtins", "numpy", "torch")
 """Packages whose numbers are read without code of the user's."""
@@ -59,26 +59,22 @@ class Scorer:
         self._lenient = False
         first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
         self._columns = Columns(function, taken={*bound, *first})
-        self.columns = self._required()
+        # A callable may name columns itself, in an attribute `columns`.
+        declared = (*getattr(function, "columns", ()), *self._columns.required)
+        given = batch_names() if self._trl else ()
+        self.columns = tuple(dict.fromkeys(name for name in declared if name not in given))
+        """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
         """Tools that the function needs."""
 
-    def _required(self) -> tuple[str, ...]:
-        """Columns that every row must have; a callable may say so in an attribute `columns`."""
-        declared = tuple(getattr(self._function, "columns", ()))
-        given = batch_names() if self._trl else ()
-        return tuple(
-            dict.fromkeys(n for n in (*declared, *self._columns.required) if n not in given)
-        )
-
     def lenient(self) -> Scorer:
-        """The same function; what is no finite number is then NoNumber instead of an error."""
+        """Return a copy that gives NoNumber, not an error, for what is no finite number."""
         other = copy.copy(self)
         other._lenient = True
         return other
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One value per rollout; raises RewardError naming function and rollout."""
+        """Return one value per rollout; raises RewardError naming function and rollout."""
         if not rollouts:
             return []
         if self._trl:
@@ -90,7 +86,11 @@ class Scorer:
                 return await self._run(self._call_of(rollout))
 
         if self._blocks and self._at_once == 1:
-            outcomes = await self._in_turn([self._call_of(rollout) for rollout in rollouts])
+            # One call after the other, as many per visit to a thread as a moment has room for.
+            calls = [self._call_of(rollout) for rollout in rollouts]
+            outcomes: list[Outcome] = []
+            while len(outcomes) < len(calls):
+                outcomes += await self._visit(calls[len(outcomes) :])
         elif self._at_once == 1:
             outcomes = [await one(rollout) for rollout in rollouts]
         else:
@@ -100,35 +100,28 @@ class Scorer:
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
-    async def _in_turn(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One call after the other, as many per visit to a thread as a moment has room for."""
-        outcomes: list[Outcome] = []
-        while len(outcomes) < len(calls):
-            outcomes += await self._visit(calls[len(outcomes) :])
-        return outcomes
-
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """The outcomes of the first calls, of at least one."""
+        """Return the outcomes of the first calls, of at least one."""
         begun: list[Call] = []
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         until = time.monotonic() + VISIT_S
 
         def some() -> None:
             for call in calls:
                 begun.append(call)
-                found.append(attempt(call))
-                if inspect.isawaitable(found[-1].value) or time.monotonic() > until:
+                outcomes.append(attempt(call))
+                if inspect.isawaitable(outcomes[-1].value) or time.monotonic() > until:
                     return
 
         try:
             # A call begins before `until`: one that runs at the limit has had all of its time.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
                 await self._threads.run(some, label=self.name)
-                found[-1] = await _settled(found[-1])
+                outcomes[-1] = await _settled(outcomes[-1])
         except TimeoutError:
-            done = [outcome for outcome in found if not inspect.isawaitable(outcome.value)]
+            done = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
             return [*done, self._late()] if len(done) < len(begun) else done
-        return found
+        return outcomes
 
     def _call_of(self, rollout: Rollout) -> Call:
         """Call the function on a copy of the rollout, which it must leave as it is."""
@@ -145,7 +138,7 @@ class Scorer:
         return call
 
     async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """TRL's functions see all rollouts in one call, in lists of their own."""
+        """Call a function of TRL's once, with all rollouts in lists of their own."""
         arguments = batch_arguments([own_copy(rollout) for rollout in rollouts])
         outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
         if isinstance(outcome.error, RewardUnavailable):
@@ -162,7 +155,7 @@ class Scorer:
         ]
 
     async def _run(self, call: Call) -> Outcome:
-        """What one call gave; RewardUnavailable when it took too long."""
+        """Return the outcome of one call; RewardUnavailable when it took too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 if not self._blocks:
@@ -217,13 +210,13 @@ class Scorer:
 
 
 async def _checked_later(value: Awaitable[Any], given: Rollout, rollout: Rollout) -> Any:
-    found = await value
+    result = await value
     check_unchanged(given, rollout)
-    return found
+    return result
 
 
 async def _settled(outcome: Outcome) -> Outcome:
-    """The outcome itself, or that of the awaitable that an async function returned."""
+    """Return the outcome itself, or that of the awaitable that an async function returned."""
     if not inspect.isawaitable(outcome.value):
         return outcome
     return await attempt_async(outcome.value)

@@ -6,7 +6,7 @@ from agenttrain.types import Rollout, StopReason
 
 
 def stop_tool_called(rollout: Rollout) -> float:
-    """1 if a stop tool that ran without an error ended the rollout, else 0.
+    """Return 1 if a stop tool that ran without an error ended the rollout, else 0.
 
     A call that cannot be parsed, does not fit the tool's schema, or makes the tool fail ends the
     rollout too, and earns nothing.

@@ -8,7 +8,7 @@ from agenttrain.types import Rollout, ToolResult
 
 
 def tool_success(rollout: Rollout, *, only: Sequence[str] | None = None) -> float | None:
-    """The share of calls without an error; None (not applicable) for a rollout without calls.
+    """Return the share of calls without an error; None (not applicable) without calls.
 
     Malformed and unknown calls count as errors; `only` counts calls of these tools alone. Example:
     three calls of which one timed out give 2/3.

@@ -13,17 +13,17 @@ from typing import Any
 from agenttrain.types import Rollout
 
 TRLS = ("prompts", "completions", "completion_ids")
-"""What TRL passes beside the row's columns; a function may want one of them alone."""
+"""Parameters that TRL passes beside the row's columns; a function may want one of them alone."""
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Whether its parameters are TRL's: some of `TRLS`, and no `rollout`."""
+    """Return whether its parameters are TRL's: some of `TRLS`, and no `rollout`."""
     names = inspect.signature(function).parameters
     return any(name in names for name in TRLS) and "rollout" not in names
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """What TRL would pass for these rollouts.
+    """Return what TRL would pass for these rollouts.
 
     `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
     ids after the prompt's, tool results included, both of its last trajectory. Functions that log
@@ -46,5 +46,5 @@ def _no_log(name: str, value: object) -> None: ...
 
 
 def batch_names() -> tuple[str, ...]:
-    """What TRL's functions are given beside the row's columns."""
+    """Return the names that TRL's functions are given beside the row's columns."""
     return tuple(batch_arguments(()))

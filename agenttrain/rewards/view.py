@@ -1,4 +1,4 @@
-"""A rollout as plain data: what `jmespath` expressions and judges see."""
+"""A rollout as plain data, for `jmespath` expressions and judges."""
 
 from __future__ import annotations
 
