@@ -23,7 +23,7 @@ INNER_ID = 1000
 
 
 def main() -> None:
-    """Build the sandbox that the settings describe and serve it; `failed …` tells why not."""
+    """Build the sandbox that the settings describe and serve it; send `failed …` if that fails."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     try:
@@ -47,9 +47,17 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
         file.write(b"1000")
     if settings["backend"] == "unshare":
         _unshare(user)
-        _fork(control)
+        # The child goes on as the first process of the new namespace; this one waits for its end.
+        child = os.fork()
+        if child != 0:
+            control.close()
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os._exit(status if status >= 0 else 128 - status)
     else:
-        _loopback_down()
+        # As in a fresh namespace; the buffers of its connections would be charged to nobody.
+        with socket.socket() as any_socket:
+            loopback_down = struct.pack("16sh", b"lo", 0)
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)
     socket.sethostname("sandbox")
     build_root(
         settings["folders"], disk_mb=settings["disk_mb"], user=INNER_ID if user is None else user
@@ -77,19 +85,3 @@ def _unshare(user: int | None) -> None:
         ):
             with open(f"/proc/self/{name}", "wb") as file:
                 file.write(text.encode())
-
-
-def _loopback_down() -> None:
-    """As it is in a fresh namespace; the buffers of its connections would be charged to nobody."""
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", 0))
-
-
-def _fork(control: socket.socket) -> None:
-    """Go on as the first process of the new namespace; this one waits for its end."""
-    child = os.fork()
-    if child == 0:
-        return
-    control.close()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(status if status >= 0 else 128 - status)
