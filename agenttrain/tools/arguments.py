@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jsonschema import SchemaError, ValidationError
+from jsonschema import SchemaError
 
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.tools.coerce import coerce, fits, plain_schema, typed_only, validator_of
@@ -75,7 +75,18 @@ class ArgumentSchema:
         if problems or (self._typed_only and fits(arguments, schema)):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
-        return [_describe(error) for error in errors]
+        for error in errors:
+            path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
+            rule: Any = error.validator_value
+            if error.validator == "type":
+                wanted = rule if isinstance(rule, str) else " or ".join(rule)
+                problems.append(f"{path} must be {wanted}, not {_quote(error.instance)}")
+            elif error.validator == "enum":
+                options = _short(", ".join(_quote(option) for option in rule), 5 * MAX_QUOTE)
+                problems.append(f"{path} must be one of {options}, not {_quote(error.instance)}")
+            else:
+                problems.append(f"{path}: {_short(error.message, 3 * MAX_QUOTE)}")
+        return problems
 
 
 def _copied(value: Any) -> Any:
@@ -83,20 +94,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _describe(error: ValidationError) -> str:
-    path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
-    rule: Any = error.validator_value
-    if error.validator == "type":
-        wanted = rule if isinstance(rule, str) else " or ".join(rule)
-        return f"{path} must be {wanted}, not {_quote(error.instance)}"
-    if error.validator == "enum":
-        options = ", ".join(_quote(option) for option in rule)
-        return (
-            f"{path} must be one of {_short(options, 5 * MAX_QUOTE)}, not {_quote(error.instance)}"
-        )
-    return f"{path}: {_short(error.message, 3 * MAX_QUOTE)}"
 
 
 def _quote(value: Any) -> str:

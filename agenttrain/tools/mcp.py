@@ -58,7 +58,18 @@ class McpServer:
             self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
         try:
-            self._listed = _allowed(self._connection.start(), allow)
+            listed = self._connection.start()
+            names = [tool.name for tool in listed]
+            if not names:
+                raise ValueError("the MCP server has no tools")
+            for name in allow or ():
+                if name not in names:
+                    raise ValueError(
+                        f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
+                        f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
+                    )
+            # In the server's order.
+            self._listed = [tool for tool in listed if allow is None or tool.name in allow]
         except CannotConnect as error:
             self._connection.close()
             raise ValueError(self._cannot_connect(error)) from error
@@ -177,17 +188,3 @@ def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) 
         raise RecursionError(f"{name} refers to itself")
     beside = {key: value for key, value in node.items() if key != "$ref"}
     return {**_inline(definitions[name], definitions, (*inside, name)), **beside}
-
-
-def _allowed(listed: Sequence[Any], allow: Sequence[str] | None) -> list[Any]:
-    """Return the tools to take, in the server's order."""
-    names = [tool.name for tool in listed]
-    if not names:
-        raise ValueError("the MCP server has no tools")
-    for name in allow or ():
-        if name not in names:
-            raise ValueError(
-                f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool {name!r}"
-                f"{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
-            )
-    return [tool for tool in listed if allow is None or tool.name in allow]

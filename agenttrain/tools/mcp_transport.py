@@ -23,7 +23,13 @@ class StderrTail:
     def open(self) -> Any:
         """A file to give to a process; close it when the process has it."""
         read, write = os.pipe()
-        self._thread = threading.Thread(target=self._drain, args=(read,), daemon=True)
+
+        def drain() -> None:
+            with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
+                while chunk := stream.read(65536):
+                    self._kept = (self._kept + chunk)[-KEPT_BYTES:]
+
+        self._thread = threading.Thread(target=drain, daemon=True)
         self._thread.start()
         return os.fdopen(write, "w")
 
@@ -33,11 +39,6 @@ class StderrTail:
             self._thread.join(timeout=0.5)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
-
-    def _drain(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "rb", buffering=0) as stream, suppress(OSError):
-            while chunk := stream.read(65536):
-                self._kept = (self._kept + chunk)[-KEPT_BYTES:]
 
 
 @asynccontextmanager

@@ -124,7 +124,13 @@ class Sql:
         with self._lock:
             task, connection = self._idle.pop(context.rollout_id, (None, None))
         if connection is None or task is not context.task:
-            connection = _protect(self._connect(context.task.columns))
+            connection = self._connect(context.task.columns)
+            for limit, value in SIZES.items():
+                connection.setlimit(limit, value)
+            connection.isolation_level = None  # no implicit BEGIN
+            connection.text_factory = lambda data: data.decode("utf-8", "replace")
+            connection.execute("PRAGMA query_only = ON")
+            connection.set_authorizer(_authorize)
         try:
             yield connection
         finally:
@@ -135,17 +141,6 @@ class Sql:
                 self._idle[context.rollout_id] = (context.task, connection)
                 while len(self._idle) > self._max_connections:
                     self._idle.popitem(last=False)[1][1].close()
-
-
-def _protect(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Take from a connection all that a query must not do."""
-    for limit, value in SIZES.items():
-        connection.setlimit(limit, value)
-    connection.isolation_level = None  # no implicit BEGIN
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")
-    connection.execute("PRAGMA query_only = ON")
-    connection.set_authorizer(_authorize)
-    return connection
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -170,7 +171,11 @@ class _Call:
             self._unwatch_all()
         if end in (End.done, End.failed, End.exited):
             self._jail.pause()
-            self._drain()
+            # What was printed before the end is in the pipe by now.
+            limit = self._output.size + (1 << 20)
+            with suppress(BlockingIOError):
+                while self._output.size < limit and (data := os.read(self._worker.output, CHUNK)):
+                    self._output.add(data)
             if end is End.exited:
                 self._jail.forget(self._kind)
         else:
@@ -241,18 +246,6 @@ class _Call:
             self._finish(End.exited, int(words[2]))
         elif words[0] == "exit":
             self._jail.forget(words[1])
-
-    def _drain(self) -> None:
-        """Read what was printed before the end: it is in the pipe by then."""
-        limit = self._output.size + (1 << 20)
-        while self._output.size < limit:
-            try:
-                data = os.read(self._worker.output, CHUNK)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._output.add(data)
 
 
 def signal_name(status: int) -> str:

@@ -46,7 +46,18 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")
     if settings["backend"] == "unshare":
-        _unshare(user)
+        outside = (os.geteuid(), os.getegid())
+        spaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
+        spaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
+        system.unshare(spaces | (system.CLONE_NEWUSER if user is None else 0))
+        if user is None:
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{INNER_ID} {outside[0]} 1"),
+                ("gid_map", f"{INNER_ID} {outside[1]} 1"),
+            ):
+                with open(f"/proc/self/{name}", "wb") as file:
+                    file.write(text.encode())
         # The child goes on as the first process of the new namespace; this one waits for its end.
         child = os.fork()
         if child != 0:
@@ -68,20 +79,3 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     system.prctl(system.PR_SET_PDEATHSIG, 9)
     limit_all(settings["processes"])
     seccomp.install()
-
-
-def _unshare(user: int | None) -> None:
-    from agenttrain.tools.sandbox import system
-
-    outside = (os.geteuid(), os.getegid())
-    flags = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET | system.CLONE_NEWIPC
-    flags |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
-    system.unshare(flags | (system.CLONE_NEWUSER if user is None else 0))
-    if user is None:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{INNER_ID} {outside[0]} 1"),
-            ("gid_map", f"{INNER_ID} {outside[1]} 1"),
-        ):
-            with open(f"/proc/self/{name}", "wb") as file:
-                file.write(text.encode())
