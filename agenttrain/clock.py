@@ -1,4 +1,4 @@
-"""Wall seconds of what a run does."""
+"""Wall seconds of a run by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
     """
 
     def __init__(self, within: Within = nullcontext) -> None:
-        """`within(phase)` is entered for each phase: who else wants to know of it."""
+        """Enter `within(phase)` for each phase, for others that want to know of it."""
         self.seconds: dict[str, float] = {}
         self._within = within
 

@@ -65,8 +65,10 @@ def protect() -> None:
 
 
 def unfailing(number: int, *, like: TextIO | None = None) -> TextIO:
-    """A stream on descriptor `number` that never raises, with the encoding and buffering of `like`
-    (default: the locale's encoding, and blocks)."""
+    """Make a stream on descriptor `number` that never raises.
+
+    Its encoding and buffering are those of `like` (default: the locale's encoding, and blocks).
+    """
     return io.TextIOWrapper(
         io.BufferedWriter(_Descriptor(number)),
         encoding=getattr(like, "encoding", None),

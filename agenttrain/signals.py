@@ -2,9 +2,9 @@
 
 Schedulers send the first two some time before they kill, a closed terminal the third. While nothing
 would be lost (imports, the model is being loaded) the first one interrupts at once, as Ctrl-C does.
-Within `deferred` it is noted: `cut_short` ends what is to be done again anyway, everything else is
-finished first, and `check` stands where the run can stop. A second SIGTERM, at least GRACE_S after
-the first, interrupts at once, wherever the run is; a quicker one repeats the first.
+Within `deferred` it is only recorded: `cut_short` ends what is to be done again anyway, everything
+else is finished first, and `check` stands where the run can stop. A second SIGTERM, at least
+GRACE_S after the first, interrupts at once, wherever the run is; a quicker one repeats the first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from agenttrain.types import AgenttrainError
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 GRACE_S = 2.0
-"""Between a SIGTERM and the next that counts: GNU timeout sends two, to its child and to the group;
-so do schedulers that signal a job and each of its steps."""
+"""Seconds between a SIGTERM and the next that counts: GNU timeout sends two, to its child and to
+the group; so do schedulers that signal a job and each of its steps."""
 SETTLE_S = 0.1
-"""The first signal's handler stays so long, so that a repetition is met here and now, and not at
+"""Seconds that the first signal's handler stays, so that a repetition is met at once, and not at
 the end of a backward pass that takes longer than the grace."""
 NOTED = (
     "{}: the run stops at the next safe point, with a checkpoint; "
@@ -41,16 +41,8 @@ class Preempted(AgenttrainError):
     """The run was told to stop, and stands where it can go on."""
 
 
-def _alone(told: bool) -> bool:
-    return told
-
-
-def _nobody() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
-class _Done(Generic[Result]):
+class _Finished(Generic[Result]):
     value: Result
 
 
@@ -61,7 +53,7 @@ class Insistence:
     _first: float | None = None
 
     def arrive(self) -> bool:
-        """Note a SIGTERM; return whether it insists, having come GRACE_S after the first."""
+        """Record a SIGTERM; return True if it insists, having come GRACE_S after the first."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -70,25 +62,26 @@ class Insistence:
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether this process was told to stop, and by which signal."""
+    """A request to stop this process, if one arrived, and its signal."""
 
     name: str | None = None
-    """Of the first signal, e.g. ``"SIGTERM"``; None: there was none."""
-    passed_on: Callable[[], str | None] = _nobody
-    """The signal that who sends this one was told with, if it passes one on under another name."""
+    """Name of the first signal, e.g. ``"SIGTERM"``; None: there was none."""
+    passed_on: Callable[[], str | None] = field(default=lambda: None)
+    """Returns the signal that the sender of this one got, where it passes on another one."""
     insisted: bool = False
-    """Whether there was a second SIGTERM that counts."""
+    """True once there was a second SIGTERM that counts."""
     at_once: bool = False
-    """Whether the first one found nothing to save, and interrupted."""
-    agree: Callable[[bool], bool] = _alone
-    """Whether any process of the run was told to, given whether this one was; with several of them
-    all have to ask at the same points: ``lambda told: world.max(float(told), "a signal") > 0``."""
+    """True if the first one arrived with nothing to save, and interrupted."""
+    agree: Callable[[bool], bool] = field(default=lambda stopping: stopping)
+    """Maps whether this process is to stop to whether any process of the run is; with several of
+    them all have to ask at the same points:
+    ``lambda stopping: world.max(float(stopping), "a signal") > 0``."""
     _terms: Insistence = field(default_factory=Insistence, repr=False)
     _deferred: bool = False
     _cancel: Callable[[], None] | None = field(default=None, repr=False)
 
     def arrive(self, number: int, frame: FrameType | None = None) -> None:
-        """A signal's handler. Raises KeyboardInterrupt, or has asyncio cancel its main task, where
+        """Handle a signal. Raises KeyboardInterrupt, or has asyncio cancel its main task, where
         the run is to end at once."""
         first = self.name is None
         self.name = self.name or self.passed_on() or signal.Signals(number).name
@@ -100,7 +93,10 @@ class StopRequest:
             return
         if not self._deferred:
             self.at_once = True
-            _interrupt()
+            # As Ctrl-C: while asyncio runs this is its handler, which cancels the main task in good
+            # order; a process that a shell put into the background inherits SIGINT as ignored.
+            handler = signal.getsignal(signal.SIGINT)
+            (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
             return
         with suppress(OSError):  # its reader may be gone
             # Not through sys.stderr, whose lock the interrupted code may hold.
@@ -111,8 +107,8 @@ class StopRequest:
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:
-        """Within, the first signal is noted and changes nothing by itself; Preempted passes after
-        `save` was called."""
+        """Only record the first signal within the context; Preempted passes after `save` was
+        called."""
         self._deferred = True
         try:
             yield
@@ -123,21 +119,22 @@ class StopRequest:
             self._deferred = False
 
     async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which a signal cancels. Raises Preempted as `check`, at its end.
+        """Return the result of `work`, which a signal cancels. Raises Preempted as `check`, at its
+        end.
 
         `work` is this process's alone: it waits for no other process.
         """
         try:
-            done = await self._unless_told(work)
+            finished = await self._until_signal(work)
         except Exception:
             self.check()  # every process asks, however its work ended
             raise
         self.check()
-        assert done is not None, "what was cut short had a signal"
-        return done.value
+        assert finished is not None, "what was cut short had a signal"
+        return finished.value
 
-    async def _unless_told(self, work: Coroutine[Any, Any, Result]) -> _Done[Result] | None:
-        """What `work` gave; None where a signal came before its end."""
+    async def _until_signal(self, work: Coroutine[Any, Any, Result]) -> _Finished[Result] | None:
+        """Return the result of `work`; None where a signal came before its end."""
         if self.name is not None:
             work.close()
             return None
@@ -149,13 +146,13 @@ class StopRequest:
 
         self._cancel = cancel
         try:
-            return _Done(await task)
+            return _Finished(await task)
         except asyncio.CancelledError:
             outer = asyncio.current_task()
             if self.name is None or (outer is not None and outer.cancelling()):
                 raise
         except Exception:
-            # Who signals a whole process group ends the processes of tools and engines too.
+            # A signal to a whole process group ends the processes of tools and engines too.
             if self.name is None:
                 raise
         finally:
@@ -168,15 +165,8 @@ class StopRequest:
             raise Preempted(self.name or "a signal to another process of the run")
 
 
-def _interrupt() -> None:
-    """What Ctrl-C does. While asyncio runs this is its handler, which cancels the main task in good
-    order; a process that a shell put into the background inherits that SIGINT is ignored."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
-
-
 def leave_terminal() -> None:
-    """Where it is closed: whatever is written there from now on would be an error."""
+    """Put the null device in place of a closed terminal, so that writing to it is no error."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
@@ -191,7 +181,7 @@ _heard_by: StopRequest | None = None
 
 @contextmanager
 def listening() -> Iterator[StopRequest]:
-    """Within, HEARD are heard by the request that this gives; the outermost counts.
+    """Give a request that hears the signals HEARD within the context; the outermost counts.
 
     Signals are the main thread's: elsewhere nothing is heard. Nor is a SIGHUP that nohup ignores.
     """
@@ -200,8 +190,8 @@ def listening() -> Iterator[StopRequest]:
         yield _heard_by or StopRequest()
         return
     _heard_by = request = StopRequest()
-    heard = [n for n in HEARD if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, request.arrive) for number in heard}
+    numbers = [n for n in HEARD if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, request.arrive) for number in numbers}
     try:
         yield request
     finally:

@@ -28,7 +28,7 @@ Inbox = queue.SimpleQueue["_Job | None"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a function returned, or what it raised."""
+    """The value that a function returned, or the error that it raised."""
 
     value: object = None
     error: BaseException | None = None
@@ -129,23 +129,23 @@ def _has_plain_text(error: BaseException) -> bool:
 
 
 def _of_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal raised this KeyboardInterrupt, and not the code it is in."""
+    """Return True if a signal's handler raised this KeyboardInterrupt, not the code it is in."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = [signal.getsignal(number) for number in signal.Signals]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return True  # it leaves no trace: rather ended by a tool than deaf to Ctrl-C
-    codes = {_code(handler) for handler in handlers if callable(handler)}
+    codes: set[CodeType | None] = set()
+    for number in signal.Signals:
+        handler: Any = signal.getsignal(number)
+        if not callable(handler):
+            continue
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        function = handler if inspect.isroutine(handler) else type(handler).__call__
+        codes.add(getattr(function, "__code__", None))
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code(handler: Any) -> CodeType | None:
-    while isinstance(handler, functools.partial):
-        handler = handler.func
-    function = handler if inspect.isroutine(handler) else type(handler).__call__
-    return getattr(function, "__code__", None)
 
 
 _contained: contextvars.ContextVar[bool] = contextvars.ContextVar("_contained", default=False)
@@ -213,7 +213,7 @@ def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def current_gpu() -> int | None:
-    """Index of the calling thread's GPU; None while this process uses none."""
+    """Return the index of the calling thread's GPU; None while this process uses none."""
     torch = sys.modules.get("torch")  # whoever uses a GPU has imported it
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -232,7 +232,7 @@ def use_gpu(index: int | None) -> None:
 
 
 def blocks(function: Callable[..., object]) -> bool:
-    """Whether a call occupies its thread: neither the function nor its `__call__` is async."""
+    """Return True if a call occupies its thread: function and `__call__` are not async."""
     routines = (function, getattr(function, "__call__", None))  # noqa: B004
     return not any(inspect.iscoroutinefunction(routine) for routine in routines)
 
@@ -260,7 +260,7 @@ def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
 
 
 class DaemonThreads:
-    """As many daemon threads as calls at once; the caller bounds how many that are.
+    """Daemon threads, as many as there are calls at once; the caller bounds how many that are.
 
     A thread whose caller gave up is left alone and replaced; when its function returns after all,
     the result is discarded and the thread is free again.
@@ -299,11 +299,18 @@ class DaemonThreads:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
         job = _Job(function=function, label=label, loop=loop, future=future, deadline=deadline)
-        self._hand_over(job)
+        with self._lock:
+            inbox: Inbox | None = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(inbox,), daemon=True).start()
+        inbox.put(job)
         try:
             return await job.future
         except asyncio.CancelledError:
-            self._abandon(job)
+            with self._lock:
+                if not job.finished:
+                    self._stuck.append(job)
             raise
 
     def close(self) -> None:
@@ -313,51 +320,28 @@ class DaemonThreads:
         for inbox in idle:
             inbox.put(None)
 
-    def _hand_over(self, job: _Job) -> None:
-        with self._lock:
-            inbox: Inbox | None = self._idle.pop() if self._idle else None
-        if inbox is None:
-            inbox = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(inbox,), daemon=True).start()
-        inbox.put(job)
-
-    def _abandon(self, job: _Job) -> None:
-        with self._lock:
-            if not job.finished:
-                self._stuck.append(job)
-
     def _work(self, inbox: Inbox) -> None:
-        """A thread's life: jobs from its inbox, until it is told to end or long idle."""
+        """Live as a thread: run jobs from its inbox until None arrives or it was idle for long."""
         while True:
             try:
                 job = inbox.get(timeout=self._idle_s)
             except queue.Empty:
-                if self._retire(inbox):
-                    return
-                continue
+                with self._lock:
+                    if inbox in self._idle:
+                        self._idle.remove(inbox)
+                        return
+                continue  # a job is on its way
             if job is None:
                 return
             use_gpu(job.gpu)
             outcome = job.context.run(attempt, job.function)
-            self._finish(job, inbox)
+            with self._lock:  # idle before the result is out, so that the next call finds it
+                job.finished = True
+                if job in self._stuck:
+                    self._stuck.remove(job)
+                self._idle.append(inbox)
             job.deliver(outcome)
             del job, outcome  # an idle thread must not keep a result alive
-
-    def _retire(self, inbox: Inbox) -> bool:
-        """Leave the idle threads; False when a job is on its way."""
-        with self._lock:
-            if inbox not in self._idle:
-                return False
-            self._idle.remove(inbox)
-            return True
-
-    def _finish(self, job: _Job, inbox: Inbox) -> None:
-        """The thread is idle before the result is out, so that the next call finds it."""
-        with self._lock:
-            job.finished = True
-            if job in self._stuck:
-                self._stuck.remove(job)
-            self._idle.append(inbox)
 
 
 _texts = DaemonThreads()

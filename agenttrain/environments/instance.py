@@ -13,7 +13,7 @@ from agenttrain.threads import DaemonThreads, attempt, attempt_async
 
 IDLE_S = 3600.0
 """An object's thread waits this long for its next call: models may sample for minutes."""
-_LEFT: set[asyncio.Future[Any]] = set()
+_ABANDONED: set[asyncio.Future[Any]] = set()
 """Calls that were given up and still run; the event loop itself keeps no strong reference."""
 
 
@@ -31,16 +31,16 @@ async def bounded(work: Awaitable[Any], seconds: float) -> Any:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         if not task.done():
-            _LEFT.add(task)
-            task.add_done_callback(_forget)
+            _ABANDONED.add(task)
+            task.add_done_callback(_discard)
             task.cancel()
     if not task.done():
         raise TookTooLong(f"it took longer than {seconds:g} s")
     return task.result()
 
 
-def _forget(task: asyncio.Future[Any]) -> None:
-    _LEFT.discard(task)
+def _discard(task: asyncio.Future[Any]) -> None:
+    _ABANDONED.discard(task)
     if not task.cancelled():
         task.exception()  # read, or asyncio complains that nobody did
 
@@ -66,7 +66,7 @@ class Instance:
 
     @property
     def fit(self) -> bool:
-        """Whether it may be used again: no call runs, and none was given up half-way."""
+        """True while it may be used again: no call runs, and none was given up half-way."""
         return not (self._running or self._given_up)
 
     @property
@@ -87,7 +87,7 @@ class Instance:
             with self._lock:
                 self.made, late = made, self._closing
             if late:
-                attempt(lambda: _close_here(made))
+                attempt(lambda: _close_in_thread(made))
 
         await self._in_thread(work)
 
@@ -164,13 +164,13 @@ def _value(outcome: Any) -> Any:
     raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def _close_here(made: Any) -> None:
-    """Close in this thread, which has no event loop."""
+def _close_in_thread(made: Any) -> None:
+    """Close an object in a thread that has no event loop."""
     close = getattr(made, "close", None)
     value = close() if close is not None else None
     if inspect.isawaitable(value):
-        asyncio.run(_awaited(value))
 
+        async def wait() -> None:  # asyncio.run takes a coroutine, not every awaitable
+            await value
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+        asyncio.run(wait())

@@ -30,7 +30,7 @@ from agenttrain.environments.instance import Instance, TookTooLong, bounded
 from agenttrain.types import Message, Rollout, ToolUnavailable
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
-"""What a `reset` may ask for, by name."""
+"""Arguments that a `reset` may have, by name."""
 
 
 Reward = TypeVar("Reward")
@@ -38,13 +38,13 @@ Reward = TypeVar("Reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a rollout begins with."""
+    """The task and the seeds that a rollout begins with."""
 
     rollout_id: str
     row: Mapping[str, Any]
     """The task's columns."""
     seed: int
-    """Of this rollout alone."""
+    """Seed of this rollout alone."""
     group_seed: int
     """The same for all rollouts of the task."""
 
@@ -64,8 +64,8 @@ class EnvironmentKind:
         self.name, self.cls = name, cls
         self.bound = dict(bound or {})
         self.settings = settings or EnvironmentSettings()
-        said = self.settings.pooled
-        self.pooled = bool(getattr(cls, "pooled", False)) if said is None else said
+        pooled = self.settings.pooled
+        self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
         self.resets, self.rewards, self.answers = (
             callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
         )
@@ -73,10 +73,18 @@ class EnvironmentKind:
         self._idle: list[Instance] = []
         self._left: list[Instance] = []
         """Closed ones in which a call that was given up still runs."""
-        self._told = False
+        self._warned = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
         self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
-        _check(self, where)
+        if self.pooled and not self.resets:
+            raise ValueError(
+                f"{where}: it is pooled and has no reset, so an instance would begin where another "
+                f"rollout left it; add a reset, or set environment.{name}.pooled=false"
+            )
+        if callable(inspect.getattr_static(cls, "done", None)):
+            raise ValueError(
+                f"{where}: `done` is a method; make it an attribute, or write @property above it"
+            )
 
     @property
     def live(self) -> int:
@@ -98,17 +106,21 @@ class EnvironmentKind:
         return [*(episode.instance for episode in self._episodes.values()), *self._left]
 
     def episode(self, rollout_id: str) -> Episode:
-        """The episode of a rollout in flight."""
+        """Return the episode of a rollout in flight."""
         return self._episodes[rollout_id]
 
     async def start(self, start: Start) -> Episode:
-        """An instance of the rollout's own, made or taken from the pool, and reset.
+        """Give the rollout an instance of its own, made or taken from the pool, and reset.
 
         Raises ToolUnavailable, with the instance closed, when it cannot be made or reset.
         """
         if start.rollout_id in self._episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
-        instance = self._idle.pop() if self._idle else self._instance()
+        if self._idle:
+            instance = self._idle.pop()
+        else:
+            limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
+            instance = Instance(f"environment {self.name}", limit_s)
         doing = ["its constructor"]
         episode = Episode(self, instance, start.rollout_id)
         self._episodes[start.rollout_id] = episode
@@ -120,10 +132,6 @@ class EnvironmentKind:
                 raise
             raise self.unavailable(doing[0], error) from error
         return episode
-
-    def _instance(self) -> Instance:
-        limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
-        return Instance(f"environment {self.name}", limit_s)
 
     async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
         instance = episode.instance
@@ -142,7 +150,7 @@ class EnvironmentKind:
             raise ValueError("`done` is true before the first turn; reset must make it false")
 
     def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
-        """The error that says which part of the environment failed, and how."""
+        """Make the error that says which part of the environment failed, and how."""
         if isinstance(error, TookTooLong):
             limit = f"environment.{self.name}.hook_timeout_s={self.settings.hook_timeout_s:g}"
             return ToolUnavailable(
@@ -152,7 +160,7 @@ class EnvironmentKind:
         return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
 
     async def finish(self, episode: Episode, *, again: bool) -> None:
-        """The rollout is over: back to the pool, or closed."""
+        """End an episode: its instance goes back to the pool, or is closed."""
         self._episodes.pop(episode.rollout_id, None)
         instance = episode.instance
         if again and self.pooled and instance.fit:
@@ -161,7 +169,7 @@ class EnvironmentKind:
             await self._close(instance)
 
     async def aclose(self) -> None:
-        """The run is over: close every instance that there is."""
+        """Close every instance that there is: the run is over."""
         live = [*self._idle, *(episode.instance for episode in self._episodes.values())]
         self._idle, self._episodes = [], {}
         await asyncio.gather(*(self._close(instance) for instance in live))
@@ -172,8 +180,8 @@ class EnvironmentKind:
         try:
             await instance.close(self.settings.hook_timeout_s)
         except Exception as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 text = f"{type(error).__name__}: {error}"
                 print(
                     f"warning: environment {self.name!r}: its close failed with {text} (said once)",
@@ -187,7 +195,7 @@ class Episode:
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
         self.messages: tuple[Message, ...] = ()
-        """What reset gave."""
+        """Messages that its reset returned."""
         self.done = False
         """The environment declared the episode over; read after every call of the instance."""
         self._finished = False
@@ -195,26 +203,26 @@ class Episode:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the instance; raises what it raises."""
         function = getattr(self.instance.made, method)
-        look = self._async_call if inspect.iscoroutinefunction(function) else self._call
-        return await self.instance.call(look, functools.partial(function, *args, **kwargs))
+        runs = self._async_call if inspect.iscoroutinefunction(function) else self._call
+        return await self.instance.call(runs, functools.partial(function, *args, **kwargs))
 
     def _call(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         finally:
-            self._look()
+            self._read_done()
 
     async def _async_call(self, function: Callable[[], Any]) -> Any:
         try:
             return await function()
         finally:
-            self._look()
+            self._read_done()
 
-    def _look(self) -> None:
+    def _read_done(self) -> None:
         self.done = bool(getattr(self.instance.made, "done", False))
 
     async def user(self, message: Message) -> str | None:
-        """What the user says to an answer without a call; None: nothing, or nobody is there.
+        """Ask the class's `user` for its message to an answer without a call; None: no message.
 
         Raises ToolUnavailable when the hook fails, or gives something else.
         """
@@ -222,15 +230,15 @@ class Episode:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            said = await bounded(self.call("user", copy.deepcopy(message)), limit)
+            text = await bounded(self.call("user", copy.deepcopy(message)), limit)
         except Exception as error:
             raise self.kind.unavailable("its user", error) from error
-        if not isinstance(said, str | None):
+        if not isinstance(text, str | None):
             raise ToolUnavailable(
-                f"environment {self.kind.name!r}: its user gave a {type(said).__name__}; a text is "
+                f"environment {self.kind.name!r}: its user gave a {type(text).__name__}; a text is "
                 "what the user says, None ends the conversation"
             )
-        return said
+        return text
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
         """Return what `read` makes of the class's `reward` of the finished rollout; None where it
@@ -257,22 +265,21 @@ class Episode:
 
 
 def _messages(given: Any) -> tuple[Message, ...]:
-    """What reset gave, as messages; a text is a user message."""
+    """Make messages of the value of `reset`; a text is a user message."""
     if given is None:
         return ()
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     items = [given] if isinstance(given, Mapping) else given
-    if not isinstance(items, list | tuple) or not all(_is_message(item) for item in items):
+    if not isinstance(items, list | tuple) or not all(
+        isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str)
+        for item in items
+    ):
         raise TypeError(
             f"it gave {given!r:.200}; expected None, a text, or chat messages such as "
             '{"role": "user", "content": "…"}'
         )
     return tuple(dict(item) for item in items)
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str)
 
 
 def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
@@ -288,16 +295,3 @@ def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
                 f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
             )
     return tuple(p.name for p in parameters if p.name in RESET_ARGUMENTS)
-
-
-def _check(kind: EnvironmentKind, where: str) -> None:
-    if kind.pooled and not kind.resets:
-        raise ValueError(
-            f"{where}: it is pooled and has no reset, so an instance would begin where another "
-            f"rollout left it; add a reset, or set environment.{kind.name}.pooled=false"
-        )
-    done = inspect.getattr_static(kind.cls, "done", None)
-    if callable(done):
-        raise ValueError(
-            f"{where}: `done` is a method; make it an attribute, or write @property above it"
-        )

@@ -13,15 +13,15 @@ from agenttrain.types import Message, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What the environment of one rollout said."""
+    """Recorded answers of the environment of one rollout."""
 
     messages: tuple[Message, ...]
-    """Of its reset."""
+    """Messages of its reset."""
     user: Sequence[str]
-    """Of its `user`, in order."""
+    """Messages of its `user`, in order."""
     reward: float | None
     over: Callable[[], bool]
-    """Whether the episode is over by now."""
+    """Returns True once the episode is over."""
 
 
 class RecordedKind(EnvironmentKind):
@@ -32,7 +32,7 @@ class RecordedKind(EnvironmentKind):
         self._said = said
 
     async def start(self, start: Start) -> Episode:
-        """The recorded episode."""
+        """Return the recorded episode."""
         return RecordedEpisode(self, self._said, start.rollout_id)
 
 
@@ -47,15 +47,15 @@ class RecordedEpisode(Episode):
 
     @property
     def done(self) -> bool:
-        """Whether the environment had declared the episode over by now."""
+        """True once the environment had declared the episode over."""
         return self._said.over()
 
     @done.setter
     def done(self, value: bool) -> None:
-        """The record alone says so."""
+        """Ignore the value: the record alone says so."""
 
     async def user(self, message: Message) -> str | None:
-        """What the user said next; None: nothing more."""
+        """Return the user's next recorded message; None after the last."""
         return next(self._user, None)
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
@@ -63,4 +63,4 @@ class RecordedEpisode(Episode):
         return read(self._said.reward)
 
     async def finish(self, *, again: bool = True) -> None:
-        """Nothing was begun."""
+        """Do nothing: nothing was begun."""

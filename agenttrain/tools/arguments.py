@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jsonschema import SchemaError, ValidationError
+from jsonschema import SchemaError
 
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.tools.coerce import coerce, fits, plain_schema, typed_only, validator_of
 
 MAX_PROBLEMS = 3
-"""Faults told to the model at once."""
+"""Faults named to the model at once."""
 MAX_QUOTE = 60
 """Characters of a wrong value quoted to the model."""
 
@@ -35,66 +35,65 @@ class ArgumentSchema:
         self._typed_only = typed_only(self._schema)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """A deep copy of the arguments, coerced to the schema.
+        """Return a deep copy of the arguments, coerced to the schema.
 
         Raises InvalidArguments, naming unknown, missing and wrong ones, e.g. ``unknown argument
         'qurey' (did you mean 'query'?); missing argument 'query'``.
         """
         try:
             # Copied after the coercion, which passes on nested values that no schema describes.
-            read = _copied(coerce(dict(arguments), self._schema))
-            problems = self._name_problems(read) or self._value_problems(read)
+            values = _copied(coerce(dict(arguments), self._schema))
+            problems = self._problems(values)
         except (RecursionError, ValueError):
             problems = ["nested too deeply, or a number of too many digits"]
         if problems:
             raise InvalidArguments("; ".join(problems[:MAX_PROBLEMS]))
-        return read
+        return values
 
-    def _name_problems(self, arguments: Mapping[str, Any]) -> list[str]:
-        known = list(self._schema.get("properties", {}))
-        missing = [name for name in self._schema.get("required", []) if name not in arguments]
-        unknown = [name for name in arguments if name not in known]
-        if self._takes_any_name():
-            unknown = []
-        hints = [name for name in known if name not in arguments]
-        return [
-            f"unknown argument {_quote(name)}{did_you_mean(name, hints)}" for name in unknown
-        ] + [f"missing argument {_quote(name)}" for name in missing]
-
-    def _takes_any_name(self) -> bool:
-        """Only a schema that says so: left open, `properties` are all there is."""
-        return bool(
-            "properties" not in self._schema
-            or self._schema.get("additionalProperties")
-            or self._schema.get("patternProperties")
-        )
-
-    def _value_problems(self, arguments: Mapping[str, Any]) -> list[str]:
-        if self._typed_only and fits(arguments, self._schema):
-            return []
+    def _problems(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Name unknown and missing arguments; if there are none, those with wrong values."""
+        schema = self._schema
+        known = list(schema.get("properties", {}))
+        absent = [name for name in known if name not in arguments]
+        problems: list[str] = []
+        # A schema takes other names only where it says so: left open, `properties` are all.
+        if not (
+            "properties" not in schema
+            or schema.get("additionalProperties")
+            or schema.get("patternProperties")
+        ):
+            problems += [
+                f"unknown argument {_quote(name)}{did_you_mean(name, absent)}"
+                for name in arguments
+                if name not in known
+            ]
+        problems += [
+            f"missing argument {_quote(name)}"
+            for name in schema.get("required", [])
+            if name not in arguments
+        ]
+        if problems or (self._typed_only and fits(arguments, schema)):
+            return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
-        return [_describe(error) for error in errors]
+        for error in errors:
+            path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
+            rule: Any = error.validator_value
+            if error.validator == "type":
+                wanted = rule if isinstance(rule, str) else " or ".join(rule)
+                problems.append(f"{path} must be {wanted}, not {_quote(error.instance)}")
+            elif error.validator == "enum":
+                options = _short(", ".join(_quote(option) for option in rule), 5 * MAX_QUOTE)
+                problems.append(f"{path} must be one of {options}, not {_quote(error.instance)}")
+            else:
+                problems.append(f"{path}: {_short(error.message, 3 * MAX_QUOTE)}")
+        return problems
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy of a JSON value."""
+    """Copy a JSON value deeply."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _describe(error: ValidationError) -> str:
-    path = error.json_path.removeprefix("$.") if error.absolute_path else "arguments"
-    rule: Any = error.validator_value
-    if error.validator == "type":
-        wanted = rule if isinstance(rule, str) else " or ".join(rule)
-        return f"{path} must be {wanted}, not {_quote(error.instance)}"
-    if error.validator == "enum":
-        options = ", ".join(_quote(option) for option in rule)
-        return (
-            f"{path} must be one of {_short(options, 5 * MAX_QUOTE)}, not {_quote(error.instance)}"
-        )
-    return f"{path}: {_short(error.message, 3 * MAX_QUOTE)}"
 
 
 def _quote(value: Any) -> str:

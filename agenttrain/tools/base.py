@@ -1,4 +1,4 @@
-"""What a tool is, and how a Python function becomes one."""
+"""The `Tool` protocol, and Python functions as tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tool(Protocol):
 
     name: str
     schema: dict[str, Any]
-    """As the model sees it: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
+    """Shown to the model: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; `arguments` fit the schema and belong to the tool."""
@@ -33,7 +33,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Tools(Protocol):
-    """What a section's `_target_` makes when it makes several tools."""
+    """The object that a section's `_target_` makes when it makes several tools."""
 
     def tools(self) -> Sequence[Tool]:
         """The tools, each under its own name."""
@@ -70,18 +70,23 @@ class FunctionTool:
         bound: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
-        function, settings = _without_partial(function, dict(bound or {}))
+        settings = dict(bound or {})
+        while isinstance(function, functools.partial):  # its arguments become bound ones
+            partial = inspect.signature(function.func).bind_partial(
+                *function.args, **function.keywords
+            )
+            function, settings = function.func, {**partial.arguments, **settings}
         self.function = function
         self.owner: object = function
-        """What is released and closed: an instance that can be called may hold something."""
+        """The object to release and close: an instance that can be called may hold something."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.schema = function_schema(function, name=self.name, hidden=settings)
         self.blocking = blocks(function)
-        """Whether a call occupies its thread; the toolbox then gives it one of its own."""
+        """True where a call occupies its thread; the toolbox then gives it one of its own."""
         self._bound = settings
         self._builders = argument_builders(function, hidden=settings)
         self.takes_context = takes_context(function) and "context" not in settings
-        """Whether calls are given the ToolContext."""
+        """True where calls are given the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Call the function in this thread; an async one returns its awaitable."""
@@ -106,18 +111,8 @@ class FunctionTool:
 
 async def call_optional(owner: object, method: str, *arguments: object) -> None:
     """Call a method that `owner` may lack, sync or async."""
-    found = getattr(owner, method, None)
-    if found is not None:
-        result = found(*arguments)
+    hook = getattr(owner, method, None)
+    if hook is not None:
+        result = hook(*arguments)
         if inspect.isawaitable(result):
             await result
-
-
-def _without_partial(
-    function: Callable[..., object], bound: dict[str, Any]
-) -> tuple[Callable[..., object], dict[str, Any]]:
-    """The function inside of functools.partial, whose arguments become bound ones."""
-    while isinstance(function, functools.partial):
-        inner = inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
-        function, bound = function.func, {**inner.arguments, **bound}
-    return function, bound

@@ -40,7 +40,13 @@ def build_toolbox(
         key = f"tools.{name}"
         located = locate_section(section, key=key)
         limit, stop = take_settings(key, located.bound)
-        for tool in _made(located, name, section, limit):
+        if limit.isolation is Isolation.process:
+            # Pickled and called again in each worker.
+            make = partial(_rebuild, name, dict(section))
+            section_tools: list[Tool] = [ProcessTool(name, make, limit)]
+        else:
+            section_tools = _build(located, name)
+        for tool in section_tools:
             if tool.name in built:
                 raise ValueError(
                     f"{located.where}: its tool {tool.name!r} is the second of that name; rename "
@@ -52,16 +58,8 @@ def build_toolbox(
     return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
 
 
-def _made(
-    located: Located, name: str, section: Mapping[str, Any], limits: ToolLimits
-) -> Sequence[Tool]:
-    if limits.isolation is Isolation.process:
-        return [ProcessTool(name, partial(_rebuild, name, dict(section)), limits)]
-    return _build(located, name)
-
-
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
-    """The tool of a section, in whichever process this is."""
+    """Build the tool of a section, in whichever process this is."""
     key = f"tools.{name}"
     located = locate_section(section, key=key)
     take_settings(key, located.bound)
@@ -107,7 +105,7 @@ def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], whe
 
 
 def _makes_tool(target: Callable[..., object]) -> bool:
-    """Whether a function is annotated to return a tool, or a callable to make one of."""
+    """Return True for a function annotated to return a tool, or a callable to make one of."""
     try:
         made = get_type_hints(target).get("return")
     except (NameError, TypeError):

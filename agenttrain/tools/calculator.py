@@ -83,8 +83,8 @@ def calculator(expression: str) -> float:
         raise ToolFailure(TOO_LARGE) from None
     if not math.isfinite(value):
         raise ToolFailure(TOO_LARGE)
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return int(value) if whole else value
+    is_exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_exact else value
 
 
 def _evaluate(node: ast.expr) -> float:
@@ -92,15 +92,12 @@ def _evaluate(node: ast.expr) -> float:
         return node.value
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:
         return UNARY[type(node.op)](_evaluate(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        return _apply(node.op, _evaluate(node.left), _evaluate(node.right))
-    raise SyntaxError
-
-
-def _apply(operation: ast.operator, left: float, right: float) -> float:
-    if isinstance(operation, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        _check_size(left.bit_length() * abs(right))
-    value = BINARY[type(operation)](left, right)
+    if not (isinstance(node, ast.BinOp) and type(node.op) in BINARY):
+        raise SyntaxError
+    left, right = _evaluate(node.left), _evaluate(node.right)
+    if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+        _check_size(left.bit_length() * abs(right))  # before it is computed, for seconds
+    value = BINARY[type(node.op)](left, right)
     if isinstance(value, complex):
         raise ToolFailure("the result is not a real number")
     if isinstance(value, int):

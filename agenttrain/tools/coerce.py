@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -46,12 +47,8 @@ def plain_schema(schema: Any) -> Any:
         # A property may be called `nullable`; the keyword's value is a boolean.
         if not (key == "nullable" and isinstance(value, bool))
     }
-    if schema.get("nullable") is True:
-        _allow_null(plain)
-    return plain
-
-
-def _allow_null(plain: dict[str, Any]) -> None:
+    if schema.get("nullable") is not True:
+        return plain
     if "type" in plain:
         types = _types(plain)
         plain["type"] = types if "null" in types else [*types, "null"]
@@ -59,6 +56,7 @@ def _allow_null(plain: dict[str, Any]) -> None:
         plain["enum"] = [*plain["enum"], None]
     if "anyOf" in plain:
         plain["anyOf"] = [*plain["anyOf"], {"type": "null"}]
+    return plain
 
 
 _SAYS_TYPE = {"type", "title", "description", "default", "examples"}
@@ -67,16 +65,18 @@ _SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
 
 
 def typed_only(schema: Schema) -> bool:
-    """Whether `fits` tells as much as a validator: an object whose properties have types alone."""
-    properties = schema.get("properties", {})
-    plain = _SAYS_OBJECT.issuperset(schema) and schema.get("type", "object") == "object"
-    return plain and all(
-        isinstance(found, Mapping) and _SAYS_TYPE.issuperset(found) for found in properties.values()
-    )
+    """Return True where `fits` checks as much as a validator does.
+
+    That is an object whose properties have types alone.
+    """
+    if not _SAYS_OBJECT.issuperset(schema) or schema.get("type", "object") != "object":
+        return False
+    properties = schema.get("properties", {}).values()
+    return all(isinstance(one, Mapping) and _SAYS_TYPE.issuperset(one) for one in properties)
 
 
 def fits(value: Mapping[str, Any], schema: Schema) -> bool:
-    """Whether the properties have their types; names that must be there are another's business."""
+    """Return True if the properties have their types; missing names are not looked for."""
     properties = schema.get("properties", {})
     types = ((item, _types(properties.get(name, {}))) for name, item in value.items())
     return all(not wanted or any(_is_type(item, t) for t in wanted) for item, wanted in types)
@@ -98,21 +98,19 @@ def coerce(value: Any, schema: Any) -> Any:
     if "enum" in schema:
         value = _coerce_enum(value, schema["enum"])
     if isinstance(value, list):
-        return [coerce(item, _item_schema(schema, i)) for i, item in enumerate(value)]
+        first, others = schema.get("prefixItems", []), schema.get("items")
+        return [
+            coerce(item, first[i] if i < len(first) else others) for i, item in enumerate(value)
+        ]
     if isinstance(value, dict):
-        properties, rest = schema.get("properties", {}), schema.get("additionalProperties")
-        return {key: coerce(item, properties.get(key, rest)) for key, item in value.items()}
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+        return {key: coerce(item, properties.get(key, others)) for key, item in value.items()}
     return value
 
 
 def _types(schema: Schema) -> list[str]:
     types = schema.get("type", [])
     return [types] if isinstance(types, str) else list(types)
-
-
-def _item_schema(schema: Schema, index: int) -> Any:
-    first = schema.get("prefixItems", [])
-    return first[index] if index < len(first) else schema.get("items")
 
 
 def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
@@ -131,10 +129,20 @@ def _coerce_type(value: Any, types: Sequence[str]) -> Any:
     for name in types:
         if _is_type(value, name):
             return int(value) if name == "integer" else value
+    parsed: Any = NOTHING
+    if isinstance(value, str):  # it may be the JSON text of what is wanted
+        text = value.strip()
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(PYTHON_BOOLEANS.get(text, text))
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            parsed = NOTHING
     for name in types:
-        candidate = _json_text(value) if name == "string" else _json_value(value, name)
-        if candidate is not NOTHING:
-            return candidate
+        if name == "string":
+            text = _json_text(value)
+            if text is not NOTHING:
+                return text
+        elif _is_type(parsed, name):
+            return int(parsed) if name == "integer" else parsed
     return value
 
 
@@ -142,8 +150,8 @@ def _is_type(value: Any, name: str) -> bool:
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
-        whole = isinstance(value, int) or value.is_integer()
-        return name == "number" or (name == "integer" and whole)
+        is_integer = isinstance(value, int) or value.is_integer()
+        return name == "number" or (name == "integer" and is_integer)
     return {"string": str, "array": list, "object": dict}.get(name) is type(value)
 
 
@@ -158,31 +166,14 @@ def _json_text(value: Any) -> Any:
         return NOTHING
 
 
-def _json_value(value: Any, name: str) -> Any:
-    """The value of type `name` whose JSON text the string is."""
-    if not isinstance(value, str):
-        return NOTHING
-    text = value.strip()
-    try:
-        found = json.loads(PYTHON_BOOLEANS.get(text, text))
-    except (ValueError, RecursionError):
-        return NOTHING
-    if not _is_type(found, name) or (isinstance(found, float) and not math.isfinite(found)):
-        return NOTHING
-    return int(found) if name == "integer" else found
-
-
 def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
-    """The member that is the value, else the one with the same text: "1" -> 1, 1 -> "1"."""
-    if any(_same(value, member) for member in members):
-        return value
+    """Return the member that is the value, else one with the same text: "1" -> 1, 1 -> "1"."""
+    for member in members:
+        if value == member and isinstance(value, bool) == isinstance(member, bool):  # True == 1
+            return value
     for member in members:
         if isinstance(member, str) and _json_text(value) == member:
             return member
         if isinstance(value, str) and member is not None and _json_text(member) == value.strip():
             return member
     return value
-
-
-def _same(value: Any, member: Any) -> bool:
-    return value == member and isinstance(value, bool) == isinstance(member, bool)

@@ -1,4 +1,4 @@
-"""The end of a rollout, and of the run, for tools that hold something: bounded, and never fatal."""
+"""Ends of a rollout, and of the run, for tools that hold something: bounded, and never fatal."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ class Endings:
 
     def __init__(self) -> None:
         self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
-        """The rollout is over for `tool`."""
+        """Have `tool` free what it holds for a rollout."""
         await self._end(tool, "release", limit_s, rollout_id)
 
     async def close(self, tool: Tool, limit_s: float) -> None:
-        """The run is over for `tool`."""
+        """Close `tool`."""
         await self._end(tool, "close", limit_s)
 
     async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
         owner = tool.owner if isinstance(tool, FunctionTool) else tool
-        found = getattr(owner, method, None)
-        if found is None:
+        hook = getattr(owner, method, None)
+        if hook is None:
             return
-        ending = asyncio.ensure_future(self._call(found, f"{tool.name}.{method}", arguments))
+        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
         await asyncio.wait({ending}, timeout=limit_s)
         if not ending.done():
             ending.cancel()
-            self._tell(tool.name, method, f"did not end within {limit_s:g} s")
+            self._warn(tool.name, method, f"did not end within {limit_s:g} s")
         elif ending.cancelled():
-            self._tell(tool.name, method, "was cancelled")
+            self._warn(tool.name, method, "was cancelled")
         elif (error := ending.result().error) is not None:
-            self._tell(tool.name, method, f"{type(error).__name__}: {error}")
+            self._warn(tool.name, method, f"{type(error).__name__}: {error}")
 
     async def _call(
         self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
@@ -52,9 +52,9 @@ class Endings:
             return await attempt_async(outcome.value)
         return outcome
 
-    def _tell(self, name: str, method: str, problem: str) -> None:
-        if (name, method) not in self._told:
-            self._told.add((name, method))
+    def _warn(self, name: str, method: str, problem: str) -> None:
+        if (name, method) not in self._warned:
+            self._warned.add((name, method))
             warnings.warn(
                 f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
                 RuntimeWarning,

@@ -11,18 +11,18 @@ from agenttrain.types import ToolContext
 
 
 class _Interpreter:
-    """What both have in common: a rollout's sandbox, from its first call to its end."""
+    """Base of both: a rollout's sandbox, from its first call to its end."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         """Raises ValueError if no such sandbox can be made on this machine."""
         self._pool, self._settings = Pool.of(settings), settings
 
     async def release(self, rollout_id: str) -> None:
-        """The rollout is over: its sandbox ends."""
+        """End the sandbox of a rollout that is over."""
         await self._pool.release(rollout_id)
 
     async def close(self) -> None:
-        """The run is over: no sandbox is left."""
+        """End all sandboxes: the run is over."""
         await self._pool.close()
 
 
@@ -66,7 +66,7 @@ def interpreter(
     max_chars: int = DEFAULTS.max_chars,
     packages: str | None = DEFAULTS.packages,
 ) -> Callable[..., object]:
-    """An interpreter of `python` or `bash`; its settings are explained at SandboxSettings.
+    """Make an interpreter of `python` or `bash`; its settings are explained at SandboxSettings.
 
     Raises ValueError, beginning with ``name=value``, for settings that cannot work, and where no
     sandbox can be made; ``sandbox="none"`` is not one, and says so on stderr.

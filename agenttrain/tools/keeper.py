@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 ADOPTS = sys.platform == "linux" and os.path.exists("/proc/self/stat")
-"""Whether this system has subreapers, and shows a process its children."""
+"""True where the system has subreapers, and shows a process its children."""
 MOST_PAUSE_S = 0.5
 """Longest pause between two attempts to end what does not end."""
 
@@ -41,7 +41,7 @@ def fork_worker(parent: int, lifeline: int, *others: int) -> None:
         system.prctl(system.PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker:
-        _keep(worker, parent, lifeline, others)
+        _watch(worker, parent, lifeline, others)
     os.setsid()
     os.close(lifeline)
     if ADOPTS:
@@ -50,7 +50,8 @@ def fork_worker(parent: int, lifeline: int, *others: int) -> None:
             os._exit(1)
 
 
-def _keep(worker: int, parent: int, lifeline: int, others: tuple[int, ...]) -> NoReturn:
+def _watch(worker: int, parent: int, lifeline: int, others: tuple[int, ...]) -> NoReturn:
+    """Be the keeper: wait for a reason to end everything, then end as the worker did."""
     woken, wake = os.pipe()
     for number in (woken, wake):
         os.set_blocking(number, False)
@@ -75,20 +76,26 @@ def _keep(worker: int, parent: int, lifeline: int, others: tuple[int, ...]) -> N
             over = over or number != woken or set(os.read(woken, 4096)) != {signal.SIGCHLD}
         status = _reap(worker)
     _end_children(worker)
-    _end_like(-signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status))
+    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:  # a signal ended the worker
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _reap(worker: int) -> int | None:
-    """Collect children that have ended; the worker's status if it was among them."""
-    found = None
+    """Collect children that have ended; return the worker's status if it was among them."""
+    worker_status = None
     with suppress(ChildProcessError):
         while True:
             number, status = os.waitpid(-1, os.WNOHANG)
             if number == 0:
                 break
             if number == worker:
-                found = status
-    return found
+                worker_status = status
+    return worker_status
 
 
 def _end_children(worker: int) -> None:
@@ -126,7 +133,7 @@ def _end_children(worker: int) -> None:
 
 
 def _children() -> Iterator[int]:
-    """The children of this process, those that have ended too."""
+    """Yield the children of this process, including those that have ended."""
     try:
         with open("/proc/thread-self/children", encoding="ascii") as file:
             yield from map(int, file.read().split())
@@ -138,13 +145,3 @@ def _children() -> Iterator[int]:
             # "12 (a name) S 7 …": the parent is 7
             if int(f.read().rpartition(")")[2].split()[1]) == os.getpid():
                 yield int(name)
-
-
-def _end_like(code: int) -> NoReturn:
-    """End with the worker's exit code, or by the signal that ended it."""
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)

@@ -44,7 +44,12 @@ class McpServer:
         that cannot work and for a server that does not answer within `start_timeout_s`.
         """
         check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
-        _check_installed()
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "MCP servers need the `mcp` package: pip install 'agenttrain[mcp]'"
+            ) from error
         self._command = None if command is None else [str(word) for word in command]
         self._url, self._prefix = url, prefix
         self._env, self._headers = expanded("env", env), expanded("headers", headers)
@@ -53,7 +58,18 @@ class McpServer:
             self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
         )
         try:
-            self._listed = _allowed(self._connection.start(), allow)
+            listed = self._connection.start()
+            names = [tool.name for tool in listed]
+            if not names:
+                raise ValueError("the MCP server has no tools")
+            for name in allow or ():
+                if name not in names:
+                    raise ValueError(
+                        f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
+                        f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
+                    )
+            # In the server's order.
+            self._listed = [tool for tool in listed if allow is None or tool.name in allow]
         except CannotConnect as error:
             self._connection.close()
             raise ValueError(self._cannot_connect(error)) from error
@@ -81,10 +97,10 @@ class McpServer:
                 f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
                 "there, and does it take these headers?"
             )
-        said = self._stderr.last_line()
-        told = f"its last words: {said}" if said else "it said nothing on stderr"
+        line = self._stderr.last_line()
+        reason = f"its last words: {line}" if line else "it said nothing on stderr"
         return (
-            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {told}; "
+            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {reason}; "
             "run the command in a terminal to see why"
         )
 
@@ -121,41 +137,40 @@ class McpTool:
 
 
 def result_value(result: Any) -> object:
-    """What an `mcp_types.CallToolResult` tells the model: its texts, else its structured content.
+    """Return what a model can read of an `mcp_types.CallToolResult`: texts, else its structure.
 
     Raises ToolFailure for an error result, and for images and sounds: to train on a result that
     the model cannot see is worse than an error.
     """
-    texts = [_block_text(block) for block in result.content]
+    texts: list[str] = []
+    for block in result.content:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "resource_link":
+            texts.append(f"{block.name}: {block.uri}")
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            texts.append(block.resource.text)
+        else:
+            kind = getattr(block, "mime_type", None) or getattr(block.resource, "mime_type", None)
+            raise ToolFailure(
+                f"the result holds something that is not text ({kind or block.type}), and only "
+                "text can be read"
+            )
     if result.is_error:
         raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
     return result.structured_content if not texts else "\n".join(texts)
 
 
-def _block_text(block: Any) -> str:
-    if block.type == "text":
-        return block.text
-    if block.type == "resource_link":
-        return f"{block.name}: {block.uri}"
-    if block.type == "resource" and hasattr(block.resource, "text"):
-        return block.resource.text
-    kind = getattr(block, "mime_type", None) or getattr(block.resource, "mime_type", None)
-    raise ToolFailure(
-        f"the result holds something that is not text ({kind or block.type}), and only text can "
-        "be read"
-    )
-
-
 def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with what its ``$ref`` name in its own ``$defs`` put in their place.
+    """Return the schema with each ``$ref`` into its own ``$defs`` replaced by what it names.
 
     Chat templates that list parameters one by one know no references. A schema that refers to
     itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
     "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
     """
-    rest = {key: value for key, value in schema.items() if key != "$defs"}
+    own = {key: value for key, value in schema.items() if key != "$defs"}
     try:
-        return _inline(rest, schema.get("$defs", {}), ())
+        return _inline(own, schema.get("$defs", {}), ())
     except (KeyError, RecursionError):
         return dict(schema)
 
@@ -173,26 +188,3 @@ def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) 
         raise RecursionError(f"{name} refers to itself")
     beside = {key: value for key, value in node.items() if key != "$ref"}
     return {**_inline(definitions[name], definitions, (*inside, name)), **beside}
-
-
-def _allowed(listed: Sequence[Any], allow: Sequence[str] | None) -> list[Any]:
-    """The tools to take, in the server's order."""
-    names = [tool.name for tool in listed]
-    if not names:
-        raise ValueError("the MCP server has no tools")
-    for name in allow or ():
-        if name not in names:
-            raise ValueError(
-                f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool {name!r}"
-                f"{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
-            )
-    return [tool for tool in listed if allow is None or tool.name in allow]
-
-
-def _check_installed() -> None:
-    try:
-        import mcp  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "MCP servers need the `mcp` package: pip install 'agenttrain[mcp]'"
-        ) from error

@@ -140,8 +140,15 @@ class Connection:
     async def _start(self) -> list[Any]:
         try:
             link = self._link = await self._connect(self._start_s)
+            tools: list[Any] = []
+            cursor = None
             async with asyncio.timeout(self._start_s):
-                return await _list_tools(link.client)
+                while True:
+                    page = await link.client.list_tools(cursor=cursor)
+                    tools.extend(page.tools)
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
         except CannotConnect:
             raise
         except TimeoutError:
@@ -175,7 +182,7 @@ class Connection:
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
 
     async def _live(self) -> _Link:
-        """The session, made again if it is broken; all calls wait for the same attempt."""
+        """Return the session, made again if it is broken; all calls wait for the same attempt."""
         if self._link is not None and self._link.alive:
             return self._link
         if self._connecting is None or self._connecting.done():
@@ -210,18 +217,8 @@ class Connection:
             await self._link.end()
 
 
-async def _list_tools(client: Any) -> list[Any]:
-    found, cursor = [], None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        found.extend(page.tools)
-        cursor = page.next_cursor
-        if cursor is None:
-            return found
-
-
 def _lost(error: Exception) -> bool:
-    """Whether the session, and not the call, is what failed."""
+    """Return True if the session failed, and not the call alone."""
     import anyio
     import httpx2
     from mcp import MCPError
@@ -236,7 +233,7 @@ def _lost(error: Exception) -> bool:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The first error of a group, in a line."""
+    """Put the first error of a group in a line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = without_password(str(error).partition("\n")[0])

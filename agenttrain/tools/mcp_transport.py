@@ -1,4 +1,4 @@
-"""How an MCP server is reached: a process of ours, or an address."""
+"""Transports to an MCP server: a process of ours, or an address."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 KEPT_BYTES = 2000
-"""Of what a server writes to stderr: the end, for error messages."""
+"""Bytes kept of the end of a server's stderr, for error messages."""
 CONNECT_S = 10.0
 
 
 class StderrTail:
-    """The end of what a process writes to stderr; the rest is read and forgotten."""
+    """The end of what a process writes to stderr; everything before it is read and dropped."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -23,7 +23,13 @@ class StderrTail:
     def open(self) -> Any:
         """A file to give to a process; close it when the process has it."""
         read, write = os.pipe()
-        self._thread = threading.Thread(target=self._drain, args=(read,), daemon=True)
+
+        def drain() -> None:
+            with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
+                while chunk := stream.read(65536):
+                    self._kept = (self._kept + chunk)[-KEPT_BYTES:]
+
+        self._thread = threading.Thread(target=drain, daemon=True)
         self._thread.start()
         return os.fdopen(write, "w")
 
@@ -33,11 +39,6 @@ class StderrTail:
             self._thread.join(timeout=0.5)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
-
-    def _drain(self, descriptor: int) -> None:
-        with os.fdopen(descriptor, "rb", buffering=0) as stream, suppress(OSError):
-            while chunk := stream.read(65536):
-                self._kept = (self._kept + chunk)[-KEPT_BYTES:]
 
 
 @asynccontextmanager
@@ -62,14 +63,14 @@ async def http_transport(
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    async def note(response: httpx2.Response) -> None:
+    async def record_status(response: httpx2.Response) -> None:
         if response.status_code >= 400:
             refused[:] = [response.status_code]
 
     # The toolbox bounds how long a call may read, and how many calls there are at once.
     timeout = httpx2.Timeout(CONNECT_S, read=None, pool=None)
     limits = httpx2.Limits(max_connections=None)
-    hooks = {"response": [note]}
+    hooks = {"response": [record_status]}
     async with (
         httpx2.AsyncClient(
             headers=dict(headers), timeout=timeout, limits=limits, event_hooks=hooks

@@ -29,7 +29,7 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
 
 
 def method_schema(cls: type, name: str) -> tuple[dict[str, Any], bool]:
-    """The schema of a method that is a tool, and whether it takes the ToolContext.
+    """Return the schema of a method that is a tool, and True if it takes the ToolContext.
 
     Raises ValueError that quotes what to add.
     """

@@ -38,7 +38,7 @@ CLOSE_S = 2.0
 END_S = 5.0
 """Seconds at the end for killed workers, and what they started, to be gone."""
 LOOK_S = 0.2
-"""Seconds between two looks whether a worker that is silent has died."""
+"""Seconds between two checks that a silent worker is still alive."""
 MAX_TAIL = 2000
 """Bytes kept of what a worker prints, for the error when it dies."""
 
@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a call."""
+        """True while it can take a call."""
         return not self._killed and self._process is not None and self._process.poll() is None
 
     @property
@@ -100,7 +100,7 @@ class Worker:
         finally:
             theirs.close()
             os.close(read_end)
-        self._reader = threading.Thread(target=self._keep_tail, daemon=True)
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
@@ -135,7 +135,7 @@ class Worker:
             self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
 
     def gone(self, timeout_s: float = 0.0) -> bool:
-        """Whether a killed worker has ended; waits for at most `timeout_s`."""
+        """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
         if self._process is None:
             return True
         try:
@@ -166,15 +166,14 @@ class Worker:
         return answer if isinstance(answer, dict) else {}
 
     def _died(self) -> ToolUnavailable:
-        """The error that says how the worker ended."""
+        """Make the error that says how the worker ended."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
         self.kill()
-        self._reader.join(
-            1.0
-        )  # its last words; a process of its own that it left may hold the pipe
+        # For its last words, but not for ever: a process that it left behind may hold the pipe.
+        self._reader.join(1.0)
         if code is None:
             how = "hangs"
         elif code < 0:
@@ -186,7 +185,7 @@ class Worker:
             f"tool {self.name}: its worker process {how}" + (f"; it printed: {tail}" * bool(tail))
         )
 
-    def _keep_tail(self) -> None:
+    def _read_output(self) -> None:
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as output:
             while chunk := os.read(output.fileno(), 65536):
@@ -224,10 +223,10 @@ class ProcessTool:
             faults=tuple(limits.retry_on),
             max_chars=MAX_RESULT_CHARS,
         )
-        self._here = build(self._recipe)
-        self.schema = self._here.schema
-        self._releases = hasattr(self._here.function, "release")
-        self._sends_context = self._here.takes_context
+        self._local = build(self._recipe)  # for its schema; calls run in workers
+        self.schema = self._local.schema
+        self._releases = hasattr(self._local.function, "release")
+        self._sends_context = self._local.takes_context
         self._threads = DaemonThreads()
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
@@ -269,12 +268,12 @@ class ProcessTool:
             worker.served.discard(rollout_id)
             worker.released.append(rollout_id)
         idle = [worker for worker in served if worker in self._idle]
-        await self._tell(idle, Request())
+        await self._notify(idle, Request())
 
     async def close(self) -> None:
         """Close the objects in the workers and end these; none is left."""
         idle = list(self._idle)
-        await self._tell(idle, Request(close=True))
+        await self._notify(idle, Request(close=True))
         for worker in list(self._all):
             self._kill(worker)
         dying, self._dying = self._dying, []
@@ -291,7 +290,7 @@ class ProcessTool:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        await call_optional(self._here.function, "close")
+        await call_optional(self._local.function, "close")
 
     async def _take(self) -> Worker:
         self._dying = [worker for worker in self._dying if not worker.gone()]
@@ -336,20 +335,20 @@ class ProcessTool:
             return outcome.value
         raise outcome.error or ToolUnavailable(f"tool {self.name}: no reply")
 
-    async def _tell(self, workers: Iterable[Worker], request: Request) -> None:
+    async def _notify(self, workers: Iterable[Worker], request: Request) -> None:
         """Send idle workers what needs no reply, and wait for a moment until it is done."""
-        asked = []
+        tasks: dict[Worker, asyncio.Task[Reply]] = {}
         for worker in workers:
             self._idle.remove(worker)
             released, worker.released = tuple(worker.released), []
-            whole = Request(released=released, close=request.close)
-            asked.append((worker, asyncio.create_task(self._ask(worker, whole))))
-        if asked:
-            _, late = await asyncio.wait([task for _, task in asked], timeout=CLOSE_S)
+            message = Request(released=released, close=request.close)
+            tasks[worker] = asyncio.create_task(self._ask(worker, message))
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
             for task in late:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in asked), return_exceptions=True)
-        for worker, _ in asked:
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for worker in tasks:
             self._put_back(worker)
 
 

@@ -38,4 +38,4 @@ class RecordedToolbox(Toolbox):
         return [replace(self._results[call.id].pop(0), call=call) for call in calls]
 
     async def release(self, rollout_id: str) -> None:
-        """No tool was used."""
+        """Do nothing: no tool was used."""

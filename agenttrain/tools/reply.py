@@ -1,4 +1,4 @@
-"""What a tool returned or raised -> the text that the model reads."""
+"""A tool's return value or error -> the text that the model reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reply:
 
 
 def reply_of(value: object, *, max_chars: int) -> Reply:
-    """The reply that a tool's return value makes; one that has no text is an error reply."""
+    """Make a reply of a tool's return value; a value without a text becomes an error reply."""
     done = isinstance(value, Done)
     try:
         text = result_text(value.content if isinstance(value, Done) else value, max_chars=max_chars)
@@ -41,7 +41,7 @@ def failure(
     max_chars: int,
     faults: tuple[type[BaseException], ...] = (ToolUnavailable,),
 ) -> Reply:
-    """An error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
+    """Make an error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
 
     `error` has a text that is made already, as `agenttrain.threads.attempt` leaves it. `faults` are
     errors of the infrastructure, which no model is to read.
@@ -56,13 +56,13 @@ def failure(
 
 
 def has_plain_text(value: object) -> bool:
-    """Whether `reply_of` makes the text of a value at once, without any code of a user's."""
+    """Return True where `reply_of` makes the text of a value without any code of a user's."""
     content = value.content if type(value) is Done else value
     return content is None or type(content) in (str, int, float, bool)
 
 
 def result_text(value: object, *, max_chars: int) -> str:
-    """The text of a result: a string as it is, anything else as JSON, str() where JSON cannot.
+    """Make the text of a result: a string as it is, anything else as JSON, str() where JSON cannot.
 
     None is ``null``, a not-a-number ``NaN``, bytes are read as UTF-8, arrays and tensors as
     lists, sets as sorted lists. Text beyond `max_chars` is cut, visibly; lone surrogates, which no
@@ -75,10 +75,6 @@ def result_text(value: object, *, max_chars: int) -> str:
         value = _simpler(value)
     if isinstance(value, str):
         return _bounded(str.__str__(value), max_chars)
-    return _bounded(_json(value, max_chars), max_chars)
-
-
-def _json(value: object, max_chars: int) -> str:
     chunks: list[str] = []
     size = 0
     try:
@@ -89,12 +85,12 @@ def _json(value: object, max_chars: int) -> str:
             if size > max_chars:
                 break
     except (TypeError, ValueError, RecursionError):
-        return str(value)
-    return "".join(chunks)
+        return _bounded(str(value), max_chars)
+    return _bounded("".join(chunks), max_chars)
 
 
 def _simpler(value: Any) -> Any:
-    """A JSON value that stands for one that JSON does not have; a string when nothing else."""
+    """Return a JSON value in place of one that JSON does not have; a string as the last resort."""
     if isinstance(value, bytes | bytearray):
         return value.decode("utf-8", "replace")
     if isinstance(value, set | frozenset):

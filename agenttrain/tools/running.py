@@ -1,4 +1,4 @@
-"""Which calls of tools run this moment: for whoever asks what rollouts wait for."""
+"""The calls of tools that run this moment, for reports of what rollouts wait for."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Running:
 
     @property
     def calls(self) -> tuple[RunningCall, ...]:
-        """Those that have no answer yet, the oldest first."""
+        """Calls that have no answer yet, the oldest first."""
         return tuple(self._calls.values())
 
     @contextmanager
     def noted(self, context: ToolContext) -> Iterator[None]:
-        """Within, the call runs."""
+        """Count a call as running within the context."""
         call = RunningCall(
             rollout_id=context.rollout_id,
             tool=context.tool,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, get_args, get_type_hints
 
@@ -23,7 +22,7 @@ that it need not wait for the import of transformers."""
 def function_schema(
     function: Function, *, name: str, hidden: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The OpenAI-style schema of a function, through transformers' `get_json_schema`.
+    """Make the OpenAI-style schema of a function, through transformers' `get_json_schema`.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
     which tool schemas sent to a served model do not have either. Raises ValueError that quotes
@@ -36,7 +35,14 @@ def function_schema(
     target = _routine(function)
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
     signature = inspect.signature(target)
-    _check_hidden(signature, hidden, where)
+    known = list(signature.parameters)
+    for parameter_name in hidden:
+        if parameter_name not in known:
+            raise ValueError(
+                f"{where}: it has no parameter {parameter_name!r} to bind"
+                f"{did_you_mean(parameter_name, known)}; its parameters: "
+                f"{', '.join(known) or 'none'}"
+            )
     if UNSEEN.get():
         return {"type": "function", "function": {"name": name}}
     hints = _hints(target, where)
@@ -45,12 +51,11 @@ def function_schema(
         for parameter in signature.parameters.values()
         if parameter.name not in hidden and not _is_context(parameter.name, hints)
     ]
-    _check_parameters(shown, where)
     doc = inspect.getdoc(target)
-    _check_docstring(doc, [parameter.name for parameter in shown], where)
+    _check_described(shown, doc, where)
     own = _structures({p.name: hints[p.name] for p in shown}, where)
     hints = {p.name: dict if p.name in own else hints[p.name] for p in shown}
-    schema = _json_schema(_shape(name, doc, shown, hints), where)
+    schema = _json_schema(name, doc, shown, hints, where)
     for parameter, structure in own.items():
         properties = schema["function"]["parameters"]["properties"]
         words = {"description": properties[parameter]["description"]}
@@ -72,23 +77,23 @@ def argument_builders(function: Function, *, hidden: Collection[str] = ()) -> di
 
 
 def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
-    found = {}
+    structures = {}
     for name, hint in hints.items():
         try:
             if structured(hint) and hint is not ToolContext:
-                found[name] = structure_of(hint)
+                structures[name] = structure_of(hint)
         except (ValueError, NameError) as error:
             raise ValueError(f"{where}: parameter {name!r}: {error}") from error
-    return found
+    return structures
 
 
 def takes_context(function: Function) -> bool:
-    """Whether the function has a parameter ``context: ToolContext``."""
+    """Return True if the function has a parameter ``context: ToolContext``."""
     return _is_context("context", get_type_hints(_routine(function)))
 
 
 def _routine(function: Function) -> Any:
-    """What carries signature and docstring: the function itself, or an instance's `__call__`."""
+    """Return what has signature and docstring: the function, or an instance's `__call__`."""
     return function if inspect.isroutine(function) else getattr(function, "__call__")  # noqa: B004, B009
 
 
@@ -107,17 +112,10 @@ def _hints(target: Any, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _check_hidden(signature: inspect.Signature, hidden: Collection[str], where: str) -> None:
-    names = list(signature.parameters)
-    for name in hidden:
-        if name not in names:
-            raise ValueError(
-                f"{where}: it has no parameter {name!r} to bind{did_you_mean(name, names)}; its "
-                f"parameters: {', '.join(names) or 'none'}"
-            )
+def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:
+    """Raise ValueError, quoting what to add, unless a model is told what the parameters mean."""
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
 
-
-def _check_parameters(shown: Sequence[inspect.Parameter], where: str) -> None:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in shown:
         if parameter.kind not in named:
@@ -130,13 +128,8 @@ def _check_parameters(shown: Sequence[inspect.Parameter], where: str) -> None:
                 f"{where}: parameter {parameter.name!r} has no type; annotate it, e.g. "
                 f"`{parameter.name}: str`"
             )
-
-
-def _check_docstring(doc: str | None, names: Sequence[str], where: str) -> None:
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
-
     described = parse_google_format_docstring(doc.strip())[1] if doc else {}
-    missing = [name for name in names if name not in described]
+    missing = [parameter.name for parameter in shown if parameter.name not in described]
     lines = "\n".join(f"        {name}: What it means." for name in missing)
     if not doc:
         arguments = f"\n\n    Args:\n{lines}\n    " if missing else ""
@@ -150,43 +143,31 @@ def _check_docstring(doc: str | None, names: Sequence[str], where: str) -> None:
         )
 
 
-def _shape(
-    name: str, doc: str | None, shown: Sequence[inspect.Parameter], hints: dict[str, Any]
-) -> Function:
-    """A function with this name, docstring and signature, for transformers to look at."""
+def _json_schema(
+    name: str,
+    doc: str | None,
+    shown: Sequence[inspect.Parameter],
+    hints: dict[str, Any],
+    where: str,
+) -> dict[str, Any]:
+    from transformers.utils import chat_template_utils as utils
+    from transformers.utils import get_json_schema
 
-    def shape() -> None: ...
+    def shape() -> None: ...  # a function with this name, docstring and signature
 
     shape.__name__, shape.__doc__, shape.__annotations__ = name, doc, hints
     shape.__signature__ = inspect.Signature(list(shown))  # type: ignore[attr-defined]
-    return shape
-
-
-def _json_schema(shape: Function, where: str) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-    )
-
+    available = utils.is_torch_available
+    if "torch" not in sys.modules:
+        # transformers would import torch to know tensors in annotations; now none can be one.
+        utils.is_torch_available = lambda: False
     try:
-        with _torch_as_it_is():
-            return get_json_schema(shape)
-    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+        return get_json_schema(shape)
+    except (
+        utils.DocstringParsingException,
+        utils.TypeHintParsingException,
+        ValueError,
+    ) as error:
         raise ValueError(f"{where}: no JSON schema can be made of it: {error}") from error
-
-
-@contextmanager
-def _torch_as_it_is() -> Iterator[None]:
-    """transformers imports torch to know tensors in annotations; without it none can be one."""
-    from transformers.utils import chat_template_utils as utils
-
-    if "torch" in sys.modules:
-        yield
-        return
-    asked = utils.is_torch_available
-    utils.is_torch_available = lambda: False
-    try:
-        yield
     finally:
-        utils.is_torch_available = asked
+        utils.is_torch_available = available

@@ -43,12 +43,14 @@ class Search:
         import bm25s
 
         folder = check_corpus(path, k, max_chars, text_column, title_column)
-        found = documents(folder, text_column, title_column)
         self._k = k
-        self._passages = list(passages(found, max_chars))
+        self._passages = list(passages(documents(folder, text_column, title_column), max_chars))
         vocabulary: dict[str, int] = {}
         ids = [
-            [vocabulary.setdefault(word, len(vocabulary)) for word in _words_of(passage)]
+            [
+                vocabulary.setdefault(word, len(vocabulary))
+                for word in words(f"{passage.title}\n{passage.text}")
+            ]
             for passage in self._passages
         ]
         if not vocabulary:
@@ -65,11 +67,14 @@ class Search:
         asked = words(query)
         if not asked:
             raise ToolFailure("the query has no words")
-        found = self.find(asked)
-        return "\n\n".join(map(_shown, found)) or f"{NOTHING} {query!r}"
+        blocks = [
+            f"[{passage.id}] {passage.title}".rstrip() + f"\n{passage.text}"
+            for passage in self.find(asked)
+        ]
+        return "\n\n".join(blocks) or f"{NOTHING} {query!r}"
 
     def find(self, asked: list[str]) -> list[Document]:
-        """At most k passages that hold one of the words, best first, equals in corpus order."""
+        """Return at most k passages with one of the words, best first, equals in corpus order."""
         import numpy as np
 
         if not self._index.get_tokens_ids(asked):
@@ -84,18 +89,10 @@ class Search:
 
 
 def words(text: str) -> list[str]:
-    """The words that count, without case and accents.
+    """Split a text into the words that count, without case and accents.
 
     Example: ``words("Óbidos, 北京!") == ["obidos", "北", "京"]``
     """
     plain = unicodedata.normalize("NFKD", text.casefold())
     folded = "".join(c for c in plain if not unicodedata.combining(c))
     return WORD.findall(unicodedata.normalize("NFKC", folded))
-
-
-def _words_of(passage: Document) -> list[str]:
-    return words(f"{passage.title}\n{passage.text}")
-
-
-def _shown(passage: Document) -> str:
-    return f"[{passage.id}] {passage.title}".rstrip() + f"\n{passage.text}"

@@ -19,7 +19,7 @@ Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
 READING = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
-"""What a statement may do; SQLite asks before it prepares one."""
+"""Actions that a statement may take; SQLite asks before it prepares one."""
 FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
 """The last two fill any width asked for, for seconds, before they look at the size limit."""
 SIZES = {
@@ -67,7 +67,15 @@ class Sql:
                 f"max_rows={max_rows}, query_timeout_s={query_timeout_s}, "
                 f"max_connections={max_connections}: all must be positive"
             )
-        self._connect = _opener(database) if database is not None else _function(connect)
+        self._connect: Connect
+        if database is not None:
+            file = Path(database).expanduser().resolve()
+            if not file.is_file():
+                raise ValueError(f"database={database!r}: there is no such file")
+            uri = f"{file.as_uri()}?mode=ro"
+            self._connect = lambda columns: sqlite3.connect(uri, uri=True, check_same_thread=False)
+        else:
+            self._connect = connect if callable(connect) else locate(connect, key="connect")
         self._max_rows = max_rows
         self._query_timeout_s = query_timeout_s
         self._max_connections = max_connections
@@ -81,9 +89,26 @@ class Sql:
             query: One SELECT statement.
         """
         with self._connection(context) as connection:
-            found = self._fetch(connection, query)
-        shown = [_row_text(row) for row in found[: self._max_rows]]
-        if len(found) > self._max_rows:
+            deadline = time.monotonic() + self._query_timeout_s
+            connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
+            try:
+                cursor = connection.execute(query)
+                rows = cursor.fetchmany(self._max_rows + 1)
+                cursor.close()
+            except (sqlite3.Error, sqlite3.Warning) as error:
+                problem = str(error)
+                code = getattr(error, "sqlite_errorcode", None)
+                if code == sqlite3.SQLITE_INTERRUPT:
+                    problem = f"the query took longer than {self._query_timeout_s:g} s"
+                # CREATE and table-valued pragmas are refused under the code of a plain error.
+                elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
+                    problem = "only SELECT is allowed"
+                raise ToolFailure(problem) from error
+        shown = [
+            ", ".join("NULL" if value is None else str(value) for value in row)
+            for row in rows[: self._max_rows]
+        ]
+        if len(rows) > self._max_rows:
             shown.append(f"… (only the first {self._max_rows} rows)")
         return "; ".join(shown) or "no rows"
 
@@ -95,71 +120,27 @@ class Sql:
 
     @contextmanager
     def _connection(self, context: ToolContext) -> Iterator[sqlite3.Connection]:
-        """The rollout's connection, for this call alone; calls at once get one each."""
+        """Take the rollout's connection for this call alone; calls at once get one each."""
         with self._lock:
             task, connection = self._idle.pop(context.rollout_id, (None, None))
         if connection is None or task is not context.task:
-            connection = _protect(self._connect(context.task.columns))
+            connection = self._connect(context.task.columns)
+            for limit, value in SIZES.items():
+                connection.setlimit(limit, value)
+            connection.isolation_level = None  # no implicit BEGIN
+            connection.text_factory = lambda data: data.decode("utf-8", "replace")
+            connection.execute("PRAGMA query_only = ON")
+            connection.set_authorizer(_authorize)
         try:
             yield connection
         finally:
-            self._keep(context, connection)
-
-    def _keep(self, context: ToolContext, connection: sqlite3.Connection) -> None:
-        with self._lock:
-            _, extra = self._idle.pop(context.rollout_id, (None, None))
-            if extra is not None:
-                extra.close()
-            self._idle[context.rollout_id] = (context.task, connection)
-            while len(self._idle) > self._max_connections:
-                self._idle.popitem(last=False)[1][1].close()
-
-    def _fetch(self, connection: sqlite3.Connection, query: str) -> list[tuple]:
-        deadline = time.monotonic() + self._query_timeout_s
-        connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
-        try:
-            cursor = connection.execute(query)
-            found = cursor.fetchmany(self._max_rows + 1)
-            cursor.close()
-        except (sqlite3.Error, sqlite3.Warning) as error:
-            raise ToolFailure(self._explain(error)) from error
-        return found
-
-    def _explain(self, error: Exception) -> str:
-        code = getattr(error, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_INTERRUPT:
-            return f"the query took longer than {self._query_timeout_s:g} s"
-        # CREATE and table-valued pragmas are refused under the code of a plain error.
-        if code == sqlite3.SQLITE_AUTH or str(error) == "not authorized":
-            return "only SELECT is allowed"
-        return str(error)
-
-
-def _row_text(row: tuple) -> str:
-    return ", ".join("NULL" if value is None else str(value) for value in row)
-
-
-def _function(connect: str | Connect | None) -> Connect:
-    return locate(connect, key="connect") if not callable(connect) else connect
-
-
-def _opener(database: str) -> Connect:
-    path = Path(database).expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"database={database!r}: there is no such file")
-    uri = f"{path.as_uri()}?mode=ro"
-    return lambda columns: sqlite3.connect(uri, uri=True, check_same_thread=False)
-
-
-def _protect(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Take from a connection all that a query must not do."""
-    for limit, value in SIZES.items():
-        connection.setlimit(limit, value)
-    connection.isolation_level = None  # no implicit BEGIN
-    connection.text_factory = lambda data: data.decode("utf-8", "replace")
-    connection.execute("PRAGMA query_only = ON")
-    connection.set_authorizer(_authorize)
-    return connection
+            with self._lock:
+                _, extra = self._idle.pop(context.rollout_id, (None, None))
+                if extra is not None:
+                    extra.close()
+                self._idle[context.rollout_id] = (context.task, connection)
+                while len(self._idle) > self._max_connections:
+                    self._idle.popitem(last=False)[1][1].close()
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:

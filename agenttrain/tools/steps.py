@@ -15,12 +15,12 @@ class Steps:
         self._now: tuple[str, float] | None = None
 
     def blocking(self, limit_s: float) -> str | None:
-        """The tool that has held the event loop for longer than `limit_s`, if one has."""
+        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
         now = self._now
         return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
-        """Await it, with every uninterrupted step under the tool's name."""
+        """Await `awaitable`, with every uninterrupted step under the tool's name."""
 
         async def waited() -> object:  # not every awaitable can be driven, a coroutine can
             return await awaitable

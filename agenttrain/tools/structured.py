@@ -66,12 +66,12 @@ class Structure:
 
 
 def structured(hint: Any) -> bool:
-    """Whether a value of this annotation is made by `structure_of`, and is not plain JSON."""
+    """Return True if `structure_of` makes this annotation's values: they are no plain JSON."""
     return _is_class(hint) or any(structured(part) for part in get_args(hint))
 
 
 def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
-    """The schema of an annotation, and what makes its instances; ValueError for what has none."""
+    """Describe an annotation and what makes its instances; ValueError for one without JSON."""
     if hint in within:
         raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
     origin, parts = get_origin(hint), get_args(hint)
@@ -80,7 +80,12 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
         words = [part for part in parts[1:] if isinstance(part, str)]
         return dataclasses.replace(inner, schema={**inner.schema, **_described(words)})
     if hasattr(hint, "__pydantic_validator__"):
-        return _pydantic(hint)
+        from pydantic import TypeAdapter
+
+        adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, which validates by itself
+        schema = adapter.json_schema()
+        plain = _inlined(schema, schema.get("$defs", {}), ())
+        return Structure(schema=plain, build=_caller(adapter.validate_python))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         values = [member.value for member in hint]
         return Structure(schema=_enum(values, hint.__name__), build=_caller(hint))
@@ -100,7 +105,7 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
 
 
 def built(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with their instances; raises InvalidArguments with what their classes say."""
+    """Put instances into the arguments; raises InvalidArguments with what their classes say."""
     return {
         name: builders[name](value, name) if name in builders else value
         for name, value in arguments.items()
@@ -124,7 +129,7 @@ def _as_it_is(value: Any, where: str) -> Any:
 
 
 def _caller(make: Callable[..., Any]) -> Build:
-    """Call what may refuse: its reason is for the model."""
+    """Call `make`, which may refuse: its reason is for the model."""
 
     def build(value: Any, where: str) -> Any:
         try:
@@ -132,20 +137,16 @@ def _caller(make: Callable[..., Any]) -> Build:
         except AgenttrainError:  # ToolUnavailable and the like mean what they say
             raise
         except Exception as error:
-            raise InvalidArguments(_reason(error, where)) from error
+            if type(error).__module__.partition(".")[0] != "pydantic_core":
+                problem = f"{where}: {str(error) or type(error).__name__}"
+                raise InvalidArguments(problem) from error
+            problems = []
+            for one in error.errors()[:3]:  # type: ignore[attr-defined]
+                steps = (f"[{s}]" if isinstance(s, int) else f".{s}" for s in one["loc"])
+                problems.append(f"{where}{''.join(steps)}: {one['msg']}")
+            raise InvalidArguments("; ".join(problems)) from error
 
     return build
-
-
-def _reason(error: BaseException, where: str) -> str:
-    if type(error).__module__.partition(".")[0] != "pydantic_core":
-        return f"{where}: {str(error) or type(error).__name__}"
-    lines = [(_place(where, one["loc"]), one["msg"]) for one in error.errors()]  # type: ignore
-    return "; ".join(f"{place}: {words}" for place, words in lines[:3])
-
-
-def _place(where: str, steps: tuple[str | int, ...]) -> str:
-    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
 
 def _described(words: list[str]) -> dict[str, str]:
@@ -168,7 +169,12 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
     if dataclasses.is_dataclass(cls):
         fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         names = list(fields)
-        optional = {n for n, f in fields.items() if not _required(f)}
+        missing = dataclasses.MISSING
+        optional = {
+            name
+            for name, field in fields.items()
+            if field.default is not missing or field.default_factory is not missing
+        }
         defaults = {n: f.default for n, f in fields.items()}
         words = {
             n: f.metadata["description"] for n, f in fields.items() if "description" in f.metadata
@@ -207,7 +213,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
 
     def build(value: Any, where: str) -> Any:
         parts = {name: inner[name].build(part, f"{where}.{name}") for name, part in value.items()}
-        return _caller(lambda found: make(**found))(parts, where)
+        return _caller(lambda keywords: make(**keywords))(parts, where)
 
     return Structure(schema=schema, build=build)
 
@@ -215,28 +221,23 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
 _SCALARS = (str, int, float, bool)
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
-    missing = dataclasses.MISSING
-    return field.default is missing and field.default_factory is missing
-
-
 def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
-    found = [structure_of(option, within=within) for option in options if option is not type(None)]
-    schema: dict[str, Any] = {"anyOf": [one.schema for one in found]}
-    if len(found) == 1:
-        schema = dict(found[0].schema)
+    structures = [structure_of(one, within=within) for one in options if one is not type(None)]
+    schema: dict[str, Any] = {"anyOf": [one.schema for one in structures]}
+    if len(structures) == 1:
+        schema = dict(structures[0].schema)
     if type(None) in options:
         schema["nullable"] = True  # as transformers has it
-    validators = [validator_of(plain_schema(one.schema)) for one in found]
+    validators = [validator_of(plain_schema(one.schema)) for one in structures]
 
     def build(value: Any, where: str) -> Any:
         if value is None and type(None) in options:
             return None
-        fitting = [o for o, v in zip(found, validators, strict=True) if v.is_valid(value)]
+        fitting = [s for s, v in zip(structures, validators, strict=True) if v.is_valid(value)]
         problems = []
-        for option in fitting:
+        for structure in fitting:
             try:
-                return option.build(value, where)
+                return structure.build(value, where)
             except InvalidArguments as error:
                 problems.append(str(error))
         raise InvalidArguments("; or ".join(problems) or f"{where}: fits no type of {options}")
@@ -279,18 +280,8 @@ def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     return Structure(schema=schema, build=build)
 
 
-def _pydantic(cls: Any) -> Structure:
-    """A model or dataclass of pydantic, which validates by itself."""
-    from pydantic import TypeAdapter
-
-    adapter = TypeAdapter(cls)
-    schema = adapter.json_schema()
-    plain = _inlined(schema, schema.get("$defs", {}), ())
-    return Structure(schema=plain, build=_caller(adapter.validate_python))
-
-
 def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """The schema without references, and without the titles that pydantic makes of names."""
+    """Return the schema without references, and without titles that pydantic makes of names."""
     if isinstance(schema, list):
         return [_inlined(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):
@@ -299,15 +290,16 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...
     if name in within:
         raise ValueError(f"{name} holds itself, and a model is shown the whole schema")
     if name:
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **rest}
-    left_out = ("$defs", "title", "discriminator")
-    return {
-        key: {n: _inlined(s, definitions, within) for n, s in value.items()}
-        if key == "properties"
-        else value
-        if key in ("enum", "const", "default", "examples")
-        else _inlined(value, definitions, within)
-        for key, value in schema.items()
-        if key not in left_out
-    }
+        siblings = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
+    plain = {}
+    for key, value in schema.items():
+        if key in ("$defs", "title", "discriminator"):
+            continue
+        if key == "properties":  # one may be called `title`
+            plain[key] = {n: _inlined(s, definitions, within) for n, s in value.items()}
+        elif key in ("enum", "const", "default", "examples"):
+            plain[key] = value
+        else:
+            plain[key] = _inlined(value, definitions, within)
+    return plain

@@ -93,7 +93,7 @@ class Toolbox:
         self._max_stuck = max_stuck
         self._max_chars = max_result_chars
         self._endings = Endings()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._steps = Steps()
         self.running = Running()
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
@@ -106,20 +106,20 @@ class Toolbox:
         return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
-        """The async tool that has held the event loop for longer than `limit_s`; any thread."""
+        """Name an async tool that has held the event loop for over `limit_s`; from any thread."""
         return self._steps.blocking(limit_s)
 
     def tool(self, name: str) -> Tool:
-        """The tool of this name."""
+        """Return the tool of this name."""
         return self._entries[name].tool
 
     def limits(self, name: str) -> ToolLimits:
-        """The limits of a tool; those of a tool that is not there limit nothing but its time."""
+        """Return a tool's limits; those of a tool that is not there limit nothing but its time."""
         entry = self._entries.get(name)
         return ToolLimits() if entry is None else entry.limits
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The schemas of these tools, or of all; raises ValueError for an unknown name."""
+        """Return the schemas of these tools, or of all; raises ValueError for an unknown name."""
         for name in names or ():
             self._check_known(name, "tools")
         return [
@@ -138,18 +138,15 @@ class Toolbox:
         return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
-        """The rollout is over: let every tool free what it holds for it; faults are warned of."""
+        """Let every tool free what it holds for a rollout that is over; faults are warned of."""
         for entry in self._entries.values():
             await self._endings.release(entry.tool, rollout_id, entry.limits.timeout_s)
 
     async def aclose(self) -> None:
-        """Cancel what still runs, end idle threads, close tools that can be closed."""
+        """Close tools that can be closed, cancel what still runs, end idle threads."""
         for entry in self._entries.values():
             await self._endings.close(entry.tool, entry.limits.timeout_s)
-        await self._forget(list(self._abandoned))
-        self._threads.close()
-
-    async def _forget(self, tasks: Sequence[asyncio.Task[Reply]]) -> None:
+        tasks = list(self._abandoned)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -157,6 +154,7 @@ class Toolbox:
         for task in tasks:
             # asyncio.run would wait for ever for one that ignores its cancellation.
             asyncio._unregister_task(task)
+        self._threads.close()
 
     def _check_stuck(self) -> None:
         """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
@@ -166,8 +164,8 @@ class Toolbox:
         late = (name for name, deadline in self._abandoned.values() if deadline <= now)
         # Calls that a rollout's end left behind, within their own time, are none.
         stuck = Counter((*self._threads.overdue, *late))
-        for name in stuck.keys() - self._told:
-            self._told.add(name)
+        for name in stuck.keys() - self._warned:
+            self._warned.add(name)
             warnings.warn(
                 f"tool {name}: a call still runs though its {self.limits(name).timeout_s:g} s are "
                 f"over; {stuck_remedy(name)}",
@@ -217,23 +215,24 @@ class Toolbox:
     async def _attempt(
         self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
     ) -> tuple[Reply, float]:
-        """One reply and the seconds it took, without the wait for a place or a worker."""
-        async with self._slot(entry.tool.name, entry.limits.concurrency), self._thread_slot(entry):
+        """Return one reply and its seconds, without the wait for a place or a worker."""
+        threads: AbstractAsyncContextManager[None] = nullcontext()
+        if _blocks(entry.tool) is not None:
+            threads = self._slot(None, self._thread_limit)
+        async with self._slot(entry.tool.name, entry.limits.concurrency), threads:
+            worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
+            if isinstance(entry.tool, ProcessTool):
+                worker = entry.tool.worker()
             try:
-                async with _ready(entry.tool) as tool:
+                async with worker as tool:
                     started = time.perf_counter()
                     reply = await self._run(entry, tool, arguments, context)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # there is no worker to be had
                 return failure(error, max_chars=self._max_chars), 0.0
 
-    def _thread_slot(self, entry: _Entry) -> AbstractAsyncContextManager[None]:
-        if _blocks(entry.tool) is None:
-            return nullcontext()
-        return self._slot(None, self._thread_limit)
-
     def _slot(self, name: str | None, limit: int) -> AbstractAsyncContextManager[None]:
-        """A place among the calls of a tool, or (None) of all blocking tools."""
+        """Return a place among the calls of a tool, or (None) of all blocking tools."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}
@@ -256,7 +255,7 @@ class Toolbox:
             if expired := not task.done():
                 patience = time.monotonic() + CANCEL_S / 2
                 self._abandoned[task] = tool.name, max(deadline, patience)
-                task.add_done_callback(self._left)
+                task.add_done_callback(self._discard)
                 task.cancel()
         if expired:
             await asyncio.wait({task}, timeout=CANCEL_S)
@@ -267,11 +266,11 @@ class Toolbox:
             return failure(asyncio.CancelledError(), max_chars=self._max_chars)
         return task.result()
 
-    def _left(self, task: asyncio.Task[Reply]) -> None:
-        """An abandoned call has ended after all: nobody wants to know how."""
+    def _discard(self, task: asyncio.Task[Reply]) -> None:
+        """Drop the outcome of an abandoned call that has ended after all."""
         self._abandoned.pop(task, None)
         if not task.cancelled():
-            task.exception()
+            task.exception()  # read, or asyncio complains that nobody did
 
     async def _reply(
         self,
@@ -293,16 +292,25 @@ class Toolbox:
     async def _outcome(
         self, tool: Tool, arguments: dict[str, Any], context: ToolContext, deadline: float
     ) -> Outcome:
-        """The call's Reply, a value whose text no code of a user's makes, or an error."""
+        """Run the call: its Reply, a value whose text no code of a user's makes, or an error."""
         function = _blocks(tool)
-        if function is not None:
-            outcome = await self._in_thread(function, arguments, context, deadline)
-        else:
+        if function is None:
 
             async def called() -> object:  # what it raises before there is anything to await, too
                 return await tool(arguments, context)
 
             outcome = await self._on_loop(tool, called(), deadline)
+        else:
+
+            def work() -> object:
+                value = function.call(arguments, context)
+                # A result's text is made here and not on the event loop.
+                waits = inspect.isawaitable(value)
+                return value if waits else reply_of(value, max_chars=self._max_chars)
+
+            outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
+            if inspect.isawaitable(outcome.value):
+                outcome = await self._on_loop(tool, outcome.value, deadline)
         value = outcome.value
         if outcome.error is not None or isinstance(value, Reply) or has_plain_text(value):
             return outcome
@@ -314,20 +322,6 @@ class Toolbox:
     async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
         steps = self._steps.run(tool.name, awaitable)
         return await attempt_async(steps, threads=self._threads, label=tool.name, deadline=deadline)
-
-    async def _in_thread(
-        self, tool: FunctionTool, arguments: dict[str, Any], context: ToolContext, deadline: float
-    ) -> Outcome:
-        def work() -> object:
-            value = tool.call(arguments, context)
-            # A result's text is made here and not on the event loop.
-            waits = inspect.isawaitable(value)
-            return value if waits else reply_of(value, max_chars=self._max_chars)
-
-        outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
-        if inspect.isawaitable(outcome.value):
-            return await self._on_loop(tool, outcome.value, deadline)
-        return outcome
 
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
@@ -354,20 +348,15 @@ def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
 
 
 def stuck_remedy(name: str) -> str:
-    """What to do about a tool whose calls do not end."""
+    """Say what to do about a tool whose calls do not end."""
     return (
         f"its thread cannot be ended: set tools.{name}.isolation=process, whose workers are killed "
         "in time, or give the tool a time limit of its own"
     )
 
 
-def _ready(tool: Tool) -> AbstractAsyncContextManager[Tool]:
-    """What to call: the tool, or a worker of it once there is one."""
-    return tool.worker() if isinstance(tool, ProcessTool) else nullcontext(tool)
-
-
 def _blocks(tool: Tool) -> FunctionTool | None:
-    """The tool, if it needs a thread."""
+    """Return the tool if it needs a thread."""
     return tool if isinstance(tool, FunctionTool) and tool.blocking else None
 
 

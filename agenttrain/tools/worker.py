@@ -55,7 +55,7 @@ class Request:
 
 
 def build(recipe: Recipe) -> FunctionTool:
-    """The tool itself; raises ValueError where it cannot be one that runs elsewhere."""
+    """Make the tool; raises ValueError where it cannot be one that runs elsewhere."""
     made = recipe.make()
     if not isinstance(made, FunctionTool):
         raise ValueError(
@@ -67,11 +67,11 @@ def build(recipe: Recipe) -> FunctionTool:
 
 def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
     """ToolUnavailable, and the exceptions at these dotted paths; ValueError for what is none."""
-    found = [locate(path, key="retry_on") for path in paths]
-    for path, error in zip(paths, found, strict=True):
+    errors = [locate(path, key="retry_on") for path in paths]
+    for path, error in zip(paths, errors, strict=True):
         if not (isinstance(error, type) and issubclass(error, Exception)):
             raise ValueError(f"retry_on={path}: is no exception")
-    return (ToolUnavailable, *found)
+    return (ToolUnavailable, *errors)
 
 
 class Server:
@@ -84,21 +84,23 @@ class Server:
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: Request) -> Reply:
-        """The reply to the request's call; an empty one where it holds none."""
+        """Return the reply to the request's call; an empty one where it holds none."""
         for rollout_id in request.released:
             attempt(partial(self._end, self._tool.release, rollout_id))
         if request.close:
             attempt(partial(self._end, self._tool.close))
         if request.arguments is None:
             return Reply(content="")
-        outcome = attempt(lambda: self._call(request))
+        arguments = request.arguments
+
+        def call() -> object:
+            value = self._tool.call(arguments, request.context)  # type: ignore[arg-type]
+            return self._wait(value) if inspect.isawaitable(value) else value
+
+        outcome = attempt(call)
         if outcome.error is not None:
             return failure(outcome.error, max_chars=self._max_chars, faults=self._faults)
         return reply_of(outcome.value, max_chars=self._max_chars)
-
-    def _call(self, request: Request) -> object:
-        value = self._tool.call(request.arguments or {}, request.context)  # type: ignore[arg-type]
-        return self._wait(value) if inspect.isawaitable(value) else value
 
     def _end(self, method: Callable[..., Awaitable[None]], *arguments: str) -> None:
         self._wait(method(*arguments))
@@ -127,11 +129,8 @@ def serve(connection: Connection) -> None:
     send({"problem": None if built.error is None else str(built.error)})
     while isinstance(server, Server):
         request: Request = pickle.loads(connection.recv_bytes())
-        send(_plain(server.answer(request)))
-
-
-def _plain(reply: Reply) -> dict[str, Any]:
-    return {"content": reply.content, "error": reply.error, "done": reply.done}
+        reply = server.answer(request)
+        send({"content": reply.content, "error": reply.error, "done": reply.done})
 
 
 def main() -> None:

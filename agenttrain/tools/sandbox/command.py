@@ -1,4 +1,4 @@
-"""Outside: what a sandbox's process is started with."""
+"""Outside: the settings, the environment and the command that start a sandbox's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agenttrain.config.sandbox import SandboxSettings
 def inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
-    """What `start.py` is told."""
+    """Collect the settings that `start.py` gets."""
     limits = asdict(settings)
     for name in ("sandbox", "call_s", "max_chars"):
         del limits[name]
@@ -33,13 +33,13 @@ def inside(
 
 
 def interpreter() -> str:
-    """The Python that runs agenttrain, outside of any virtual environment."""
+    """Return the Python that runs agenttrain, outside of any virtual environment."""
     path = getattr(sys, "_base_executable", sys.executable) or sys.executable
     return os.path.realpath(path)
 
 
 def environment(work: str) -> dict[str, str]:
-    """The variables that the code sees: none of ours."""
+    """Return the variables that the code sees: none of ours."""
     folder = os.path.dirname(interpreter())
     return {
         "PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin",
@@ -54,21 +54,21 @@ def environment(work: str) -> dict[str, str]:
 
 
 def bwrap_command(user: int | None) -> list[str]:
-    """bubblewrap, asked for namespaces only: files, limits and filter are set up inside."""
-    found = shutil.which("bwrap")
-    if found is None:
+    """Return bubblewrap's command, for namespaces only: `start.py` sets up all else inside."""
+    program = shutil.which("bwrap")
+    if program is None:
         raise FileNotFoundError("bwrap is not installed")
     spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"] if user is None else []
-    rest = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
-    return [found, *mapped, *spaces, *rest]
+    root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
+    return [program, *mapped, *spaces, *root]
 
 
 _users = iter(range(1, 1 << 62))
 
 
 def next_user() -> int | None:
-    """Where this process is root: a user id that nobody has; else None, for a user namespace.
+    """Return a user id that nobody has, if this process is root; else None: a user namespace.
 
     The processes of a sandbox are counted by it, and root itself has no limit and could write to
     /proc/sys. Raises PermissionError where the machine's root has no other user to become.

@@ -1,4 +1,4 @@
-"""What the code in a sandbox may use up, and the loss of every privilege."""
+"""Resource limits of the code in a sandbox, and the loss of every privilege."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agenttrain.tools.sandbox.system import (
 
 MB = 1 << 20
 OPEN_FILES = 128
-"""Of a process; the buffers of sockets are memory that is charged to nobody."""
+"""Open files of a process; the buffers of sockets are memory that is charged to nobody."""
 SIGNALS = 256
 """Signals that may be queued."""
 

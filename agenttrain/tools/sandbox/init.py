@@ -20,7 +20,7 @@ from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
 
 LOOK_MS = 50
-"""Time between two looks at the memory in use."""
+"""Milliseconds between two checks of the memory in use."""
 REAPED = 100
 """Ended processes that are seen to before the parent is listened to again."""
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
@@ -71,28 +71,24 @@ class Init:
         poller.register(self._pipe[0], select.POLLIN)
         self._control.send(b"ready")
         try:
-            while self._turn(poller):
-                pass
+            while True:
+                watching = self._running and self._isolated
+                for number, _ in poller.poll(LOOK_MS if watching else None):
+                    if number == self._pipe[0]:
+                        with suppress(BlockingIOError):
+                            os.read(number, 4096)
+                    elif not self._obey():
+                        return
+                self._reap()
+                if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
+                    self._control.send(b"memory")
+                    self._signal_all(signal.SIGKILL)
         finally:
             self._signal_all(signal.SIGKILL)
             os._exit(0)
 
-    def _turn(self, poller: select.poll) -> bool:
-        """Wait for something to do and do it; False when the parent is gone."""
-        watching = self._running and self._isolated
-        for number, _ in poller.poll(LOOK_MS if watching else None):
-            if number == self._pipe[0]:
-                with suppress(BlockingIOError):
-                    os.read(number, 4096)
-            elif not self._obey():
-                return False
-        self._reap()
-        if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
-            self._control.send(b"memory")
-            self._signal_all(signal.SIGKILL)
-        return True
-
     def _obey(self) -> bool:
+        """Follow one message of the parent; return False when it is gone."""
         message, files, *_ = socket.recv_fds(self._control, 64, 2)
         if message.startswith(b"start "):
             self._start(message.split()[1].decode(), *files)
@@ -149,7 +145,9 @@ class Init:
         for number in self._pipe:
             os.close(number)
         if self._isolated:
-            _undo_secrecy()
+            from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
+
+            prctl(PR_SET_DUMPABLE, 1)  # the code may look into its own processes, as is usual
         limits = ("memory_mb", "file_mb", "cpu_s")
         limit_worker(**{name: self._settings[name] for name in limits})
         for number in (1, 2):
@@ -157,45 +155,33 @@ class Init:
         os.close(output)
         if kind == "python":
             repl.run(socket.socket(fileno=channel), self._settings["packages"])
-        else:
-            _become_bash(channel)
-
-
-def _undo_secrecy() -> None:
-    """The code may look into its own processes, as is usual."""
-    from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
-
-    prctl(PR_SET_DUMPABLE, 1)
-
-
-def _become_bash(channel: int) -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.dup2(channel, CHANNEL)
-    os.dup2(channel, 0)
-    os.closerange(3, CHANNEL)
-    os.closerange(CHANNEL + 1, 64)
-    os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])
+            return
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.dup2(channel, CHANNEL)
+        os.dup2(channel, 0)
+        os.closerange(3, CHANNEL)
+        os.closerange(CHANNEL + 1, 64)
+        os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])
 
 
 def _memory_in_use() -> int:
-    """Bytes that the sandbox holds: of processes, open files and written ones. An upper bound: what
-    processes share is counted for each."""
+    """Count the bytes that the sandbox holds: of processes, open files and written ones.
+
+    An upper bound: what processes share is counted for each.
+    """
     disk = os.statvfs("/work")
     total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     for name in os.listdir("/proc"):
-        if name.isdecimal() and name != "1":
-            with suppress(OSError):
-                total += _memory_of(f"/proc/{name}")
+        if not name.isdecimal() or name == "1":
+            continue
+        with suppress(OSError):  # it ends meanwhile
+            with open(f"/proc/{name}/status", "rb") as file:
+                lines = [line.split() for line in file]
+            kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
+            if not kilobytes:  # it has ended and is not seen to yet
+                continue
+            files = OPEN_FILES
+            with suppress(PermissionError):  # it hides itself: then it has as many as it may have
+                files = len(os.listdir(f"/proc/{name}/fd"))
+            total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
     return total
-
-
-def _memory_of(process: str) -> int:
-    with open(f"{process}/status", "rb") as file:
-        lines = [line.split() for line in file]
-    kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
-    if not kilobytes:  # it has ended and is not seen to yet
-        return 0
-    files = OPEN_FILES
-    with suppress(PermissionError):  # it hides itself: then it has as many as it may have
-        files = len(os.listdir(f"{process}/fd"))
-    return sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES

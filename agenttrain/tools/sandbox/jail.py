@@ -29,7 +29,7 @@ START = (
 START_S = 30.0
 """A sandbox that is not there by then is broken."""
 END_S = 5.0
-"""After which a sandbox that was told to end is killed from outside."""
+"""Seconds after which a sandbox that should end is killed from outside."""
 
 
 class SandboxError(Exception):
@@ -79,7 +79,7 @@ class Jail:
         """Start it; raises SandboxError with the reason if that cannot be done here."""
         self.started = True
         try:
-            self._spawn()
+            self._launch()
             async with asyncio.timeout(START_S):
                 answer = await asyncio.get_running_loop().sock_recv(self.control, 4096)
         except TimeoutError:
@@ -91,13 +91,14 @@ class Jail:
             self.kill()
             raise
         if answer != b"ready":
-            problem = answer.removeprefix(b"failed ").decode(errors="replace") or self._complaint()
+            problem = answer.removeprefix(b"failed ").decode(errors="replace")
+            problem = problem or self._last_error_line()
             self.kill()
             raise SandboxError(problem)
         self.alive = True
 
     def worker(self, kind: str) -> Worker:
-        """The interpreter of this kind, `python` or `bash`; started if there is none."""
+        """Return the interpreter of this kind, `python` or `bash`; started if there is none."""
         if kind not in self._workers:
             ours, theirs = socket.socketpair()
             output, printed = os.pipe()
@@ -113,7 +114,7 @@ class Jail:
         return self._workers[kind]
 
     def forget(self, kind: str) -> None:
-        """The interpreter of this kind is gone."""
+        """Close the files of an interpreter that is gone."""
         worker = self._workers.pop(kind, None)
         if worker is not None:
             worker.close()
@@ -153,18 +154,18 @@ class Jail:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _spawn(self) -> None:
+    def _launch(self) -> None:
         if self.backend == "none":
             self._folder = tempfile.mkdtemp(prefix="agenttrain-")
         work = self._folder or "/work"
         with self._theirs as theirs:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
-            told = inside(self.settings, self.backend, control=number, work=work, user=user)
+            settings = inside(self.settings, self.backend, control=number, work=work, user=user)
             before = bwrap_command(user) if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
             self._process = subprocess.Popen(
-                [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(told)],
+                [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -174,8 +175,8 @@ class Jail:
                 start_new_session=True,
             )
 
-    def _complaint(self) -> str:
-        """What a process that ended before it could answer wrote last."""
+    def _last_error_line(self) -> str:
+        """Read why a process ended before it could answer: the last line of its stderr."""
         if self._process is None or self._process.stderr is None:
             return "it did not start"
         os.set_blocking(self._process.stderr.fileno(), False)

@@ -41,14 +41,14 @@ class Pool:
         self._jails: dict[str, Jail] = {}
         self._ending: dict[Jail, str] = {}
         self._lost: dict[str, str] = {}
-        """Why a rollout's next call finds a new sandbox, where the model has not been told yet."""
+        """Why a rollout's next call finds a new sandbox, until the model reads it."""
         self._users = 0
 
     @classmethod
     def of(cls, settings: SandboxSettings) -> Pool:
-        """The pool for these settings; raises ValueError if no sandbox can be made here.
+        """Return the pool for these settings; raises ValueError if no sandbox can be made here.
 
-        What limits single calls is told with each call, so that tools may differ in it.
+        Limits of single calls come with each call, so that tools may differ in them.
         """
         settings = replace(settings, call_s=EACH_CALL.call_s, max_chars=EACH_CALL.max_chars)
         if settings not in _pools:
@@ -60,7 +60,7 @@ class Pool:
     async def call(
         self, rollout_id: str, kind: str, code: str, settings: SandboxSettings | None = None
     ) -> str:
-        """Run code for a rollout; what it printed. `settings`: with this call's own limits.
+        """Run code for a rollout; return its output. `settings`: with this call's own limits.
 
         Raises ToolFailure for what the code did, ToolUnavailable for a sandbox that is broken.
         """
@@ -69,7 +69,7 @@ class Pool:
         if "\0" in code:
             raise ToolFailure("the code holds a NUL character")
         settings = settings or self._settings
-        jail = await self._turn(rollout_id)
+        jail = await self._locked_jail(rollout_id)
         used = jail.started
         try:
             if not used:
@@ -89,7 +89,7 @@ class Pool:
         return self._text(rollout_id, kind, outcome, settings)
 
     async def release(self, rollout_id: str) -> None:
-        """The rollout is over: nothing of its sandbox is left when this returns."""
+        """End a rollout's sandbox: nothing of it is left when this returns."""
         self._lost.pop(rollout_id, None)
         if rollout_id in self._jails:
             self._end(rollout_id, self._jails[rollout_id])
@@ -98,7 +98,7 @@ class Pool:
             self._ending.pop(jail, None)
 
     async def close(self) -> None:
-        """A tool is closed; with the last one all sandboxes end."""
+        """Count a tool as closed; with the last one all sandboxes end."""
         self._users -= 1
         if self._users > 0:
             return
@@ -107,8 +107,8 @@ class Pool:
         for rollout_id in {*self._jails, *self._ending.values()}:
             await self.release(rollout_id)
 
-    async def _turn(self, rollout_id: str) -> Jail:
-        """The rollout's sandbox, locked; a new one if the calls before this one ended theirs."""
+    async def _locked_jail(self, rollout_id: str) -> Jail:
+        """Return the rollout's sandbox; a new one if the calls before this one ended theirs."""
         while True:
             if rollout_id not in self._jails:
                 self._jails[rollout_id] = Jail(self._settings, self._backend)
@@ -125,7 +125,7 @@ class Pool:
         self._ending[jail] = rollout_id
 
     def _text(self, rollout_id: str, kind: str, outcome: Outcome, settings: SandboxSettings) -> str:
-        """What the model reads of a call; raises ToolFailure with it for one that failed."""
+        """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):
             text = _joined(f"[{lost}. {LOST}]", text)
@@ -133,7 +133,13 @@ class Pool:
             why = ENDS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
             raise ToolFailure(_joined(text, f"[{why}. {LOST}]"))
         if end is End.exited:
-            raise ToolFailure(_joined(text, f"[{_last_words(kind, outcome.status)}]"))
+            status = outcome.status
+            name = {"python": "the interpreter", "bash": "the shell"}[kind]
+            how = f"exited with status {status}"
+            if status < 0:
+                how = f"was killed by {signal_name(status)}"
+            why = f"{name} {how}; its variables are lost, files are kept"
+            raise ToolFailure(_joined(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
             return _joined(text, f"[exit status {outcome.status}]")
         if end is End.failed:
@@ -145,15 +151,9 @@ def _joined(text: str, note: str) -> str:
     return f"{text}\n{note}" if text else note
 
 
-def _last_words(kind: str, status: int) -> str:
-    name = {"python": "the interpreter", "bash": "the shell"}[kind]
-    how = f"was killed by {signal_name(status)}" if status < 0 else f"exited with status {status}"
-    return f"{name} {how}; its variables are lost, files are kept"
-
-
 @cache
 def usable_backend(wanted: str) -> str:
-    """The backend that works on this machine, tried with a sandbox that runs a program.
+    """Return the backend that works on this machine, tried with a sandbox that runs a program.
 
     Raises ValueError, beginning with ``sandbox=…``, with what was tried and what to do.
     """
@@ -161,7 +161,11 @@ def usable_backend(wanted: str) -> str:
         return wanted
     problems = []
     for backend in SandboxSettings(sandbox=wanted).backends():
-        problem = _try(backend)
+        problem: str | None = "namespaces are Linux's"
+        if sys.platform == "linux":
+            # In a thread: this one may have a running event loop.
+            with ThreadPoolExecutor(1) as thread:
+                problem = thread.submit(asyncio.run, _probe(backend)).result()
         if problem is None:
             return backend
         problems.append(f"{backend}: {problem}")
@@ -173,15 +177,8 @@ def usable_backend(wanted: str) -> str:
     )
 
 
-def _try(backend: str) -> str | None:
-    """Why a backend does not work here, or None; in a thread, as this one may have a loop."""
-    if sys.platform != "linux":
-        return "namespaces are Linux's"
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, _attempt(backend)).result()
-
-
-async def _attempt(backend: str) -> str | None:
+async def _probe(backend: str) -> str | None:
+    """Run a program in a sandbox; return why that does not work, or None."""
     pool = Pool(SandboxSettings(sandbox=backend), backend)
     try:
         printed = await pool.call("probe", "python", PROBE)

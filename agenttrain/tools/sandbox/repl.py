@@ -19,25 +19,11 @@ from types import CodeType
 from typing import Any
 
 FRAMES = 8
-"""Of a traceback, the innermost ones that are shown."""
+"""Frames of a traceback that are shown, the innermost ones."""
 
 
 def run(channel: socket.socket, packages: str | None) -> None:
     """Answer calls until the parent is gone."""
-    _prepare_interpreter(packages)
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
-    requests, process = channel.makefile("rb"), os.getpid()
-    for number, line in enumerate(requests, start=1):
-        request = json.loads(line)
-        failed = _run_call(request["code"], f"<call {number}>", namespace)
-        _flush()
-        if os.getpid() != process:  # a fork that the code made and forgot
-            os._exit(0)
-        # A line of its own, whatever the code wrote before.
-        channel.sendall(f"\n{request['nonce']} {int(failed)}\n".encode())
-
-
-def _prepare_interpreter(packages: str | None) -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         # Unbuffered, so that both, and what subprocesses print, come in the order of writing.
@@ -47,10 +33,24 @@ def _prepare_interpreter(packages: str | None) -> None:
     sys.argv, sys.path[:] = [""], ["", *(path for path in sys.path if os.path.isdir(path))]
     if packages is not None:
         sys.path.append(packages)
+    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+    requests, process = channel.makefile("rb"), os.getpid()
+    for number, line in enumerate(requests, start=1):
+        request = json.loads(line)
+        failed = _run_call(request["code"], f"<call {number}>", namespace)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BaseException:
+                continue  # the code closed or replaced it
+        if os.getpid() != process:  # a fork that the code made and forgot
+            os._exit(0)
+        # A line of its own, whatever the code wrote before.
+        channel.sendall(f"\n{request['nonce']} {int(failed)}\n".encode())
 
 
 def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
-    """Run the code of one call; whether it raised."""
+    """Run the code of one call; return True if it raised."""
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         for step, shown in _compiled(code, name):
@@ -58,8 +58,11 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
             if shown and value is not None:
                 namespace["_"] = value
                 print(repr(value))
-    except SystemExit as stop:
-        return _exit(stop)
+    except SystemExit as stop:  # it ends the call and not the session
+        if stop.code in (None, 0):
+            return False
+        print(f"SystemExit: {stop.code}", file=sys.stderr)
+        return True
     except BaseException as error:
         _report(error)
         return True
@@ -67,7 +70,7 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
 
 
 def _compiled(code: str, name: str) -> list[tuple[CodeType, bool]]:
-    """The code in one or two parts: if its last statement is an expression, its value is shown."""
+    """Compile the code in one or two parts; the value of a last expression is shown."""
     tree = ast.parse(code, name)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -77,14 +80,6 @@ def _compiled(code: str, name: str) -> list[tuple[CodeType, bool]]:
         (compile(tree, name, "exec"), False),
         (compile(ast.Expression(last.value), name, "eval"), True),
     ]
-
-
-def _exit(stop: SystemExit) -> bool:
-    """`sys.exit` ends the call and not the session; whether it says that something failed."""
-    if stop.code not in (None, 0):
-        print(f"SystemExit: {stop.code}", file=sys.stderr)
-        return True
-    return False
 
 
 def _report(error: BaseException) -> None:
@@ -98,11 +93,3 @@ def _report(error: BaseException) -> None:
         print("".join(lines), end="", file=sys.stderr)
     except BaseException:
         os.write(2, type(error).__name__.encode(errors="replace") + b"\n")
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:
-            continue  # the code closed or replaced it

@@ -23,7 +23,7 @@ from agenttrain.tools.sandbox.system import (
 )
 
 HOST = "/.host"
-"""Where the machine's own root is while the new one is built."""
+"""Folder with the machine's own root while the new one is built."""
 DISK = "/.disk"
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -46,8 +46,21 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     os.chdir("/")
     for path in (*PROGRAMS, *SETTINGS):
         _show(path)
-    _write_etc(user)
-    _devices()
+    os.makedirs("/etc", exist_ok=True)
+    for name, text in {
+        "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:/work:/bin/sh\n",
+        "group": f"root:x:0:\nuser:x:{user}:\n",
+        "hosts": "127.0.0.1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    }.items():
+        with open(f"/etc/{name}", "wb") as file:
+            file.write(text.encode())
+    os.mkdir("/dev")
+    for name in DEVICES:
+        _bind(f"{HOST}/dev/{name}", f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
+    os.symlink("/proc/self/fd", "/dev/fd")
     _disk(disk_mb)
     for path in folders:  # last: they may lie in /tmp
         _show(path)
@@ -80,29 +93,8 @@ def _bind(source: str, path: str, attributes: int) -> None:
         restrict_mount(path, attributes)
 
 
-def _write_etc(user: int) -> None:
-    os.makedirs("/etc", exist_ok=True)
-    for name, text in {
-        "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:/work:/bin/sh\n",
-        "group": f"root:x:0:\nuser:x:{user}:\n",
-        "hosts": "127.0.0.1 localhost\n",
-        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-    }.items():
-        with open(f"/etc/{name}", "wb") as file:
-            file.write(text.encode())
-
-
-def _devices() -> None:
-    os.mkdir("/dev")
-    for name in DEVICES:
-        _bind(f"{HOST}/dev/{name}", f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
-    os.symlink("/proc/self/fd", "/dev/fd")
-
-
 def _disk(disk_mb: int) -> None:
-    """Memory that looks like folders: one budget for all that can be written to."""
+    """Mount memory as the folders that can be written to, under one budget for all."""
     os.mkdir(DISK)
     options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
     mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)

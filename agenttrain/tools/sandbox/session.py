@@ -9,6 +9,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,14 +17,14 @@ from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
 
 BLAME_S = 0.5
-"""Seconds in which a sandbox that dies is known to."""
+"""Seconds within which the death of a sandbox is reported."""
 FLOOD = 4 << 20
 """Bytes of output after which a call is ended."""
 NOISE = 1 << 12
 """Bytes on the channel that are no answer, after which a call is ended."""
 CHUNK = 1 << 16
 PAUSE_S = 0.01
-"""Between two looks at the output: who prints byte by byte must not keep this process busy."""
+"""Seconds between two reads of the output: code that prints byte by byte must not keep us busy."""
 MAX_CODE = 50_000
 """Characters of a call."""
 
@@ -68,7 +69,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a call."""
+    """A call's end and its output."""
 
     end: End
     output: str
@@ -77,7 +78,7 @@ class Outcome:
 
 
 class Output:
-    """What a call prints: the beginning and the end are kept, in memory that is bounded.
+    """The output of a call: its beginning and its end are kept, in memory that is bounded.
 
     Example: of "abcdefghij", with ``max_chars=4``, it keeps "ab… [6 characters left out] …ij".
     """
@@ -96,11 +97,11 @@ class Output:
         del self._tail[: -self._room]
 
     def text(self) -> str:
-        """The text, in the middle clipped with a marker; what is no UTF-8 becomes U+FFFD."""
+        """Return the text, in the middle clipped with a marker; what is no UTF-8 becomes U+FFFD."""
         missing = self.size - len(self._head) - len(self._tail)
         if missing == 0:
-            whole = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
-            return whole if len(whole) <= self._max_chars else self._cut(whole, whole, len(whole))
+            text = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
+            return text if len(text) <= self._max_chars else self._cut(text, text, len(text))
         head = self._head.decode("utf-8", "replace")
         tail = self._tail.decode("utf-8", "replace").rstrip("\n")
         return self._cut(head, tail, len(head) + missing + len(tail))
@@ -143,7 +144,20 @@ class _Call:
 
     async def run(self, code: str) -> Outcome:
         self._jail.interrupt = self._interrupted
-        self._send(code)
+        if self._kind == "python":
+            request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
+        else:
+            request = BASH_CALL.format(code=shlex.quote(code), nonce=self._nonce)
+        data = request.encode("utf-8", "replace")
+        self._jail.resume()
+        try:
+            sent = self._worker.channel.send(data)
+        except OSError:
+            sent = 0
+        if sent != len(data):
+            # The code closed it, or read nothing of what came before; unless the sandbox is
+            # dying, which is reported within this time.
+            self._loop.call_later(BLAME_S, self._finish, End.broken)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
         self._watch(self._worker.output, self._read_output)
@@ -155,7 +169,17 @@ class _Call:
         finally:
             self._jail.interrupt = None
             self._unwatch_all()
-        self._after(end)
+        if end in (End.done, End.failed, End.exited):
+            self._jail.pause()
+            # What was printed before the end is in the pipe by now.
+            limit = self._output.size + (1 << 20)
+            with suppress(BlockingIOError):
+                while self._output.size < limit and (data := os.read(self._worker.output, CHUNK)):
+                    self._output.add(data)
+            if end is End.exited:
+                self._jail.forget(self._kind)
+        else:
+            self._jail.kill()
         return Outcome(end=end, output=self._output.text(), status=status)
 
     def _watch(self, number: int, reader: Callable[[], None]) -> None:
@@ -176,27 +200,6 @@ class _Call:
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
         self._unwatch_all()
-
-    def _send(self, code: str) -> None:
-        request = _request(self._kind, self._nonce, code).encode("utf-8", "replace")
-        self._jail.resume()
-        try:
-            sent = self._worker.channel.send(request)
-        except OSError:
-            sent = 0
-        if sent != len(request):
-            # The code closed it, or read nothing of what came before; unless the sandbox is
-            # dying, which is told within this time.
-            self._loop.call_later(BLAME_S, self._finish, End.broken)
-
-    def _after(self, end: End) -> None:
-        if end in (End.done, End.failed, End.exited):
-            self._jail.pause()
-            self._drain()
-            if end is End.exited:
-                self._jail.forget(self._kind)
-        else:
-            self._jail.kill()
 
     def _finish(self, end: End, status: int = 0) -> None:
         if not self._ended.done():
@@ -244,27 +247,9 @@ class _Call:
         elif words[0] == "exit":
             self._jail.forget(words[1])
 
-    def _drain(self) -> None:
-        """Read what was printed before the end: it is in the pipe by then."""
-        limit = self._output.size + (1 << 20)
-        while self._output.size < limit:
-            try:
-                data = os.read(self._worker.output, CHUNK)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._output.add(data)
-
-
-def _request(kind: str, nonce: str, code: str) -> str:
-    if kind == "python":
-        return json.dumps({"nonce": nonce, "code": code}) + "\n"
-    return BASH_CALL.format(code=shlex.quote(code), nonce=nonce)
-
 
 def signal_name(status: int) -> str:
-    """Example: -9 -> `SIGKILL`."""
+    """Name the signal of a negative exit status: -9 -> `SIGKILL`."""
     try:
         return signal.Signals(-status).name
     except ValueError:

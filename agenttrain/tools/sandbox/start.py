@@ -23,7 +23,7 @@ INNER_ID = 1000
 
 
 def main() -> None:
-    """Build the sandbox that the settings describe and serve it; `failed …` tells why not."""
+    """Build the sandbox that the settings describe and serve it; send `failed …` if that fails."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     try:
@@ -46,10 +46,29 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")
     if settings["backend"] == "unshare":
-        _unshare(user)
-        _fork(control)
+        outside = (os.geteuid(), os.getegid())
+        spaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
+        spaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
+        system.unshare(spaces | (system.CLONE_NEWUSER if user is None else 0))
+        if user is None:
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{INNER_ID} {outside[0]} 1"),
+                ("gid_map", f"{INNER_ID} {outside[1]} 1"),
+            ):
+                with open(f"/proc/self/{name}", "wb") as file:
+                    file.write(text.encode())
+        # The child goes on as the first process of the new namespace; this one waits for its end.
+        child = os.fork()
+        if child != 0:
+            control.close()
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os._exit(status if status >= 0 else 128 - status)
     else:
-        _loopback_down()
+        # As in a fresh namespace; the buffers of its connections would be charged to nobody.
+        with socket.socket() as any_socket:
+            loopback_down = struct.pack("16sh", b"lo", 0)
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)
     socket.sethostname("sandbox")
     build_root(
         settings["folders"], disk_mb=settings["disk_mb"], user=INNER_ID if user is None else user
@@ -60,36 +79,3 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     system.prctl(system.PR_SET_PDEATHSIG, 9)
     limit_all(settings["processes"])
     seccomp.install()
-
-
-def _unshare(user: int | None) -> None:
-    from agenttrain.tools.sandbox import system
-
-    outside = (os.geteuid(), os.getegid())
-    flags = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET | system.CLONE_NEWIPC
-    flags |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
-    system.unshare(flags | (system.CLONE_NEWUSER if user is None else 0))
-    if user is None:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{INNER_ID} {outside[0]} 1"),
-            ("gid_map", f"{INNER_ID} {outside[1]} 1"),
-        ):
-            with open(f"/proc/self/{name}", "wb") as file:
-                file.write(text.encode())
-
-
-def _loopback_down() -> None:
-    """As it is in a fresh namespace; the buffers of its connections would be charged to nobody."""
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", 0))
-
-
-def _fork(control: socket.socket) -> None:
-    """Go on as the first process of the new namespace; this one waits for its end."""
-    child = os.fork()
-    if child == 0:
-        return
-    control.close()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(status if status >= 0 else 128 - status)

@@ -17,7 +17,7 @@ CLONE_NEWNET = 0x4000_0000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
-"""Of mount_setattr."""
+"""Attributes of mount_setattr."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
@@ -66,8 +66,8 @@ def unshare(flags: int) -> None:
 
 def prctl(option: int, value: int = 0, *more: int) -> None:
     """prctl(2)."""
-    rest = [ctypes.c_ulong(n) for n in (value, *more, 0, 0, 0)][:4]
-    _check(_libc.prctl(ctypes.c_int(option), *rest), f"prctl {option}")
+    longs = [ctypes.c_ulong(n) for n in (value, *more, 0, 0, 0)][:4]
+    _check(_libc.prctl(ctypes.c_int(option), *longs), f"prctl {option}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
@@ -96,7 +96,7 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
 
 
 def drop_bounding_set() -> None:
-    """No program started from here on can bring a capability along."""
+    """Have no program that is started from now on bring a capability along."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):
