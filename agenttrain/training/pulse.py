@@ -39,7 +39,15 @@ class Pulse:
 
     def start(self) -> None:
         """Count from now on, until the process ends or the store is gone."""
-        thread = threading.Thread(target=self._count, name="pulse", daemon=True)
+
+        def count() -> None:
+            number = 0
+            with suppress(dist.DistError):  # nobody waits in the store for a process that lost it
+                while not self._over.wait(self._every_s if number else 0):
+                    number += 1
+                    self._store.set(_key(self._rank), str(number))
+
+        thread = threading.Thread(target=count, name="pulse", daemon=True)
         thread.start()
 
         def end() -> None:
@@ -72,13 +80,6 @@ class Pulse:
 
     def _counter(self, rank: int) -> bytes | None:
         return self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
-
-    def _count(self) -> None:
-        count = 0
-        with suppress(dist.DistError):  # nobody waits in the store for a process that lost it
-            while not self._over.wait(self._every_s if count else 0):
-                count += 1
-                self._store.set(_key(self._rank), str(count))
 
 
 @dataclass(slots=True)

@@ -137,11 +137,10 @@ async def sync(
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
-    _check_gap(probed, version, tolerance, exact=exact, growth=growth)
     # In fewer bits than the policy's, merged with adapters or cast, small changes are rounded away.
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
-    if before and moves and same_bits:
-        _check_moved(before, probed, version)
+    moved_from = before if moves and same_bits else None
+    _check(probed, moved_from, version, tolerance, exact=exact, growth=growth)
     if not exact and not probed.warned and probed.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
@@ -188,10 +187,19 @@ async def _probed(
     )
 
 
-def _check_gap(
-    probed: Probed, version: int, tolerance: float, *, exact: bool, growth: float
+def _check(
+    probed: Probed,
+    before: Probed | None,
+    version: int,
+    tolerance: float,
+    *,
+    exact: bool,
+    growth: float,
 ) -> None:
-    """Raise StaleWeights for a gap over the tolerance and over `growth` times the first sync's."""
+    """Raise StaleWeights for a gap over the tolerance and over `growth` times the first sync's.
+
+    With `before` also if the policy moved since then and the engine did not by a bit.
+    """
     gap, first = probed.gap, probed.first
     pairs = [(gap.max, tolerance)]
     if not exact:
@@ -201,22 +209,17 @@ def _check_gap(
             (gap.q90, max(tolerance, growth * begun.q90)),
         ]
     # Not `>`: a gap that is not a number is no agreement.
-    if any(value <= limit for value, limit in pairs):
+    if not any(value <= limit for value, limit in pairs):
+        raise StaleWeights(
+            f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
+            f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
+            f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do "
+            "engine and trainer know the same model, in the same format (engine.dtype, "
+            "engine.vllm.quantization)?"
+        )
+    if before is None:
         return
-    raise StaleWeights(
-        f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
-        f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
-        f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do engine "
-        "and trainer know the same model, in the same format (engine.dtype, "
-        "engine.vllm.quantization)?"
-    )
-
-
-def _check_moved(before: Probed, probed: Probed, version: int) -> None:
-    """Raise StaleWeights if the policy moved since `before` and the engine did not by a bit.
-
-    One step changes little, less than kernels differ in bfloat16: but it changes something.
-    """
+    # One step changes little, less than kernels differ in bfloat16: but it changes something.
     moved_T = (probed.policy_T - before.policy_T).abs()
     if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probed.engine_T, before.engine_T):
         raise StaleWeights(
