@@ -38,7 +38,11 @@ def advantages(rewards_PG: Tensor, *, baseline: Advantage, scale: Scale) -> Tens
         return group.reshape(rewards_PG.shape)
     valid_PG = ~rewards_PG.isnan()
     count_P1 = valid_PG.sum(1, keepdim=True)
-    centred_PG = _centred(rewards_PG, valid_PG, count_P1)
+    mean_P1 = rewards_PG.nansum(1, keepdim=True) / count_P1.clamp(min=1)
+    highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(1, keepdim=True)
+    lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(1, keepdim=True)
+    equal_PG = (highest_P1 == lowest_P1) & valid_PG
+    centred_PG = (rewards_PG - mean_P1).masked_fill(equal_PG, 0.0)
     result_PG = centred_PG
     if baseline is Advantage.leave_one_out:
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
@@ -83,11 +87,3 @@ def _deviation(values: Tensor) -> Tensor:
     """Standard deviation (ddof=1) of what is not NaN, a scalar; 0 below two values."""
     known_N = values[~values.isnan()]
     return known_N.std() if known_N.numel() > 1 else values.new_zeros(())
-
-
-def _centred(rewards_PG: Tensor, valid_PG: Tensor, count_P1: Tensor) -> Tensor:
-    mean_P1 = rewards_PG.nansum(1, keepdim=True) / count_P1.clamp(min=1)
-    highest_P1 = rewards_PG.masked_fill(~valid_PG, -torch.inf).amax(1, keepdim=True)
-    lowest_P1 = rewards_PG.masked_fill(~valid_PG, torch.inf).amin(1, keepdim=True)
-    equal_PG = (highest_P1 == lowest_P1) & valid_PG
-    return (rewards_PG - mean_P1).masked_fill(equal_PG, 0.0)

@@ -1,4 +1,4 @@
-"""What was sampled by an engine whose probabilities are not exactly the trainer's.
+"""Corrections for an engine whose probabilities are not exactly the trainer's.
 
 Engines compute in other kernels and precisions, or hold weights that are an update old. Shapes: S
 sampled tokens of B rollouts; row_S names each token's.
@@ -58,9 +58,9 @@ def off_policy_keep(
 ) -> Tensor:
     """Rollouts that keep their gradient, [B] of bool.
 
-    Those of A >= 0, and those whose mean of log p(engine) - log p(policy) is not above the
-    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. What the policy has left already is
-    not pushed further away.
+    A rollout keeps it if A >= 0, or if its mean of log p(engine) - log p(policy) is not above the
+    threshold: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. A rollout that the policy has left
+    already is not pushed further away.
     """
     difference_S = engine_S - logprobs_S.detach()
     drift_B = row_mean(difference_S, row_S, advantages_B.numel())

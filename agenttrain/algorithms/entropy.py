@@ -16,7 +16,7 @@ shares its microbatch."""
 
 
 def top_entropy_mask(entropy_N: Tensor, place_N: Tensor, share: float) -> Tensor:
-    """Whether each token is among the top `share` by entropy, [N] of bool.
+    """Mask of the tokens among the top `share` by entropy, [N] of bool.
 
     https://arxiv.org/abs/2506.01939. As many tokens as reach TRL's quantile if no two are equal.
     Of tokens that are equal to the last one kept (`TIED`) those of the lowest `place_N` are kept,
@@ -54,13 +54,13 @@ class EntropyBonus:
     """Mean entropy of the last update; None before the first."""
 
     def weight(self, config: AlgorithmConfig) -> float:
-        """What the loss of the next update takes."""
+        """Weight of the entropy in the loss of the next update."""
         target = config.entropy_target
         above = target is not None and self.last is not None and self.last > target
         return 0.0 if above else self.coefficient
 
     def observe(self, entropy: float, config: AlgorithmConfig) -> None:
-        """Note the mean entropy of an update, over the tokens that the bonus acts on."""
+        """Record the mean entropy of an update, over the tokens that the bonus acts on."""
         self.last = entropy
         if config.entropy_target is not None:
             up = entropy <= config.entropy_target

@@ -37,7 +37,7 @@ MISMATCH_NAMES = (
     "sampling/logprob_slope",
     "sampling/stale_tokens",
 )
-"""What `mismatch` measures."""
+"""Names of the parts that `mismatch` returns."""
 LEAST_SPREAD = 1e-3
 """Standard deviation of the trainer's logprobs below which they have no slope to speak of."""
 FAR = 3.0
@@ -55,7 +55,7 @@ class Origins:
     third_S: Tensor
     """0, 1 or 2: the third of its rollout's sampled tokens."""
     stale_S: Tensor
-    """Whether it was sampled under other weights than the trainer's at the step's begin."""
+    """True: sampled under other weights than the trainer's at the step's begin."""
 
 
 def mismatch(
@@ -80,34 +80,30 @@ def mismatch(
         "fresh": ~origins.stale_S,
         "stale": origins.stale_S,
     }
-    return {
-        GAP: mean_parts(gap_S),
-        f"{GAP}_max": torch.stack((top, top)).float(),
-        **{f"{GAP}_{name}": mean_parts(gap_S[here_S]) for name, here_S in where.items()},
-        "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
-        "sampling/logprob_slope": _slope_parts(engine_S, trainer_S, means),
-        "sampling/stale_tokens": mean_parts(origins.stale_S),
-    }
-
-
-def _slope_parts(engine_S: Tensor, trainer_S: Tensor, means: tuple[float, float]) -> Tensor:
-    """(covariance, variance) x tokens of the line through (trainer, engine) by least squares, [2].
-
-    No part where all tokens are equally likely.
-    """
+    # (covariance, variance) x tokens of the line through (trainer, engine) by least squares; no
+    # part where all tokens are equally likely.
     engine, trainer = means
     centred_S = (trainer_S - trainer).float()
     variance = centred_S.square().sum()
     if variance <= max(trainer_S.numel(), 1) * LEAST_SPREAD**2:
-        return trainer_S.new_zeros(2).float()
-    return torch.stack(((centred_S * (engine_S - engine)).sum(), variance))
+        slope = trainer_S.new_zeros(2).float()
+    else:
+        slope = torch.stack(((centred_S * (engine_S - engine)).sum(), variance))
+    return {
+        GAP: mean_parts(gap_S),
+        f"{GAP}_max": torch.stack((top, top)).float(),
+        **{f"{GAP}_{name}": mean_parts(gap_S[tokens_S]) for name, tokens_S in where.items()},
+        "sampling/kl": mean_parts(kl_estimate(engine_S, trainer_S, KlEstimator.k3)),
+        "sampling/logprob_slope": slope,
+        "sampling/stale_tokens": mean_parts(origins.stale_S),
+    }
 
 
 def likely_cause(figures: Mapping[str, float]) -> str | None:
-    """What a step's gap comes from; None where it was not measured.
+    """Name the likely cause of a step's gap; None where the gap was not measured.
 
-    The first that shows: a wrong cache or stale weights bend the slope too. Example: slope 1.43
-    and nothing else: "another sampling transform …".
+    The first cause that shows: a wrong cache or stale weights bend the slope too. Example: slope
+    1.43 and nothing else: "another sampling transform …".
     """
 
     def figure(name: str) -> float:
@@ -124,6 +120,8 @@ def likely_cause(figures: Mapping[str, float]) -> str | None:
     if figure(f"{GAP}_later_turns") > FAR * figure(f"{GAP}_first_turn"):
         return f"a wrong cache ({GAP}_later_turns is far above _first_turn)"
     if abs(slope - 1) > SLOPE_OFF:
-        told = f"sampling/logprob_slope is {slope:.3g}"
-        return f"another sampling transform, a temperature say, or other weights ({told})"
+        return (
+            "another sampling transform, a temperature say, or other weights "
+            f"(sampling/logprob_slope is {slope:.3g})"
+        )
     return "numerics: other kernels or precision"

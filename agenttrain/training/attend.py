@@ -33,7 +33,7 @@ class Scoring:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """[B, h, m, d of values]"""
+    """Causal attention of the last m positions to all n, [B, h, m, d of values]."""
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
@@ -42,23 +42,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
         last = min(first + size, queries)
         low = 0 if scoring.window is None else max(0, offset + first - scoring.window + 1)
         seen = slice(low, offset + last)
-        parts.append(_attend(query[:, :, first:last], key[:, :, seen], value[:, :, seen], scoring))
+        states = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+        if scoring.softcap is not None:
+            parts.append(_explicit(*states, scoring))
+        elif scoring.sinks is not None:
+            parts.append(_with_sinks(*states, scoring))
+        else:
+            mask = _mask(last - first, states[1].shape[2], scoring.window, query.device)
+            parts.append(_kernel(*states, mask, scoring.scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    if scoring.softcap is not None:
-        return _explicit(query, key, value, scoring)
-    if scoring.sinks is not None:
-        return _with_sinks(query, key, value, scoring)
-    mask = _mask(query.shape[2], key.shape[2], scoring.window, query.device)
-    return _kernel(query, key, value, mask, scoring.scale)
 
 
 def _kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """The fused kernels want one size of head; values of a smaller one are padded."""
+    """Call a fused kernel; it wants one size of head, so smaller values are padded."""
     size = value.shape[-1]
     missing = query.shape[-1] - size
     if missing > 0:
@@ -82,7 +80,8 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """A sink is a first key without value, whose score one more dimension of the heads carries."""
+    """Attend with each sink as a first key without value; one more dimension of the heads carries
+    its score."""
     assert scoring.sinks is not None
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
@@ -100,7 +99,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """No fused kernel caps scores: they stand in memory, m x n per head."""
+    """Attend with all scores in memory, m x n per head: no fused kernel caps them."""
     assert scoring.softcap is not None
     note(Kernel.math)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale

@@ -40,7 +40,7 @@ class UnsupportedAttention(AgenttrainError):
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """What layers with a sliding window get as their mask; the others get None.
+    """The mask of layers with a sliding window; the others get None.
 
     The mask decides, as in transformers' own attention: some models (PhiMoE, Qwen2-MoE) make one
     and never pass the keyword `sliding_window`.
@@ -64,11 +64,11 @@ def packed_attention(
     varlen: Varlen | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions: [1, T, heads, head size] and no weights.
+    """Attention function for transformers: returns [1, T, heads, head size] and no weights.
 
     `sliding_window` counts the token itself, `s_aux` [heads] are the sinks' scores; with `varlen`
-    the layers that the kernel takes are one call. Raises
-    UnsupportedAttention for other masks, caches, dropout and unknown keywords.
+    the layers that the kernel takes are one call. Raises UnsupportedAttention for other masks,
+    caches, dropout and unknown keywords.
     """
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
@@ -90,16 +90,18 @@ def packed_attention(
     # Split at once: the gradient of a slice is as large as what it was taken from.
     sizes = [block.tokens for block in blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
-    outputs = [
-        _attend_block(
-            block,
-            _padded(block, query),
-            _after_prefix(block, keys, key),
-            _after_prefix(block, values, value),
+    outputs = []
+    for block, own, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
+        output = attend(
+            _padded(block, own),
+            _after_prefix(block, keys, own_key),
+            _after_prefix(block, values, own_value),
             scoring,
         )
-        for block, query, key, value in zip(blocks, queries, keys, values, strict=True)
-    ]
+        output = output.transpose(1, 2).flatten(0, 1)
+        if block.padding.numel():
+            output = _Rows.apply(output, block.scatter, block.gather, block.padding)
+        outputs.append(output)
     return torch.cat(outputs)[None], None
 
 
@@ -109,7 +111,7 @@ class _Rows(torch.autograd.Function):
     `there` [rows] says from which row each comes, `back` [rows before] where each row went, and
     `unused` which rows before went nowhere, if some did. A row that went to several places has the
     gradient of the one in `back` only: that of padding is 0, for nothing attends to a padded key,
-    and what a padded query finds is dropped.
+    and the output of a padded query is dropped.
     """
 
     @staticmethod
@@ -132,14 +134,15 @@ class _Rows(torch.autograd.Function):
 
 
 def _padded(block: Block, own: Tensor) -> Tensor:
-    """[segments, heads, length, head size] of the block's own tokens [tokens, heads, head size]."""
+    """Lay out the block's own tokens [tokens, heads, head size] as [segments, heads, length, head
+    size]."""
     if block.padding.numel():
         own = _Rows.apply(own, block.gather, block.scatter, None)
     return own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
 
 
 def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Tensor:
-    """The same, each after the block's prefix."""
+    """Lay them out as `_padded` does, each segment after the block's prefix."""
     if not block.prefix_length:
         return _padded(block, own)
     prefix = all_blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
@@ -147,18 +150,8 @@ def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Te
     return torch.cat((repeated, _padded(block, own)), dim=2)
 
 
-def _attend_block(
-    block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
-) -> Tensor:
-    """[tokens of the block, heads, head size]"""
-    output = attend(query, key, value, scoring)
-    flat = output.transpose(1, 2).flatten(0, 1)
-    if block.padding.numel():
-        flat = _Rows.apply(flat, block.scatter, block.gather, block.padding)
-    return flat
-
-
 def _refuse(module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for keywords that are not harmless and for a cache."""
     causal = keywords.pop("is_causal", None)
     asked = sorted(
         name
@@ -186,7 +179,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """As transformers' mask functions: the window of a causal mask, if it has one.
+    """Mask function for transformers: returns the window of a causal mask, if it has one.
 
     Raises UnsupportedAttention for chunked masks, a model's own masks, and padding.
     """

@@ -35,7 +35,7 @@ class BrokenUpdate(NotFinite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A rollout, and what of it is not finite."""
+    """A rollout, and its part that is not finite."""
 
     rollout_id: str
     what: str
@@ -70,17 +70,17 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     """Raise NotFinite on all processes, naming rollout and position, unless all the engines'
     logprobs are finite."""
     world = world or World()
-    mine = [
+    positions = [
         (rollout.rollout_id, position)
         for rollout in rollouts
         for trajectory in rollout.trajectories
         if (position := _first_broken(trajectory.rollout_logprobs)) is not None
     ]
-    told = world.gather([(mine, len(rollouts))], "the check of the rollouts")
-    broken = dict(pair for pairs, _ in told for pair in pairs)
+    shares = world.gather([(positions, len(rollouts))], "the check of the rollouts")
+    broken = dict(pair for pairs, _ in shares for pair in pairs)
     if broken:
         where = _listed([f"{name} (token {position})" for name, position in broken.items()])
-        total = sum(count for _, count in told)
+        total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
             f"{where}. Look at the engine's dtype and at engine.name=transformers",
@@ -92,7 +92,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
 def culprits(
     rows: Sequence[Row], alone: Alone, model: nn.Module, world: World | None = None
 ) -> list[Culprit]:
-    """This process's rows that are not finite by themselves; gradients are cleared after each.
+    """Run rows alone and return this process's that are not finite; clears gradients after each.
 
     Where weights are sharded all processes run every row of any together: one has the row, and the
     others one that stands in.
@@ -100,62 +100,50 @@ def culprits(
     world = world or World()
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return [culprit for row in rows if (culprit := _culprit(row, alone, model))]
-    found = []
+    result = []
     for rank, count in enumerate(world.gather([len(rows)], "the rows of a broken update")):
         for index in range(count):
-            mine = rank == world.rank
-            culprit = _culprit(rows[index] if mine else stand_in(), alone, model)
-            found += [culprit] if mine and culprit else []
-    return found
+            own = rank == world.rank
+            culprit = _culprit(rows[index] if own else stand_in(), alone, model)
+            if own and culprit:
+                result.append(culprit)
+    return result
 
 
 def _culprit(row: Row, alone: Alone, model: nn.Module) -> Culprit | None:
-    # Both, so that processes that run it together do the same.
-    output = _broken_output(row, alone, model)
-    what = _broken_input(row) or output
-    return Culprit(rollout_id=row.rollout.rollout_id, what=what) if what else None
-
-
-def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
-    """Who it was, in words; `packed` are the rollouts to name when nobody is broken alone."""
-    if found:
-        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in found])
-    return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
-
-
-def _broken_input(row: Row) -> str | None:
-    if not math.isfinite(row.advantage):
-        return f"its advantage is {row.advantage}"
-    given = {
-        "the engine's logprob": row.behaviour_S,
-        "the reference's logprob": row.ref_logprobs_S,
-        "the logprob before the step": row.old_logprobs_S,
-    }
-    return next((what for name, v in given.items() if (what := _at(row, name, v))), None)
-
-
-def _broken_output(row: Row, alone: Alone, model: nn.Module) -> str | None:
+    # Run whatever the inputs are, so that processes that run it together do the same.
     loss, logprobs_S = alone(row)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     finite = {n: bool(here(gradient).isfinite().all()) for n, gradient in gradients.items()}
-    bad = next((name for name, is_finite in finite.items() if not is_finite), None)
     norm = whole(nn.utils.get_total_norm(gradients.values()))
     model.zero_grad()
-    if what := _at(row, "the policy's logprob", logprobs_S):
-        return what
+
+    # Inputs before outputs: a broken input breaks all that follows from it.
+    problems = []
+    if not math.isfinite(row.advantage):
+        problems.append(f"its advantage is {row.advantage}")
+    for name, values_S in (
+        ("the engine's logprob", row.behaviour_S),
+        ("the reference's logprob", row.ref_logprobs_S),
+        ("the logprob before the step", row.old_logprobs_S),
+        ("the policy's logprob", logprobs_S),
+    ):
+        index = None if values_S is None else _first_broken(values_S.tolist())
+        if index is not None:
+            problems.append(f"{name} of token {int(row.targets_S[index]) + 1}")
     if not loss.isfinite():
-        return f"its loss is {loss.item():g}"
-    if bad:
-        return f"its gradient of {bad}"
-    return None if norm.isfinite() else "the norm of its gradient"
+        problems.append(f"its loss is {loss.item():g}")
+    problems += [f"its gradient of {name}" for name, is_finite in finite.items() if not is_finite]
+    if not norm.isfinite():
+        problems.append("the norm of its gradient")
+    return Culprit(rollout_id=row.rollout.rollout_id, what=problems[0]) if problems else None
 
 
-def _at(row: Row, name: str, values_S: Tensor | None) -> str | None:
-    """The first token of a row with a value that is not finite."""
-    index = None if values_S is None else _first_broken(values_S.tolist())
-    if index is None:
-        return None
-    return f"{name} of token {int(row.targets_S[index]) + 1}"
+def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
+    """Name the culprits; `packed` are the rollouts to name when no rollout is broken alone."""
+    if found:
+        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in found])
+    return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
 
 
 def _first_broken(values: Sequence[float]) -> int | None:

@@ -80,12 +80,12 @@ class Checkpoints:
         self._keep = keep
 
     def beside(self, folder: Path) -> Checkpoints:
-        """The same, in another folder, which keeps one."""
+        """Make the checkpoints of another folder, which keeps one."""
         return Checkpoints(folder, tokenizer=self._tokenizer, keep=1, main=self._main)
 
     @property
     def empty(self) -> bool:
-        """Whether no checkpoint was ever finished."""
+        """True if no checkpoint was ever finished."""
         return not newest_first(self.folder)
 
     def save(
@@ -104,46 +104,41 @@ class Checkpoints:
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
+        world = policy.world
         try:
-            self._save(policy, part, path, {**(state or {}), "step": step}, rng)
+            # All processes gather the weights, and the main one has them.
+            if is_adapted(policy.model):
+                weights = adapter_weights(policy.model)
+            else:
+                weights = whole_weights(policy.model, keep=world.is_main)
+            with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
+                if world.is_main:
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.mkdir(parents=True)
+            with (
+                world.together(f"{path.name}: each process's part", *UNWRITABLE, patient=True),
+                _as_not_written(part),
+            ):
+                torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
+                if is_sharded(policy.model):
+                    write_part(policy.state_dict(), part, world.rank)
+            with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
+                if world.is_main:
+                    self._write(policy, weights, part, {**(state or {}), "step": step})
+                    seal(part)
+                    replace(part, path)
+                    self._link(LATEST, path)
+                    self._prune(path)
         except UNWRITABLE:
             shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
             raise
         return path
 
-    def _save(
-        self,
-        policy: Policy,
-        part: Path,
-        path: Path,
-        state: Mapping[str, Any],
-        rng: Mapping[str, Any] | None,
-    ) -> None:
-        world = policy.world
-        weights = _weights(policy)
-        with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
-            if world.is_main:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-        with (
-            world.together(f"{path.name}: each process's part", *UNWRITABLE, patient=True),
-            _telling(part),
-        ):
-            torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
-            if is_sharded(policy.model):
-                write_part(policy.state_dict(), part, world.rank)
-        with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
-            if world.is_main:
-                self._write(policy, weights, part, state)
-                seal(part)
-                replace(part, path)
-                self._link(LATEST, path)
-                self._prune(path)
-
     def _write(
         self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
     ) -> None:
-        with _telling(part):
+        """Write what the main process writes: model, tokenizer, an unsharded policy, the state."""
+        with _as_not_written(part):
             if is_adapted(policy.model):
                 save_adapter(policy.model, part, weights)
             else:
@@ -156,7 +151,7 @@ class Checkpoints:
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; returns the saved state.
 
-        As many processes may have written it as like: one that there was none of then draws from
+        Any number of processes may have written it: a process of a higher rank than those gets
         random states of its own. Raises CheckpointError, before anything is changed, when a file is
         not what was written.
         """
@@ -173,7 +168,14 @@ class Checkpoints:
             for name, tensor in policy.model.state_dict().items():
                 assign(tensor, state[name])
         policy.load_state_dict(read_state(path))
-        _restore_random(path, policy.world.rank)
+        rank = policy.world.rank
+        if (path / f"rng-{rank}.pt").exists():
+            set_random_states(read_tensors(path / f"rng-{rank}.pt"))
+        else:
+            # One process more than wrote them: its states follow from those of the first.
+            text = f"{digest(path / 'rng-0.pt')}-{rank}".encode()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+            seed_random(seed)
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
@@ -182,12 +184,12 @@ class Checkpoints:
         Newer ones that are not whole become `.corrupt-step-<step>`: the run will write those steps
         anew. Raises CheckpointError, and moves nothing, if there is none.
         """
-        world, found = policy.world, None
+        world, name = policy.world, None
         with world.together("the newest checkpoint", CheckpointError, patient=True):
-            found = latest(self.folder).name if world.is_main else None
-        path = self.folder / str(world.broadcast(found, "the newest checkpoint"))
+            name = latest(self.folder).name if world.is_main else None
+        path = self.folder / str(world.broadcast(name, "the newest checkpoint"))
         state = self.load(policy, path)
-        # Who is later must find the same folder: nothing moves before all have looked.
+        # A later process must see the same folder: nothing moves before all have read it.
         policy.world.barrier(f"{path.name}: read")
         if policy.world.is_main:
             for corrupt in newest_first(self.folder):
@@ -200,7 +202,7 @@ class Checkpoints:
         return state
 
     def mark_best(self, policy: Policy, step: int) -> None:
-        """The checkpoint of that step is the best: it stays, and the one before it need not."""
+        """Mark the checkpoint of that step as the best: it stays, and the one before need not."""
         if policy.world.is_main:
             path = self.folder / f"{PREFIX}{step:06d}"
             self._link(BEST, path)
@@ -226,26 +228,10 @@ class Checkpoints:
                 remove(path)
 
 
-def _restore_random(path: Path, rank: int) -> None:
-    """The states of this process; one more than wrote them gets some that follow from the first."""
-    own = path / f"rng-{rank}.pt"
-    if own.exists():
-        set_random_states(read_tensors(own))
-        return
-    text = f"{digest(path / 'rng-0.pt')}-{rank}"
-    seed_random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
-
-
-def _weights(policy: Policy) -> dict[str, Tensor]:
-    """What is saved of the model; all processes gather it, and the main one has it."""
-    if is_adapted(policy.model):
-        return adapter_weights(policy.model)
-    return whole_weights(policy.model, keep=policy.world.is_main)
-
-
 @contextmanager
-def _telling(part: Path) -> Iterator[None]:
-    """Within, a full disk is NotWritten however torch, safetensors and tokenizers tell it."""
+def _as_not_written(part: Path) -> Iterator[None]:
+    """Turn the errors that torch, safetensors and tokenizers raise on a full disk into
+    NotWritten."""
     try:
         yield
     except Exception as error:

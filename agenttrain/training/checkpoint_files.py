@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: whole or not there, and found out by hashes.
+"""Checkpoint folders on disk: whole or not there, and verified by hashes.
 
 manifest.json holds the sha256 of each other file by its name, and under its own name that of all
 these lines: a manifest that lost one of them does not verify either.
@@ -44,9 +44,9 @@ class NotWritten(CheckpointError):
 
 @contextmanager
 def only_tensors(path: Path) -> Iterator[None]:
-    """Within, torch's refusal to unpickle what could run code is NotRead of `path`.
+    """Turn torch's refusal to unpickle what could run code into NotRead of `path`, within.
 
-    Whatever reads a pickle here does so with ``weights_only=True``, torch's own default.
+    Code within reads pickles with ``weights_only=True``, torch's own default.
     """
     try:
         yield
@@ -74,40 +74,34 @@ def latest(folder: Path) -> Path:
 
 def newest_first(folder: Path) -> list[Path]:
     """The finished checkpoints under `folder`, whole or not, by their step."""
-    found = {
+    by_step = {
         int(match[1]): path
         for path in folder.glob(f"{PREFIX}*")
         if (match := re.fullmatch(rf"{PREFIX}(\d+)", path.name))
     }
-    return [found[step] for step in sorted(found, reverse=True)]
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def verify(path: Path) -> None:
     """Raise CheckpointError, naming the file, unless the files are what was written."""
-    files = _manifest(path)
+    try:
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
+    own = files.pop(MANIFEST, None) if isinstance(files, dict) else None
+    if own is None or own != _digest_of(files):
+        raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
     for name, written in files.items():
         try:
-            found = digest(path / name)
+            read = digest(path / name)
         except OSError as error:
             raise CheckpointError(f"{path / name}: {error}") from error
-        if found != written:
+        if read != written:
             raise CheckpointError(f"{path / name}: its content is not what was written")
     for pattern in READ_BY_LOADERS:
         for extra in path.glob(pattern):
             if extra.name not in files:
                 raise CheckpointError(f"{extra}: was not written with the checkpoint; remove it")
-
-
-def _manifest(path: Path) -> dict[str, str]:
-    """Digests by name, as `seal` wrote them."""
-    try:
-        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
-    own = found.pop(MANIFEST, None) if isinstance(found, dict) else None
-    if own is None or own != _digest_of(found):
-        raise CheckpointError(f"{path / MANIFEST}: its content is not what was written")
-    return found
 
 
 def seal(part: Path) -> None:
@@ -151,8 +145,8 @@ def recover(folder: Path) -> None:
             with suppress(FileNotFoundError):  # another process of the run has done it
                 former.rename(path)
     for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
-        for left in folder.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

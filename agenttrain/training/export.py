@@ -20,13 +20,20 @@ def main(arguments: Sequence[str]) -> int:
     folders = [word for word in arguments if "=" not in word]
     unknown = [name for name in options if name not in ("to", "dtype")]
     if len(folders) != 1 or unknown or "to" not in options:
-        wrong = f"{unknown[0]}=…: not an option of export; " if unknown else ""
-        raise ConfigError(f"{wrong}give {USAGE}")
+        problem = f"{unknown[0]}=…: not an option of export; " if unknown else ""
+        raise ConfigError(f"{problem}give {USAGE}")
     dtype = options.get("dtype", "auto")
     if dtype not in DTYPES:
         hint = did_you_mean(dtype, DTYPES)
         raise ConfigError(f"dtype={dtype}: expected one of {', '.join(DTYPES)}{hint}")
-    checkpoint, folder = _checkpoint(Path(folders[0])), Path(options["to"])
+    source, folder = Path(folders[0]), Path(options["to"])
+    checkpoint = source / LATEST if (source / LATEST).is_dir() else source
+    if not (checkpoint / "manifest.json").is_file():
+        raise ConfigError(
+            f"export {source}: neither a run with a checkpoint nor a checkpoint; name a folder as "
+            "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
+        )
+    checkpoint = checkpoint.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"to={folder}: holds something already; name a new folder")
     try:
@@ -35,16 +42,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"export {checkpoint}: {error}") from error
     print(f"{checkpoint} -> {folder}")
     return 0
-
-
-def _checkpoint(folder: Path) -> Path:
-    found = folder / LATEST if (folder / LATEST).is_dir() else folder
-    if not (found / "manifest.json").is_file():
-        raise ConfigError(
-            f"export {folder}: neither a run with a checkpoint nor a checkpoint; name a folder as "
-            "outputs/<experiment>/<run> or <run>/checkpoints/step-000010"
-        )
-    return found.resolve()
 
 
 def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:

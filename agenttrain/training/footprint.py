@@ -34,8 +34,8 @@ FLOAT32 = 4
 STEP_COUNT = 4
 """Bytes of AdamW's count of steps, one per parameter."""
 LAYER_GRADIENTS = 4 / 3
-"""What a layer's backward pass holds at the most, over what its forward pass kept: 1.2 to 1.3 as
-measured on a small Qwen3."""
+"""Most bytes that a layer's backward pass holds, over those that its forward pass saved: 1.2 to 1.3
+as measured on a small Qwen3."""
 TILES = 3
 """Tiles of logits at once: the product, unless it is kept, and two made of it."""
 TRACED, TRACED_SCORES = 256, 2048
@@ -63,7 +63,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updating:
-    """What an optimizer update holds beside the weights, in bytes."""
+    """Bytes that an optimizer update holds beside the weights."""
 
     gradients: int
     """In the format of the weights; where there are copies a sum in float32 beside them."""
@@ -112,51 +112,49 @@ class Saved:
         self._traced: dict[int, int] = {}
 
     def __call__(self, tokens: int) -> int:
-        """Of a rollout of so many tokens."""
+        """Bytes for a rollout of that many tokens."""
         longest = self._longest
         if tokens <= longest:
             return self._trace(tokens)
-        half, whole = self._trace(longest // 2), self._trace(longest)
-        return whole + round((whole - half) / (longest - longest // 2) * (tokens - longest))
+        half, full = self._trace(longest // 2), self._trace(longest)
+        return full + round((full - half) / (longest - longest // 2) * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
-        if tokens not in self._traced:
-            self._traced[tokens] = _trace(self._model, tokens, self._autocast)
+        """Sum up what autograd saves in a forward pass over fake tensors; once per length."""
+        if tokens in self._traced:
+            return self._traced[tokens]
+        # Made before the mode: where a block's tokens stand depends on lengths, which fakes lack.
+        blocks = make_blocks(one_after_the_other([tokens]), torch.device("cpu"))
+        net = backbone(self._model)
+        mode = FakeTensorMode()
+        with mode:
+            state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+            state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            positions = torch.arange(tokens)[None]
+        weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def save(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                saved[storage._cdata] = storage
+            return tensor
+
+        autocast = self._autocast
+        cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+        keywords = {"position_ids": positions, "blocks": blocks, "use_cache": False}
+        with packing(self._model), mode, cast, saved_tensors_hooks(save, lambda tensor: tensor):
+            # The output is held until the sum is taken, or storages would be freed and used again.
+            output = functional_call(net, state, (ids,), keywords)
+            self._traced[tokens] = sum(storage.nbytes() for storage in saved.values())
+            del output
         return self._traced[tokens]
 
 
-def _trace(model: PreTrainedModel, tokens: int, autocast: torch.dtype | None) -> int:
-    # Made before the mode: where a block's tokens stand depends on lengths, which fakes have not.
-    blocks = make_blocks(one_after_the_other([tokens]), torch.device("cpu"))
-    net = backbone(model)
-    mode = FakeTensorMode()
-    with mode:
-        state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
-        state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        positions = torch.arange(tokens)[None]
-    weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return tensor
-
-    cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-    keywords = {"position_ids": positions, "blocks": blocks, "use_cache": False}
-    with packing(model), mode, cast, saved_tensors_hooks(keep, lambda tensor: tensor):
-        # What it returns is held until the sum is taken, or storages would be freed and used again.
-        output = functional_call(net, state, (ids,), keywords)
-        total = sum(storage.nbytes() for storage in kept.values())
-        del output
-    return total
-
-
 def _fake(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return made.requires_grad_(tensor.requires_grad)
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:

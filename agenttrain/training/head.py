@@ -25,7 +25,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What stands between the head's output y and the distribution sampled from.
+    """Transform from the head's output y to the logits of the distribution sampled from.
 
     ``logits = scale * y``, then ``softcap * tanh(logits / softcap)``, then ``/ temperature``.
     """
@@ -35,7 +35,7 @@ class LogitTransform:
     softcap: float | None = None
 
     def __call__(self, output: Tensor) -> Tensor:
-        """The logits, of the type of `output`."""
+        """Return the logits, of the type of `output`."""
         if self.softcap is None:
             slope = self.scale / self.temperature
             return output if slope == 1 else output * slope
@@ -107,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept = ctx.saved_tensors
         product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
         slopes = _Slopes(labels_S, normaliser_S, entropy_S, grad_logprobs_S, grad_entropy_S)
-        grads = _Gradients.zeros(product, ctx.needs_input_grad)
+        grads = _Gradients(product, ctx.needs_input_grad)
         tiles = iter(kept)
         for vocabulary in product.vocabulary_tiles():
             for tokens in product.token_tiles():
@@ -157,7 +157,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Statistics:
-    """What is known of each token's softmax after some tiles; d is logit - highest_S."""
+    """Sums of each token's softmax over the tiles so far; d is logit - highest_S."""
 
     labels_S: Tensor
     highest_S: Tensor
@@ -180,7 +180,7 @@ class _Statistics:
         )
 
     def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """Take in the logits [C, N] of a tile."""
+        """Add the logits [C, N] of a tile."""
         before, exp, product = self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens]
         highest = torch.maximum(before, logits.amax(-1))
         shift = before - highest
@@ -190,20 +190,20 @@ class _Statistics:
         exp.mul_(shift.exp()).add_(weight.sum(-1))
         before.copy_(highest)
         index, inside = _in_tile(self.labels_S[tokens], vocabulary)
-        here = logits.gather(-1, index[:, None])[:, 0]
-        self.label_S[tokens] += torch.where(inside, here, 0.0)
+        label = logits.gather(-1, index[:, None])[:, 0]
+        self.label_S[tokens] += torch.where(inside, label, 0.0)
 
     def normaliser(self) -> Tensor:
-        """[S] log sum exp of the logits."""
+        """log sum exp of the logits, [S]."""
         return self.highest_S + self.exp_S.log()
 
     def entropy(self) -> Tensor:
-        """[S] -sum p log p = log sum exp(d) - sum p d."""
+        """-sum p log p = log sum exp(d) - sum p d, [S]."""
         return self.exp_S.log() - self.product_S / self.exp_S
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Place of each label in the tile (anywhere, if it is not), and whether it is in it."""
+    """Index of each label in the tile (any index, if it is outside), and whether it is inside."""
     local = labels_C - vocabulary.start
     size = vocabulary.stop - vocabulary.start
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
@@ -246,22 +246,16 @@ class _Slopes:
 class _Gradients:
     """Gradients of hidden states, weight and bias, summed over tiles in fp32 at least."""
 
-    def __init__(
-        self, product: _Product, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        self.product, self.sums = product, (hidden, weight, bias)
-
-    @classmethod
-    def zeros(cls, product: _Product, needed: tuple[bool, ...]) -> _Gradients:
+    def __init__(self, product: _Product, needed: tuple[bool, ...]) -> None:
+        self.product = product
         inputs = (product.hidden_SH, product.weight_VH, product.bias_V)
-        sums = [
+        self.sums = [
             torch.zeros_like(tensor, dtype=product.exact) if need and tensor is not None else None
             for tensor, need in zip(inputs, needed, strict=False)
         ]
-        return cls(product, *sums)
 
     def add(self, slope: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """Take in d loss / d output [C, N] of a tile."""
+        """Add d loss / d output [C, N] of a tile."""
         product = self.product
         hidden_SH, weight_VH, bias_V = self.sums
         typed = slope.to(product.type)

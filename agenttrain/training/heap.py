@@ -9,7 +9,6 @@ model of 135M parameters the process grew by a third within ten steps, with noth
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 LEAST_FREE = 256 * 2**20
@@ -29,19 +28,13 @@ class _Usage(ctypes.Structure):
 
 
 def return_free_memory(least: int = LEAST_FREE) -> None:
-    """Return what the C library holds and nothing uses to the system, if it is `least` bytes.
+    """Return free memory that the C library holds to the system, if it is `least` bytes.
 
     Where the C library has no such call (macOS, musl, glibc before 2.33) nothing happens.
     """
-    library = _glibc()
-    if library is not None and library.mallinfo2().fordblks >= least:
-        library.malloc_trim(0)
-
-
-@cache
-def _glibc() -> Any:
-    library = ctypes.CDLL(None)
+    library: Any = ctypes.CDLL(None)
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
-        return None
+        return
     library.mallinfo2.restype = _Usage
-    return library
+    if library.mallinfo2().fordblks >= least:
+        library.malloc_trim(0)

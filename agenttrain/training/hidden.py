@@ -18,7 +18,7 @@ from agenttrain.training.layout import Segment, make_blocks, positions
 from agenttrain.training.varlen import make_varlen
 
 Inside = Callable[[Callable[[PreTrainedModel], Any]], Any]
-"""Calls a function of a model where its weights are whole."""
+"""Caller of a function of the model, with the model's weights gathered."""
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
@@ -33,7 +33,7 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """[T, H] of one forward pass, within `packing(model)`; positions count from 0 per rollout.
+    """Run one forward pass within `packing(model)`, [T, H]; positions count from 0 per rollout.
 
     `varlen`: by the kernel for sequences of any length, which the device has to have.
     """
@@ -52,7 +52,7 @@ def packed_hidden(
 def separate_hidden(
     model: PreTrainedModel, token_ids_T: Tensor, segments: Sequence[Segment]
 ) -> Tensor:
-    """[T, H] of one forward pass per segment after its prefix, with the model's own attention."""
+    """Run one forward pass per segment after its prefix, [T, H], with the model's own attention."""
     pieces = []
     for segment in segments:
         prefix_T = token_ids_T[segment.prefix : segment.prefix + segment.prefix_length]
@@ -67,7 +67,7 @@ TRIAL = (Segment(0, 9), Segment(9, 6), Segment(15, 5, 9, 6), Segment(20, 3, 9, 6
 
 
 def trial_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
-    """[T] Tokens of the trial."""
+    """Tokens of the trial, [T]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return torch.arange(TRIAL[-1].end, device=device) * 7 % vocabulary
 
@@ -79,7 +79,7 @@ def why_not_packed(
     device: torch.device | None = None,
     inside: Inside | None = None,
 ) -> str | None:
-    """Why packing would change the model's results, found by trying; None if it does not.
+    """Try packing and return the reason why it would change the model's results, if it does.
 
     Layers that keep a state along the sequence (linear attention, SSM) carry it from one rollout
     into the next, and attention may ask for what `packed_attention` refuses. `varlen`: as
@@ -117,19 +117,24 @@ def why_not_packed(
     finally:
         model.train(training)
     exact = packed_TH.dtype in (torch.float32, torch.float64) and not cast
-    gap = _difference(packed_TH.float(), separate_TH.float(), 1e-4 if exact else 5e-2)
-    return gap or ("packed, a rollout's hidden states depend on its neighbours" if mixed else None)
+    allowed = 1e-4 if exact else 5e-2
+    packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
+    gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
+    # Not `>`: a gap that is not a number is a difference too.
+    if not gap <= allowed:
+        return f"packed, its hidden states differ by {gap:.2g} (relative; at most {allowed:g})"
+    return "packed, a rollout's hidden states depend on its neighbours" if mixed else None
 
 
 @torch.enable_grad()
 def _mixes(
     token_ids_T: Tensor, model: PreTrainedModel, *, varlen: bool, after: int, other: Segment
 ) -> bool:
-    """Whether hidden states from position `after` on have a gradient from `other`, which is none of
-    their rollouts'.
+    """Return whether hidden states from position `after` on have a gradient from `other`, a segment
+    of another rollout.
 
-    What a short convolution or a state carries over may be less than bfloat16 rounds, which
-    `_difference` has to allow; a gradient is exactly zero or there is a way.
+    What a short convolution or a state carries over may be less than bfloat16 rounds, which a
+    comparison of hidden states has to allow; a gradient is exactly zero or there is a way.
     """
     embedded: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(
@@ -143,10 +148,3 @@ def _mixes(
     loss = (hidden_TH[after:] * weights_H).sum()
     (slope,) = torch.autograd.grad(loss, embedded[0], allow_unused=True)
     return slope is not None and bool(slope[0, other.start : other.end].any())
-
-
-def _difference(packed_TH: Tensor, separate_TH: Tensor, allowed: float) -> str | None:
-    gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
-    if gap <= allowed:
-        return None
-    return f"packed, its hidden states differ by {gap:.2g} (relative; at most {allowed:g})"

@@ -31,7 +31,7 @@ MOST_MATH_TOKENS = 8192
 
 
 class Kernel(StrEnum):
-    """What computes attention."""
+    """Implementation that computes attention."""
 
     varlen = "varlen"
     """torch's `varlen_attn`, FlashAttention for sequences of any lengths: `varlen.py`."""
@@ -55,7 +55,7 @@ class SlowAttention(AgenttrainError):
 
 
 def is_choosy(device: torch.device) -> bool:
-    """Whether its fused kernels refuse masks, sizes or formats; a CPU's one takes them all."""
+    """Return whether a device's fused kernels refuse masks, sizes or formats; a CPU's takes all."""
     return device.type != "cpu"
 
 
@@ -140,7 +140,7 @@ def _called(
 
 @contextmanager
 def watching() -> Iterator[Counter[Kernel]]:
-    """Within, attention calls are counted by kernel."""
+    """Count the attention calls within, by kernel."""
     global _used
     before, _used = _used, Counter()
     try:

@@ -44,7 +44,7 @@ from agenttrain.types import AgenttrainError
 Value = TypeVar("Value")
 
 LOGIT_BYTES = 4
-"""Of a logit in fp32, in which they are normalised."""
+"""Bytes of a logit in fp32, in which logits are normalised."""
 MEGABYTE = 2**20
 CHUNK_LOGITS = 2**24
 """Logits at once of a head that is a module of its own (64 MiB in fp32)."""
@@ -55,7 +55,7 @@ class UnsupportedModel(AgenttrainError):
 
 
 class Scorer(nn.Module):
-    """Microbatch -> (logprobs_S, entropy_S), both fp32.
+    """Module that maps a microbatch to (logprobs_S, entropy_S), both fp32.
 
     A module, so that accelerate can wrap what is called. A model whose attention or layers cannot
     be packed runs one forward pass per rollout, and a warning says so. On a GPU whose kernel for
@@ -67,9 +67,9 @@ class Scorer(nn.Module):
     """
 
     packed: bool
-    """Whether rollouts are computed in one forward pass."""
+    """True: several rollouts are computed in one forward pass."""
     varlen: bool
-    """Whether by the kernel for sequences of any length, in the layers that it takes."""
+    """True: by the kernel for sequences of any length, in the layers that it takes."""
     kernels: Counter[Kernel]
     """Attention calls of the trial, by what computed them."""
 
@@ -94,7 +94,7 @@ class Scorer(nn.Module):
             self.decide(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
-        """Call a function of the model where its weights are whole: FSDP2 gathers them for this
+        """Call a function of the model with its weights gathered: FSDP2 gathers them for this
         method as for `forward`."""
         return function(self.model)
 
@@ -123,9 +123,22 @@ class Scorer(nn.Module):
         self.varlen = everywhere and reason_against(varlen=True) is None
         reason = None if self.varlen else reason_against(varlen=False)
         self.packed = reason is None
+        name = type(model).__name__
+        if reason is not None and self._share_prefix is SharePrefix.always:
+            raise UnsupportedModel(
+                f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
+                "training.share_prefix=auto."
+            )
         if reason is not None:
-            self._say_separate(reason)
-        self.least_shared = _least_shared(model, self._share_prefix) if self.packed else None
+            warnings.warn(
+                f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
+            )
+        # Shortest prompt that a group shares; None: prompts are never shared.
+        self.least_shared: int | None = None
+        if self.packed and self._share_prefix is SharePrefix.always:
+            self.least_shared = 1
+        elif self.packed and self._share_prefix is SharePrefix.auto:
+            self.least_shared = least_prompt(model.config.get_text_config().hidden_size)
         ids_T = trial_ids(model, device)
         with torch.no_grad(), self.ready(), autocast or nullcontext(), watching() as self.kernels:
             inside(lambda _: self._hidden(ids_T, TRIAL))
@@ -134,25 +147,14 @@ class Scorer(nn.Module):
         settle(self)
 
     def decide_as(self, other: Scorer) -> None:
-        """Compute as another one does, of a model that is the same but for its weights."""
+        """Compute as another scorer does, whose model differs in nothing but its weights."""
         self.varlen, self.packed, self.kernels = other.varlen, other.packed, other.kernels
         self.least_shared = other.least_shared
-
-    def _say_separate(self, reason: str) -> None:
-        name = type(self.model).__name__
-        if self._share_prefix is SharePrefix.always:
-            raise UnsupportedModel(
-                f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
-                "training.share_prefix=auto."
-            )
-        warnings.warn(
-            f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=4
-        )
 
     def pack(
         self, rows: Sequence[Row], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
-        """Microbatches of at most `token_budget` tokens each, in the layout that the model takes.
+        """Pack rows into microbatches of at most `token_budget` tokens, as the model takes them.
 
         Groups whose prompt is worth it share it; its tokens count once. Rows whose lengths have
         rotary frequencies of their own are apart.
@@ -161,27 +163,25 @@ class Scorer(nn.Module):
         kinds: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
             kinds.setdefault(self.lengths.kind(row.length), []).append(row)
-        made = [
-            microbatch
-            for alike in kinds.values()
-            for microbatch in pack(
-                bundle_rows(alike, share=share, least=least), token_budget, device
-            )
-        ]
-        return sorted(made, key=lambda microbatch: -microbatch.token_ids_T.numel())
+        microbatches: list[Microbatch] = []
+        for alike in kinds.values():
+            bundles = bundle_rows(alike, share=share, least=least)
+            microbatches += pack(bundles, token_budget, device)
+        return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within, `forward` may be called; backward passes belong inside too."""
+        """Prepare the model for calls of `forward` within; backward passes belong inside too."""
         training = self.model.training
         # Dropout would make the policy another than the one that sampled.
         self.model.eval()
-        _wake_checkpointed(self.model)
+        # Checkpointed layers recompute only in training mode; what is in them (dropout) stays in
+        # eval mode.
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                module.training = True
         try:
-            if self.packed:
-                with packing(self.model):
-                    yield
-            else:
+            with packing(self.model) if self.packed else nullcontext():
                 yield
         finally:
             self.model.train(training)
@@ -205,14 +205,6 @@ class Scorer(nn.Module):
         return separate_hidden(self.model, token_ids_T, segments)
 
 
-def _least_shared(model: PreTrainedModel, share_prefix: SharePrefix) -> int | None:
-    if share_prefix is SharePrefix.never:
-        return None
-    if share_prefix is SharePrefix.always:
-        return 1
-    return least_prompt(model.config.get_text_config().hidden_size)
-
-
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Make the model's layers recompute themselves in the backward pass.
 
@@ -225,13 +217,6 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     # Renamed in transformers 5.23.
     older = model.gradient_checkpointing_enable
     getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
-
-
-def _wake_checkpointed(model: PreTrainedModel) -> None:
-    """Layers recompute only in training mode; what is in them (dropout) stays in eval mode."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            module.training = True
 
 
 def head_logprobs(
@@ -248,7 +233,8 @@ def head_logprobs(
     Logits beyond the budget are computed once more in the backward pass; within it they are kept.
     A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
     """
-    if isinstance(head, nn.Linear) and _is_plain(head):
+    changed = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    if type(head) is nn.Linear and not changed and not isinstance(head.weight, DTensor):
         logits = labels_S.numel() * head.out_features
         return linear_logprobs(
             hidden_SH,
@@ -259,28 +245,18 @@ def head_logprobs(
             keep=logits * LOGIT_BYTES <= logits_budget_mb * MEGABYTE,
             entropy_grad=entropy_grad,
         )
+    with torch.no_grad():
+        vocabulary = head(hidden_SH[:1]).shape[-1]
+    size = max(1, CHUNK_LOGITS // vocabulary)
     parts = [
-        checkpoint(_called, hidden, head, labels, transform, entropy_grad, use_reentrant=False)
-        for hidden, labels in _chunks(hidden_SH, head, labels_S)
+        checkpoint(_of_chunk, hidden, head, labels, transform, entropy_grad, use_reentrant=False)
+        for hidden, labels in zip(hidden_SH.split(size), labels_S.split(size), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _is_plain(head: nn.Module) -> bool:
-    """Whether calling the head is a product with its weight and nothing else."""
-    hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    return type(head) is nn.Linear and not hooked and not isinstance(head.weight, DTensor)
-
-
-def _chunks(hidden_SH: Tensor, head: nn.Module, labels_S: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    with torch.no_grad():
-        vocabulary = head(hidden_SH[:1]).shape[-1]
-    size = max(1, CHUNK_LOGITS // vocabulary)
-    return zip(hidden_SH.split(size), labels_S.split(size), strict=True)
-
-
-def _called(
+def _of_chunk(
     hidden_SH: Tensor,
     head: nn.Module,
     labels_S: Tensor,
@@ -296,7 +272,7 @@ def _called(
 
 
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """What the model's config says it does to the output of its head, at temperature 1."""
+    """Read from the model's config what it does to the output of its head, at temperature 1."""
     config: Any = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
@@ -316,7 +292,7 @@ def check_head(
 ) -> None:
     """Raise UnsupportedModel if the model does more to its logits than we know of.
 
-    It would be lost here, silently. `device` and `inside` as of `why_not_packed`.
+    It would be lost silently. `device` and `inside` are those of `why_not_packed`.
     """
     token_ids_T = torch.arange(4, device=device or model.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,53 +34,46 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
     loaded with adapters goes on with them. Raises ValueError for targets that it does not have, and
     for loaded adapters of another rank or alpha, or of other targets than were asked for.
     """
+    targets = settings.targets
     if is_adapted(model):
         _check_loaded(model, settings)
     else:
-        named = settings.targets
-        _check_targets(model, named)
+        # peft says nothing of a target that does not exist as long as another one does.
+        modules = [name for name, _ in model.named_modules()]
+        for target in targets:
+            if target != "all-linear" and not any(
+                f".{name}".endswith(f".{target}") for name in modules
+            ):
+                known = {name.rpartition(".")[2] for name in modules}
+                raise ValueError(
+                    f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
+                    f"{did_you_mean(target, sorted(known))}"
+                )
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is as good
-            target_modules="all-linear" if named == ["all-linear"] else list(named),
+            target_modules="all-linear" if targets == ["all-linear"] else list(targets),
             task_type="CAUSAL_LM",
         )
         try:
             model.add_adapter(config, ADAPTER)
         except ValueError as error:
-            raise ValueError(f"model.lora.targets={named}: {error}") from error
-    _check_tied(model, settings)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-
-
-def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
-    """peft says nothing of a target that is not there as long as another one is."""
-    modules = [name for name, _ in model.named_modules()]
-    for target in targets:
-        if target != "all-linear" and not any(
-            f".{name}".endswith(f".{target}") for name in modules
-        ):
-            known = {name.rpartition(".")[2] for name in modules}
-            raise ValueError(
-                f"model.lora.targets={targets}: {type(model).__name__} has no module {target}"
-                f"{did_you_mean(target, sorted(known))}"
-            )
-
-
-def _check_tied(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """An adapter of one of two layers with one weight is no part of that weight."""
+            raise ValueError(f"model.lora.targets={targets}: {error}") from error
+    # An adapter of one of two layers with one weight is no part of that weight.
     outer: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     adapted = any(isinstance(module, BaseTunerLayer) for module in outer)
     if adapted and outer[0].weight is outer[1].weight:
         raise ValueError(
-            f"model.lora.targets={settings.targets}: embedding and head of {type(model).__name__} "
+            f"model.lora.targets={targets}: embedding and head of {type(model).__name__} "
             "are one weight (tie_word_embeddings), into which an adapter of one of them cannot be "
             "merged; leave both out"
         )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
 
 
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
+    """Raise ValueError unless the adapters that the model came with are those asked for."""
     loaded = model.peft_config[ADAPTER]
     if (loaded.r, loaded.lora_alpha) != (settings.rank, settings.alpha):
         own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
@@ -99,7 +92,7 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Whether there are adapters in the model."""
+    """Return whether there are adapters in the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -111,7 +104,7 @@ class BaseScorer:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within, calls score with the model as it was before training."""
+        """Switch the adapters off within, so that calls score with the model before training."""
         model: Any = self._scorer.model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.disable_adapters()
@@ -124,7 +117,7 @@ class BaseScorer:
                 parameter.requires_grad_(True)
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """As `Scorer`."""
+        """Logprobs and entropies of the sampled tokens, [S] each."""
         return self._scorer(microbatch)
 
 

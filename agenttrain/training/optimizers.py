@@ -26,20 +26,29 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimize
         name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
         for name, p in trained.items()
     }
-    optimizer = _over(masters, _layer_matrices(model), config)
+    optimizer = _over(masters, model, config)
     pairs = [(p, masters[name]) for name, p in trained.items() if masters[name] is not p]
     return MasterWeights(optimizer, pairs) if pairs else optimizer
 
 
 def _over(
-    parameters: Mapping[str, Tensor], matrices: frozenset[str], config: OptimizerConfig
+    parameters: Mapping[str, Tensor], model: PreTrainedModel, config: OptimizerConfig
 ) -> Optimizer:
+    """Make the optimizer of `parameters`, which are named as those of the model."""
     if config.name is OptimizerName.adamw:
         return _adamw(list(parameters.values()), config)
     if config.name is OptimizerName.sgd:
         return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
+    # Muon is for matrices, but not for embeddings and not for the head.
+    outer = {
+        id(weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for weight in module.parameters()
+    }
+    matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer}
     inner = [p for name, p in parameters.items() if name in matrices]
-    rest = [p for name, p in parameters.items() if name not in matrices]
+    others = [p for name, p in parameters.items() if name not in matrices]
     if not inner:
         raise ValueError(
             "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
@@ -53,18 +62,7 @@ def _over(
         # (https://arxiv.org/abs/2502.16982, section 2.2).
         adjust_lr_fn="match_rms_adamw",
     )
-    return Together([muon, _adamw(rest, config)]) if rest else muon
-
-
-def _layer_matrices(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the weights that Muon is for: matrices, but not embeddings and not the head."""
-    outer = {
-        id(weight)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-        for weight in module.parameters()
-    }
-    return frozenset(n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer)
+    return Together([muon, _adamw(others, config)]) if others else muon
 
 
 def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> AdamW:
@@ -119,7 +117,7 @@ class MasterWeights(_Wrapper):
 
     @property
     def copies(self) -> list[Tensor]:
-        """What the optimizer updates: the copies, and float32 weights, which need none."""
+        """Tensors that the optimizer updates: the copies, and float32 weights, which need none."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ class MasterWeights(_Wrapper):
             master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the model's weights, and of those that have no copy."""
+        """Clear the gradients of the model's weights, and of weights without a copy."""
         super().zero_grad(set_to_none)
         for weight, _ in self.pairs:
             weight.grad = None

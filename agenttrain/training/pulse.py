@@ -1,4 +1,5 @@
-"""Signs of life: who waits for another process as long as that one works finds out that it is gone.
+"""Heartbeats: a process that waits without a deadline notices when the process it waits for has
+died.
 
 Each process counts up in the store from a thread of its own, which stands still with the process:
 when it is stopped, its machine hangs, or C code keeps the interpreter to itself.
@@ -17,9 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 LONGEST_LOOK_S = 2.0
-"""More than this between two looks was not spent looking: this process itself had been stopped."""
+"""Longest time between two checks that counts as waiting: in a longer one this process itself had
+been stopped."""
 LEAVE_S = 5.0
-"""For the thread to end; only a store that hangs keeps it longer."""
+"""Seconds for the thread to end; only a store that hangs keeps it longer."""
 
 
 class Pulse:
@@ -37,7 +39,15 @@ class Pulse:
 
     def start(self) -> None:
         """Count from now on, until the process ends or the store is gone."""
-        thread = threading.Thread(target=self._count, name="pulse", daemon=True)
+
+        def count() -> None:
+            number = 0
+            with suppress(dist.DistError):  # nobody waits in the store for a process that lost it
+                while not self._over.wait(self._every_s if number else 0):
+                    number += 1
+                    self._store.set(_key(self._rank), str(number))
+
+        thread = threading.Thread(target=count, name="pulse", daemon=True)
         thread.start()
 
         def end() -> None:
@@ -48,39 +58,34 @@ class Pulse:
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Those that have shown life once, and none for long; looks follow each other closely."""
+        """Return the ranks that have shown life once, and none for long; call it often."""
         now = time.monotonic()
         passed = min(now - self._before, LONGEST_LOOK_S)
         self._before = now
-        return [rank for rank in ranks if self._look(rank, passed) > self._limit_s]
+        silent = []
+        for rank in ranks:
+            seen = self._seen.setdefault(rank, _Seen())
+            count = self._counter(rank)
+            seen.idle_s = seen.idle_s + passed if count is not None and count == seen.count else 0.0
+            seen.count = count
+            if seen.idle_s > self._limit_s:
+                silent.append(rank)
+        return silent
 
     def still(self, ranks: Iterable[int]) -> list[int]:
-        """Those that show no life while this looks, for some seconds."""
+        """Watch the counters for some seconds and return the ranks whose counter did not move."""
         before = {rank: self._counter(rank) for rank in ranks}
         time.sleep(3 * self._every_s)
         return [rank for rank, count in before.items() if self._counter(rank) == count]
 
-    def _look(self, rank: int, passed: float) -> float:
-        """Seconds that the counter has been seen standing still."""
-        seen = self._seen.setdefault(rank, _Seen())
-        count = self._counter(rank)
-        seen.idle_s = seen.idle_s + passed if count is not None and count == seen.count else 0.0
-        seen.count = count
-        return seen.idle_s
-
     def _counter(self, rank: int) -> bytes | None:
         return self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
-
-    def _count(self) -> None:
-        count = 0
-        with suppress(dist.DistError):  # who cannot reach the store is not waited for in it
-            while not self._over.wait(self._every_s if count else 0):
-                count += 1
-                self._store.set(_key(self._rank), str(count))
 
 
 @dataclass(slots=True)
 class _Seen:
+    """A counter's last value, and how long it has been seen standing still."""
+
     count: bytes | None = None
     idle_s: float = 0.0
 

@@ -11,13 +11,13 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Of this process; plain values and tensors, which torch loads with weights_only."""
+    """States of this process; plain values and tensors, which torch loads with weights_only."""
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = state
+    name, keys, *position = state
     return {
         "python": (version, list(numbers), gauss),
-        "numpy": (name, keys.tolist(), *rest),
+        "numpy": (name, keys.tolist(), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "cuda_device": torch.cuda.current_device() if torch.cuda.is_available() else None,
@@ -25,15 +25,15 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Draw on from where `random_states` was called.
+    """Continue from where `random_states` was called.
 
-    On a machine with other GPUs: the state of the one that this process computed on goes to the one
-    that it computes on now, those of others as far as there are some.
+    On a machine with other GPUs: the state of the GPU that this process computed on goes to the GPU
+    that it computes on now, and the states of the others to as many others as there are.
     """
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    name, keys, *position = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
     torch.set_rng_state(states["torch"])
     saved = states["cuda"]
     count = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0

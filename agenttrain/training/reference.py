@@ -1,4 +1,4 @@
-"""What the KL penalty pulls to."""
+"""The reference: the model that the KL penalty pulls to."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class Reference(Protocol):
         """Compute as the policy's scorer does, which has decided."""
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """`step` steps are done, and `policy` is what they made."""
+        """Follow `policy` after that many steps, if the reference follows at all."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint has to keep; None: nothing."""
+        """State for a checkpoint; None: nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
 
 
 class _Fixed:
-    """What does not change needs nothing from a checkpoint: a resumed run makes it again."""
+    """A reference that never changes needs no checkpoint: a resumed run makes it again."""
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """It does not."""
+        """Stay as it is."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Nothing."""
@@ -64,7 +64,7 @@ class AdaptersOff(_Fixed, BaseScorer):
     """The policy without its adapters."""
 
     def decide_as(self, scorer: Scorer) -> None:
-        """It is that scorer."""
+        """Nothing to decide: it is that scorer."""
 
 
 class FrozenCopy(_Fixed):
@@ -113,10 +113,10 @@ class SyncedCopy(FrozenCopy):
         """Mix after every N-th step."""
         if step % self._every:
             return
-        mine = dict(self._scorer.model.named_parameters())
+        own = dict(self._scorer.model.named_parameters())
         with torch.no_grad():
             for name, weight in policy.named_parameters():
-                mine[name].lerp_(weight.to(mine[name].dtype), self._mixup)
+                own[name].lerp_(weight.to(own[name].dtype), self._mixup)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Its weights, which nothing else has."""

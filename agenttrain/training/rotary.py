@@ -24,7 +24,7 @@ class LengthLimits:
     """A set for each length above."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Rollouts of one kind have the same frequencies.
+        """Return the kind of a rollout's length; lengths of one kind have the same frequencies.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """
@@ -35,11 +35,11 @@ class LengthLimits:
 
 
 def length_limits(model: PreTrainedModel) -> LengthLimits:
-    """Those that the model's config names; of most models none."""
+    """Read the limits from the model's config; most models have none."""
     config: Any = model.config.get_text_config()
-    found: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each of their types.
-    of_types = [found] if "rope_type" in found else found.values()
+    of_types = [parameters] if "rope_type" in parameters else parameters.values()
     ropes = [rope for rope in of_types if isinstance(rope, Mapping)]
     kinds = [(str(rope.get("rope_type")), rope) for rope in ropes]
     return LengthLimits(

@@ -15,9 +15,9 @@ from agenttrain.config.schema import OptimizerConfig, Schedule
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of step 1 … steps, by one of transformers' schedules.
 
-    Theirs give the first step a rate of 0, which wastes its rollouts: here step n has the rate that
-    they give the step after it. The warm-up rises from 1 / warmup_steps, and a decay reaches 0
-    after the last step.
+    transformers gives the first step a rate of 0, which wastes its rollouts: step n has the rate
+    that transformers gives the step after it. The warm-up rises from 1 / warmup_steps, and a decay
+    reaches 0 after the last step.
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
@@ -33,12 +33,12 @@ def _factor(
     name = "constant_with_warmup" if schedule is Schedule.constant else str(schedule)
     # The schedules hang on an optimizer, of which they read the rate (for `min_lr`).
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
-    made = get_scheduler(
+    scheduler = get_scheduler(
         name,
         optimizer,
         num_warmup_steps=max(warmup, 1),
         num_training_steps=steps + 1,
         scheduler_specific_kwargs=dict(options),
     )
-    assert isinstance(made, LambdaLR)
-    return made.lr_lambdas[0]
+    assert isinstance(scheduler, LambdaLR)
+    return scheduler.lr_lambdas[0]

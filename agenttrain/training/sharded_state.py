@@ -27,7 +27,7 @@ PART = "policy-{}.pt"
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether this process holds only a part of the model's weights."""
+    """Return whether this process holds only a part of the model's weights."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -53,6 +53,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def _parted(state: Any) -> Any:
+    """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
     if isinstance(state, DTensor):
         # A copy: a part that is a view would be written with all that it is a view of.
         return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
@@ -64,32 +65,33 @@ def _parted(state: Any) -> Any:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
+    """Join the states that all processes wrote, in the order of their ranks."""
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
-        return Parted(tuple(one["part"] for one in parts), torch.Size(first["shape"]))
+        return Parted(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
     if isinstance(first, dict):
-        return {name: _joined([one[name] for one in parts]) for name in first}
+        return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple):
         return type(first)(_joined(values) for values in zip(*parts, strict=True))
     return first.clone() if isinstance(first, Tensor) else first
 
 
 def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as it lies in this process's part of its parameters."""
+    """Split an optimizer's state as its parameters are split."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
         return {**state, "parts": [spread(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def lying(index: int, value: Any) -> Any:
+    def of_parameter(index: int, value: Any) -> Any:
         alike = isinstance(value, Tensor | Parted) and value.shape == parameters[index].shape
         return spread_like(parameters[index], value) if alike else value
 
-    kept = {
-        index: {name: lying(index, value) for name, value in values.items()}
+    by_parameter = {
+        index: {name: of_parameter(index, value) for name, value in values.items()}
         for index, values in state["state"].items()
     }
-    return {**state, "state": kept}
+    return {**state, "state": by_parameter}
 
 
 def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
@@ -98,12 +100,12 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
     All processes gather one weight after the other; tied weights are one tensor.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
     named: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         key = id(owners.get(name, tensor))
-        if key not in found:
+        if key not in weights:
             gathered = whole(tensor.detach())
-            found[key] = gathered.cpu() if keep else gathered.new_empty(0)
-        named[name] = found[key]
+            weights[key] = gathered.cpu() if keep else gathered.new_empty(0)
+        named[name] = weights[key]
     return named if keep else {}

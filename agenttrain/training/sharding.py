@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -55,32 +55,20 @@ class Sharding:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
-        for layer in layers(model):
-            self._shard(layer, mesh, device, precision)
-        self._shard(scorer, mesh, device, precision)
+        offload = OffloadPolicy()
+        if self.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        # The layers first: the scorer takes what is in none of them.
+        for module in (*layers(model), scorer):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         register_fsdp_forward_method(scorer, "inside")
-
-    def _shard(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        device: torch.device,
-        precision: MixedPrecisionPolicy,
-    ) -> None:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload if self.cpu_offload else OffloadPolicy(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """A tensor in parts, which may lie in files: put together when it is wanted, and then let go.
+    """A tensor in parts, which may lie in files: put together when it is used, and then dropped.
 
-    So that a process that has a part of every tensor never holds all of them.
+    A process that has a part of every tensor then never holds all of them.
     """
 
     parts: tuple[Tensor, ...]
@@ -117,13 +105,13 @@ def refresh(copied: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def assign(target: Tensor, values: Tensor | Parted) -> None:
-    """Copy all values of a tensor into it, or into the part of it that is in this process."""
+    """Copy all values of a tensor into it, or into this process's part of it."""
     with torch.no_grad():
         target.copy_(spread_like(target, values))
 
 
 def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
-    """`values`, which every process has, as they would lie in `target`: without communication."""
+    """Split `values`, which every process has, as `target` is split: without communication."""
     values = values.whole() if isinstance(values, Parted) else values
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values
@@ -133,12 +121,12 @@ def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a sharded one all of it, gathered by all processes together."""
+    """All of a tensor; a sharded one is gathered by all processes together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def here(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is in this process; of one that is not sharded all of it."""
+    """This process's part of a tensor; all of a tensor that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

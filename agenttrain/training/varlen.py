@@ -50,7 +50,7 @@ class Varlen:
 
 
 def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
-    """Of segments that stand one after the other.
+    """Lay out segments that stand one after the other.
 
     Example: segments of 5, 3, 2 and 1 tokens, the last two after the second, have the keys
     ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
@@ -85,19 +85,20 @@ def kernel() -> Kernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Any = varlen_attn
-    return found if inspect.signature(found).parameters.keys() >= NEEDED else None
+    function: Any = varlen_attn
+    return function if inspect.signature(function).parameters.keys() >= NEEDED else None
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether the kernel runs on this device."""
+    """Return whether the kernel runs on this device."""
     if device.type != "cuda" or kernel() is None:
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether the kernel computes this attention, of states [T, h, d] in their final format."""
+    """Return whether the kernel computes this attention, of states [T, h, d] in their final
+    format."""
     plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
     size = query.shape[-1]
     return (
@@ -108,7 +109,7 @@ def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, varlen: Varlen, scale: float | None, kernel: Kernel
 ) -> Tensor:
-    """[T, h, d] Causal attention of each segment to its prefix and itself.
+    """Causal attention of each segment to its prefix and itself, [T, h, d].
 
     Where a segment has more keys than queries the last of both stand together, as FlashAttention
     aligns them.

@@ -1,4 +1,4 @@
-"""The engine gets the policy's weights, and is asked whether it holds them."""
+"""Weight sync: send the policy's weights to the engine, and check that it holds them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agenttrain.training.sharding import whole
 from agenttrain.types import AgenttrainError, Sampling
 
 PROBE_TOKENS = 128
-"""Of the prompt, and as many after it."""
+"""Tokens of the probe's prompt, and as many after it."""
 STEP = 7919
 """A prime: the ids of a probe without a prompt wander over the whole vocabulary."""
 EXACT_TOLERANCE = 1e-3
@@ -72,22 +72,22 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a weight sync found: log-probabilities of a text that stays the same for a run."""
+    """Result of a weight sync: log-probabilities of a text that stays the same for a run."""
 
     token_ids: tuple[int, ...]
     start: int
     """The gap is that of the tokens from here on, which the engine sampled."""
     policy_T: Tensor
-    """Of every token after the first."""
+    """Log-probability of every token after the first."""
     engine_T: Tensor
     first: Gap | None = None
     """The gap of the first sync, where this is a later one."""
     warned: bool = False
-    """Whether a token far from the policy was warned of."""
+    """True once a token far from the policy was warned of."""
 
     @property
     def gap(self) -> Gap:
-        """Of the sampled tokens."""
+        """Gap of the sampled tokens."""
         first = self.start - 1
         return Gap.of(self.policy_T[first:], self.engine_T[first:])
 
@@ -102,7 +102,7 @@ async def sync(
     prompt_ids: Sequence[int] = (),
     moves: bool = True,
 ) -> Probed | None:
-    """Every token that `engine` samples from now on is of weights `version`.
+    """Give `engine` the policy's weights: all that it samples from now on is of weights `version`.
 
     An engine that samples from `policy.sampler` itself only forgets what it cached. One with
     weights of its own is sent them, and then scores a text, which is returned: StaleWeights if the
@@ -132,37 +132,44 @@ async def sync(
     else:
         weights = iter(adapter_weights(policy.model).items())
     await engine.update(weights, version)
-    found = await _probed(policy, engine, before, prompt_ids)
+    probed = await _probed(policy, engine, before, prompt_ids)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
-    _check_gap(found, version, tolerance, exact=exact, growth=growth)
     # In fewer bits than the policy's, merged with adapters or cast, small changes are rounded away.
-    kept = as_adapters or not (adapted or dtype != policy.model.dtype)
-    if before and moves and kept:
-        _check_moved(before, found, version)
-    if not exact and not found.warned and found.gap.max > FAR * tolerance:
+    same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
+    moved_from = before if moves and same_bits else None
+    _check(probed, moved_from, version, tolerance, exact=exact, growth=growth)
+    if not exact and not probed.warned and probed.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
-            f"{found.gap}: as it may be for a mixture of experts, where a token took another "
+            f"{probed.gap}: as it may be for a mixture of experts, where a token took another "
             "route; else look at sampling/logprob_gap",
             RuntimeWarning,
             stacklevel=2,
         )
-        found = replace(found, warned=True)
-    return found
+        probed = replace(probed, warned=True)
+    return probed
 
 
 async def _probed(
     policy: Policy, engine: Engine, before: Probed | None, prompt_ids: Sequence[int]
 ) -> Probed:
-    """The log-probabilities of both."""
+    """Score the run's probe by the policy and by the engine; without `before`, make the probe."""
     token_ids: Sequence[int]
     if before:
         token_ids, start = before.token_ids, before.start
+    elif not prompt_ids:
+        token_ids, start = probe(policy.model, engine.max_context), 1
     else:
-        token_ids, start = await _probe_text(policy.model, engine, prompt_ids)
+        # Short, for an engine keeps the probabilities of the whole vocabulary at each token.
+        room = min(2 * PROBE_TOKENS, engine.max_context - 1)
+        prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
+        sampling = Sampling(max_tokens=room - len(prompt), seed=0)
+        completion = await engine.generate(prompt, sampling, session="probe")
+        await engine.release("probe")
+        token_ids, start = [*prompt, *completion.token_ids], len(prompt)
     policy_T = (
         policy.probe(token_ids)
         if is_sharded(policy.model)
@@ -180,11 +187,20 @@ async def _probed(
     )
 
 
-def _check_gap(
-    found: Probed, version: int, tolerance: float, *, exact: bool, growth: float
+def _check(
+    probed: Probed,
+    before: Probed | None,
+    version: int,
+    tolerance: float,
+    *,
+    exact: bool,
+    growth: float,
 ) -> None:
-    """Raise StaleWeights for a gap over the tolerance and over `growth` times the first sync's."""
-    gap, first = found.gap, found.first
+    """Raise StaleWeights for a gap over the tolerance and over `growth` times the first sync's.
+
+    With `before` also if the policy moved since then and the engine did not by a bit.
+    """
+    gap, first = probed.gap, probed.first
     pairs = [(gap.max, tolerance)]
     if not exact:
         begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
@@ -193,21 +209,19 @@ def _check_gap(
             (gap.q90, max(tolerance, growth * begun.q90)),
         ]
     # Not `>`: a gap that is not a number is no agreement.
-    if any(value <= limit for value, limit in pairs):
+    if not any(value <= limit for value, limit in pairs):
+        raise StaleWeights(
+            f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
+            f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
+            f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do "
+            "engine and trainer know the same model, in the same format (engine.dtype, "
+            "engine.vllm.quantization)?"
+        )
+    if before is None:
         return
-    raise StaleWeights(
-        f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
-        f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
-        f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do engine "
-        "and trainer know the same model, in the same format (engine.dtype, "
-        "engine.vllm.quantization)?"
-    )
-
-
-def _check_moved(before: Probed, found: Probed, version: int) -> None:
-    """One step changes little, less than kernels differ in bfloat16: but it changes something."""
-    moved_T = (found.policy_T - before.policy_T).abs()
-    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(found.engine_T, before.engine_T):
+    # One step changes little, less than kernels differ in bfloat16: but it changes something.
+    moved_T = (probed.policy_T - before.policy_T).abs()
+    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probed.engine_T, before.engine_T):
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
@@ -216,24 +230,9 @@ def _check_moved(before: Probed, found: Probed, version: int) -> None:
 
 
 async def rest(engine: Engine) -> None:
-    """The policy is about to be updated: an engine that can gives its memory back."""
+    """Let an engine with weights of its own give its memory back before the policy is updated."""
     if isinstance(engine, Separate):
         await engine.rest()
-
-
-async def _probe_text(
-    model: PreTrainedModel, engine: Engine, prompt_ids: Sequence[int]
-) -> tuple[Sequence[int], int]:
-    """The ids of a run's probe, and where those begin whose gap counts."""
-    if not prompt_ids:
-        return probe(model, engine.max_context), 1
-    # Short, for an engine keeps the probabilities of the whole vocabulary at each token.
-    room = min(2 * PROBE_TOKENS, engine.max_context - 1)
-    prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
-    sampling = Sampling(max_tokens=room - len(prompt), seed=0)
-    completion = await engine.generate(prompt, sampling, session="probe")
-    await engine.release("probe")
-    return [*prompt, *completion.token_ids], len(prompt)
 
 
 def probe(model: PreTrainedModel, max_context: int) -> list[int]:
@@ -265,9 +264,9 @@ def named_weights(
     those that the model keeps in float32 stay. Sharded weights are gathered one at a time, after
     the cast: every process has to take them all.
     """
-    kept: set[str] = set()
-    for one in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept.update(getattr(model, one, None) or ())
+    in_fp32: set[str] = set()
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        in_fp32.update(getattr(model, attribute, None) or ())
     modules = dict(model.named_modules()) if is_adapted(model) else {}
     for name, tensor in model.state_dict().items():
         owner, _, kind = name.rpartition(".")
@@ -277,6 +276,6 @@ def named_weights(
         if merged and isinstance(layer, LoraLayer) and kind == "weight":
             adapted: Any = layer  # peft's class for linear layers, which alone has the method
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
-        if dtype and tensor.dtype == model.dtype and kept.isdisjoint(name.split(".")):
+        if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
         yield name.replace(".base_layer.", "."), whole(tensor.detach())

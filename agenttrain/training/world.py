@@ -1,12 +1,13 @@
 """The processes of a run, and everything that crosses between them besides gradients.
 
-Every call below is made by all processes or by none, in the same order. Who is late, or gone, is
-found out through the key-value store that the processes met at, which needs no device: each writes
-down how far it has come, so that those who wait can say whom for.
+Every call below is made by all processes or by none, in the same order. Late and dead processes are
+detected through the key-value store that the processes met at, which needs no device: each writes
+down how far it has come, so that a waiting process can name those that it waits for.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ Value = TypeVar("Value")
 WAKE = timedelta(seconds=0.5)
 """How long a wait keeps the interpreter from its signals."""
 LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
-"""What gloo and NCCL say of another process that does not come."""
+"""Texts in the errors of gloo and NCCL when another process does not come."""
 NCCL = {
     # The process ends when a collective times out: computing on would be with wrong numbers.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -37,9 +38,12 @@ NCCL = {
 }
 """Environment for NCCL, where it does not say otherwise."""
 WARNINGS = 4
-"""How often, within the timeout of a collective, ranks that stand still are looked for."""
+"""Checks for ranks that stand still within the timeout of a collective."""
 TIMEOUT_S = 600.0
-"""As long as torch's own collectives wait."""
+"""Seconds that torch's own collectives wait."""
+
+
+_numbers = itertools.count(1)
 
 
 class WorldTimeout(AgenttrainError):
@@ -76,7 +80,8 @@ class World:
             # Objects need no device: a group of their own, whatever the gradients' is.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             store = distributed_c10d._get_default_store()
-            self._store = dist.PrefixStore(f"agenttrain/{_next_name()}", store)
+            # Every process makes its worlds in the same order: a number keeps their keys apart.
+            self._store = dist.PrefixStore(f"agenttrain/{next(_numbers)}", store)
             alive = dist.PrefixStore("agenttrain", store)
             self._pulse = Pulse(alive, rank=self.rank, limit_s=timeout_s)
 
@@ -102,7 +107,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and speaks for all."""
+        """True on the process that writes and prints for all."""
         return self.rank == 0
 
     def gather(
@@ -129,24 +134,26 @@ class World:
     ) -> list[Value]:
         """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
 
-        So that an error of one, which the others cannot know of, ends the work of all. `patient`:
-        for what may take one process as long as it likes, while it shows life (`pulse.py`); whether
-        that leads anywhere is its watchdog's business.
+        An error of one process, which the others cannot know of, so ends the work of all.
+        `patient`: wait for a process as long as it shows life (`pulse.py`); whether its work leads
+        anywhere is its watchdog's business.
         """
         limit_s = math.inf if patient else None
-        shares = self.gather([(list(objects), _told(failure))], what, limit_s)
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        shares = self.gather([(list(objects), message)], what, limit_s)
         if failure is not None:
             raise failure
-        failed = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(shares) if told]
+        failed = [f"rank {rank}: {message}" for rank, (_, message) in enumerate(shares) if message]
         if failed:
             raise PeerFailed("; ".join(failed))
         return [item for items, _ in shares for item in items]
 
     @contextmanager
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
-        """Within, an error of these kinds of one process is one of all, once all are done.
+        """Make an error of these kinds that one process raises within an error of all processes.
 
-        Nothing may cross between the processes within; `patient` as of `exchange`.
+        It is raised once all are done. Nothing may cross between the processes within; `patient` is
+        that of `exchange`.
         """
         failure: Exception | None = None
         try:
@@ -157,11 +164,11 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Within, processes meet in torch's own collectives, whose timeout names nobody.
+        """Name missing ranks for torch's own collectives within, whose timeout names nobody.
 
-        They begin together: who does not come is named by WorldTimeout. So is who stands still
-        within, where gloo raises; NCCL ends the process instead, so that a line on stderr names
-        them before.
+        The processes begin together: WorldTimeout names ranks that do not come. With gloo it also
+        names ranks that stand still within; NCCL ends the process instead, so a line on stderr
+        names them before.
         """
         if self.size == 1:
             yield
@@ -199,7 +206,7 @@ class World:
                     )
 
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
-        """As `gather`, on the main process only: the others get nothing. Raises WorldTimeout."""
+        """`gather` on the main process only: the others get nothing. Raises WorldTimeout."""
         if self.size == 1:
             return list(objects)
         self.barrier(what)
@@ -218,15 +225,15 @@ class World:
         return received
 
     def sum(self, value: float, what: str = "sum") -> float:
-        """Of every process's value, the same bits on every process. Raises WorldTimeout."""
+        """Sum of every process's value, the same bits on every process. Raises WorldTimeout."""
         return math.fsum(self.gather([value], what)) if self.size > 1 else value
 
     def min(self, value: float, what: str = "min") -> float:
-        """Of every process's value. Raises WorldTimeout."""
+        """Smallest of every process's value. Raises WorldTimeout."""
         return min(self.gather([value], what))
 
     def max(self, value: float, what: str = "max") -> float:
-        """Of every process's value. Raises WorldTimeout."""
+        """Largest of every process's value. Raises WorldTimeout."""
         return max(self.gather([value], what))
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
@@ -240,88 +247,71 @@ class World:
             return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._count += 1
-        try:
-            self._meet(what, limit_s)
-        except dist.DistStoreError as error:
-            raise self._late(what, limit_s) from error
-        except dist.DistNetworkError as error:
-            told = f"rank {self.rank} waited for {what}: the process that holds the store is gone"
-            raise WorldTimeout(told, missing=()) from error
-
-    def _meet(self, what: str, limit_s: float) -> None:
         number = self._count
-        self._store.set(_progress(self.rank), f"{number} {what}")
-        if self._store.add(f"came/{number}", 1) == self.size:
-            self._store.set(f"all/{number}", "")
-            # Everybody is here, so nobody waits for the one before any more.
-            for name in ("came", "all"):
-                self._store.delete_key(f"{name}/{number - 1}")
-        self._wait(f"all/{number}", limit_s)
+        try:
+            self._store.set(_progress(self.rank), f"{number} {what}")
+            if self._store.add(f"came/{number}", 1) == self.size:
+                self._store.set(f"all/{number}", "")
+                # All have come, so nobody waits for the barrier before this one any more.
+                for name in ("came", "all"):
+                    self._store.delete_key(f"{name}/{number - 1}")
+            self._wait(f"all/{number}", what, limit_s)
+        except dist.DistStoreError as error:
+            missing = self._missing()
+            named = _ranks(missing) or "a rank that arrived while this was written"
+            raise WorldTimeout(
+                f"rank {self.rank} waited {limit_s:g} s for {what}: {named} did not come "
+                f"({_last(missing, missing)}; distributed.timeout_s)",
+                missing=list(missing),
+            ) from error
+        except dist.DistNetworkError as error:
+            message = (
+                f"rank {self.rank} waited for {what}: the process that holds the store is gone"
+            )
+            raise WorldTimeout(message, missing=()) from error
 
-    def _wait(self, key: str, limit_s: float) -> None:
+    def _wait(self, key: str, what: str, limit_s: float) -> None:
+        """Wait for a key of the store.
+
+        Raises DistStoreError after `limit_s`; without a limit WorldTimeout where a process that is
+        waited for stands still.
+        """
         waited_s, before = 0.0, time.monotonic()
         while True:
             try:
                 self._store.wait([key], WAKE)
                 return
-            except dist.DistStoreError:
+            except dist.DistStoreError as error:
                 self.looks += 1
                 now = time.monotonic()
                 waited_s, before = waited_s + min(now - before, LONGEST_LOOK_S), now
                 if waited_s > limit_s:
                     raise
-                if limit_s == math.inf:
-                    self._check_life()
-
-    def _check_life(self) -> None:
-        """Raise WorldTimeout where a process that is waited for stands still."""
-        missing = self._missing()
-        if silent := self._pulse.silent(missing):
-            _, what = self._where(self.rank)
-            raise WorldTimeout(
-                f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
-                f"{self.timeout_s:g} s ({_last(silent, missing)}; distributed.timeout_s)",
-                missing=silent,
-            )
-
-    def _late(self, what: str, limit_s: float) -> WorldTimeout:
-        missing = self._missing()
-        named = _ranks(missing) or "a rank that arrived while this was written"
-        return WorldTimeout(
-            f"rank {self.rank} waited {limit_s:g} s for {what}: {named} did not come "
-            f"({_last(missing, missing)}; distributed.timeout_s)",
-            missing=list(missing),
-        )
+                if limit_s < math.inf:
+                    continue
+                missing = self._missing()
+                if silent := self._pulse.silent(missing):
+                    raise WorldTimeout(
+                        f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
+                        f"{self.timeout_s:g} s ({_last(silent, missing)}; distributed.timeout_s)",
+                        missing=silent,
+                    ) from error
 
     def _missing(self) -> dict[int, str]:
-        """Who has not come to this meeting -> what the last was for that it came to."""
-        found = {rank: self._where(rank) for rank in range(self.size)}
-        return {rank: what for rank, (number, what) in found.items() if number < self._count}
-
-    def _where(self, rank: int) -> tuple[int, str]:
-        """How many meetings a process has come to, and what the last was for."""
-        if not self._store.check([_progress(rank)]):
-            return 0, "the start"
-        number, _, what = self._store.get(_progress(rank)).decode().partition(" ")
-        return int(number), what
+        """Ranks missing from the current barrier, mapped to the last barrier each one reached."""
+        missing = {}
+        for rank in range(self.size):
+            reached, what = 0, "the start"
+            if self._store.check([_progress(rank)]):
+                number, _, what = self._store.get(_progress(rank)).decode().partition(" ")
+                reached = int(number)
+            if reached < self._count:
+                missing[rank] = what
+        return missing
 
 
 def _last(ranks: Sequence[int] | dict[int, str], meetings: dict[int, str]) -> str:
     return "; ".join(f"rank {rank} was last at {meetings[rank]}" for rank in list(ranks)[:4])
-
-
-def _told(failure: Exception | None) -> str | None:
-    return None if failure is None else f"{type(failure).__name__}: {failure}"
-
-
-_made = 0
-
-
-def _next_name() -> int:
-    """Worlds are made in the same order by every process: their keys must not meet."""
-    global _made
-    _made += 1
-    return _made
 
 
 def _progress(rank: int) -> str:
