@@ -32,7 +32,7 @@ from agenttrain.sweep.run import Sweep, concluded, run_listed, run_searched
 from agenttrain.sweep.status import standings
 
 NUMBERED = "${hydra.job.num}"
-"""hydra.sweep.subdir, unless somebody wants other names."""
+"""Default of hydra.sweep.subdir."""
 
 
 def start(command: Command, runs: Sequence[Composed]) -> int:
@@ -48,12 +48,16 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
 
 
 def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord, bool]:
-    """Folder and record of a sweep of checked runs, and whether the record has all of its jobs.
+    """Return folder and record of a sweep of checked runs, and if the record has all of its jobs.
 
     Nothing is written. Raises ConfigError. Needs a `hydra_session`.
     """
-    fixed = _fixed(command)
-    raw = compose_raw(fixed, command.source, with_hydra=True)
+    source = command.source
+    with explained(command.overrides, source.groups):
+        parsed = OverridesParser.create().parse_overrides(command.overrides)
+    # Hydra's own settings among them.
+    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
+    raw = compose_raw(fixed, source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
     if is_sweep(folder):
         go_on = shown(["-m", f"resume={folder}"])
@@ -66,10 +70,13 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
         raise ConfigError(
             "sweep.objective=null: the sweeper chooses by it; name a figure, e.g. eval/pass@1"
         )
+    # A job finds its YAML files from whatever folder it is started.
+    options = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
+    options += ["--config-name", source.name] if source.name != "train" else []
     record = SweepRecord(
         verb=command.verb,
         objective=runs[0].config.sweep.objective,
-        options=_options(command),
+        options=options,
         shared=fixed,
         jobs=_jobs(command, str(raw.hydra.sweep._get_node("subdir")._value())) if listed else [],
     )
@@ -92,11 +99,11 @@ def _go_on(
     command: Command,
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
-    """`go_on` where nobody else does."""
+    """Do `go_on`'s work while the sweep is held."""
     commands = [shown(record.arguments(folder, job)) for job in record.jobs]
     code = [] if record.own else [*commands, *record.shared]
     check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
-    found = standings(folder, record)
+    jobs = standings(folder, record)
     typed = OverridesParser.create().parse_overrides(command.overrides)
     hydras = [o.input_line or "" for o in typed if o.is_hydra_override()]
     changes = [text for text in command.overrides if text not in hydras]
@@ -106,22 +113,22 @@ def _go_on(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join(RESUMABLE)}, and Hydra's own settings"
             )
-    for one in found:
+    for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
             config = resumed(one.folder, changes, command.source, trust=command.trust).config
             validate(config)
             check_structured(record.verb, config)
         elif one.unfinished:
             compose([*one.job.overrides, *changes], command)
-    if not any(one.unfinished for one in found):
+    if not any(one.unfinished for one in jobs):
         if command.overrides:
             raise ConfigError(
                 f"{command.overrides[0]}: no job of {folder} is unfinished; a finished one goes on "
-                f"alone: agenttrain resume={found[0].folder if found else '…'} steps=…"
+                f"alone: agenttrain resume={jobs[0].folder if jobs else '…'} steps=…"
             )
         return concluded(folder, 0)
-    kept = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
-    overrides, name = [*kept, *hydras], command.source.name
+    shared = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
+    overrides, name = [*shared, *hydras], command.source.name
     sweep = Sweep(
         folder=folder,
         config_name=name,
@@ -135,9 +142,9 @@ def _go_on(
 
 def check_objective(verb: str, runs: Sequence[Composed]) -> None:
     """Raise ConfigError for an objective that the runs will not have."""
-    found = dict.fromkeys(text for run in runs for text in objective_problems(verb, run.config))
-    if found:
-        raise ConfigError("\n".join(found))
+    problems = dict.fromkeys(text for run in runs for text in objective_problems(verb, run.config))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def refuse_without_m(overrides: Sequence[str]) -> None:
@@ -151,45 +158,27 @@ def refuse_without_m(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{typed[0]}: has no effect in a single run; add -m, or leave it out")
 
 
-def _fixed(command: Command) -> list[str]:
-    """The overrides that do not vary, Hydra's own settings among them."""
-    with explained(command.overrides, command.source.groups):
-        parsed = OverridesParser.create().parse_overrides(command.overrides)
-    return [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-
-
-def _options(command: Command) -> list[str]:
-    """Where a job finds its YAML files, from whatever folder it is started."""
-    source = command.source
-    extra = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
-    return [*extra, *(["--config-name", source.name] if source.name != "train" else [])]
-
-
 def _jobs(command: Command, subdir: str) -> list[SweepJob]:
-    """The jobs of a sweep whose runs are all known."""
+    """Return the jobs of a sweep whose runs are all known."""
     combinations = expand(command.overrides, command.source)
-    folders = [_folder(n, run, command, subdir) for n, run in enumerate(combinations)]
+    folders = []
+    for number, run in enumerate(combinations):
+        if subdir == NUMBERED:
+            folders.append(str(number))
+            continue
+        numbered = [*run, f"++hydra.job.num={number}"]
+        raw = compose_raw(numbered, command.source, with_hydra=True)
+        folders.append(str(raw.hydra.sweep.subdir))
     for name in folders:
         if folders.count(name) > 1 or "/" in name:
             raise ConfigError(
                 f"hydra.sweep.subdir={subdir}: every run needs a folder of its own, without /, and "
                 f"{name} is not; leave it out, or add {NUMBERED}"
             )
-    return [
-        SweepJob(folder=name, overrides=_own(run))
-        for name, run in zip(folders, combinations, strict=True)
-    ]
-
-
-def _folder(number: int, run: Sequence[str], command: Command, subdir: str) -> str:
-    if subdir == NUMBERED:
-        return str(number)
-    numbered = [*run, f"++hydra.job.num={number}"]
-    raw = compose_raw(numbered, command.source, with_hydra=True)
-    return str(raw.hydra.sweep.subdir)
-
-
-def _own(run: Sequence[str]) -> list[str]:
-    """A run's settings, without those of Hydra that are about the sweep."""
-    of_sweep = ("hydra.", "hydra/")
-    return [t for t in run if not t.startswith(of_sweep) or t.startswith("hydra.searchpath")]
+    jobs = []
+    for name, run in zip(folders, combinations, strict=True):
+        # Without Hydra's settings that are about the sweep.
+        about_sweep = [t for t in run if t.startswith(("hydra.", "hydra/"))]
+        about_sweep = [t for t in about_sweep if not t.startswith("hydra.searchpath")]
+        jobs.append(SweepJob(folder=name, overrides=[t for t in run if t not in about_sweep]))
+    return jobs

@@ -1,4 +1,4 @@
-"""The evidence of a step that could not be: everything that doing it again takes.
+"""Crash evidence: everything that doing a failed step again takes.
 
 crash/step-000012/    looks like a run's folder, so that `agenttrain view` shows its rollouts
     crash.json        what happened: step, stage, error, culprits
@@ -37,12 +37,12 @@ TENSORS = (
     *("token_ids_T", "targets_S", "behaviour_S"),
     *("ref_logprobs_S", "old_logprobs_S", "old_entropy_S"),
 )
-"""Of a Row."""
+"""Tensors of a Row."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a step has come to."""
+    """The results of a step so far."""
 
     rollouts: Sequence[Rollout] = ()
 
@@ -62,7 +62,7 @@ class Evidence:
 
     @contextmanager
     def of(self, step: int) -> Iterator[Seen]:
-        """Within, what stops the step leaves a bundle; the error says where, and goes on."""
+        """Leave a bundle for an error that stops the step; the error says where, and goes on."""
         seen = Seen()
         try:
             yield seen
@@ -74,7 +74,7 @@ class Evidence:
             raise
 
     def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
-        """Write the bundle; where it is, or why there is none: the error itself comes first."""
+        """Write the bundle; return where it is, or why there is none."""
         world = self.policy.world
         alone = isinstance(error, RewardError)
         rank = f"-rank-{world.rank}" if alone and not world.is_main else ""
@@ -96,7 +96,7 @@ class Evidence:
     def _write_alone(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
     ) -> None:
-        """What one process can write."""
+        """Write what one process can write."""
         record = {
             "step": step,
             "stage": "reward" if isinstance(error, RewardError) else error.stage,
@@ -115,7 +115,7 @@ class Evidence:
 
 
 def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
-    """The rows of an update, with tensors as they were: JSON knows no NaN."""
+    """Write the rows of an update, with tensors as they were: JSON knows no NaN."""
     saved = [
         {
             "rollout_id": row.rollout.rollout_id,
@@ -129,7 +129,7 @@ def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
 
 
 def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
-    """The rows that `write_batch` wrote; `rollouts` are those of the bundle."""
+    """Read the rows that `write_batch` wrote; `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     rows = []
     for saved in read_tensors(bundle / "batch.pt"):

@@ -1,4 +1,4 @@
-"""Watches the figures of each step: what a run that goes wrong looks like before it is lost."""
+"""Guards over the figures of each step: they warn of a run that goes wrong, or stop it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Calls:
     made: int = 0
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """What the model read of the failures."""
+    """Error messages that the model read."""
 
     def failing(self, tool: str, config: ToolFailures) -> str | None:
-        """What is wrong with these calls, if they are enough to say so."""
+        """Say what is wrong with these calls, if they are enough to judge."""
         assert config.limit is not None
         if self.made < config.calls or self.failed < config.limit * self.made:
             return None
@@ -51,7 +51,7 @@ class Guards:
     config: GuardsConfig
     streak: int = 0
     _tripped: set[str] = field(default_factory=set)
-    """Guards that were told and are still beyond their limit."""
+    """Guards that were warned of and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
 
     def look(
@@ -68,22 +68,38 @@ class Guards:
         """
         taught = any(rollout.advantage for rollout in rollouts)
         self.streak = 0 if taught else self.streak + 1
-        guards, streak = self.config, self.config.no_variance
+        guards, no_variance = self.config, self.config.no_variance.limit
+        # NaN, where nothing was measured, is neither above nor below.
         gap = metrics.get("sampling/logprob_gap_max", math.nan)
-        found = {
-            "logprob_gap": _above("sampling/logprob_gap_max", gap, guards.logprob_gap.limit),
-            "kl": _above("kl", metrics.get("kl", math.nan), guards.kl.limit),
-            "entropy": _below("entropy", metrics.get("entropy", math.nan), guards.entropy.limit),
-            "no_variance": self._streak(streak.limit),
-        }
-        for name, told in found.items():
-            if told is not None:
-                told = f"{told} guards.{name}.limit={getattr(guards, name).limit:g}"
+        kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
+        problems: dict[str, str | None] = dict.fromkeys(
+            ("logprob_gap", "kl", "entropy", "no_variance")
+        )
+        if guards.logprob_gap.limit is not None and gap > guards.logprob_gap.limit:
+            problems["logprob_gap"] = f"sampling/logprob_gap_max is {gap:.3g}, above"
+        if guards.kl.limit is not None and kl > guards.kl.limit:
+            problems["kl"] = f"kl is {kl:.3g}, above"
+        if guards.entropy.limit is not None and entropy < guards.entropy.limit:
+            problems["entropy"] = f"entropy is {entropy:.3g}, below"
+        if no_variance is not None and self.streak >= no_variance:
+            problems["no_variance"] = (
+                f"no rollout had an advantage in {self.streak} steps in a row, as many as"
+            )
+        for name, problem in problems.items():
+            if problem is not None:
+                problem = f"{problem} guards.{name}.limit={getattr(guards, name).limit:g}"
                 if name == "logprob_gap" and (cause := likely_cause(metrics)):
-                    told += f"; likely cause: {cause}"
-            self._speak(name, name, told, f"step {step}", warn)
-        for tool, told in self._failing(rollouts).items():
-            self._speak("tool_failures", f"tool_failures {tool}", told, f"step {step}", warn)
+                    problem += f"; likely cause: {cause}"
+            self._report(name, name, problem, f"step {step}", warn)
+        if guards.tool_failures.limit is None:
+            return
+        _count(rollouts, self._calls)
+        enough = guards.tool_failures.calls
+        judged = [tool for tool, calls in self._calls.items() if calls.made >= enough]
+        # All are taken out before one of them stops the run: a later step counts anew.
+        failing = {t: self._calls.pop(t).failing(t, guards.tool_failures) for t in judged}
+        for tool, problem in failing.items():
+            self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
 
     def look_at_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
@@ -95,13 +111,13 @@ class Guards:
         _count(rollouts, calls)
         for tool, counted in calls.items():
             key = f"tool_failures {tool}"
-            told = counted.failing(tool, self.config.tool_failures)
-            if told is not None and key not in self._tripped:
+            problem = counted.failing(tool, self.config.tool_failures)
+            if problem is not None and key not in self._tripped:
                 self._tripped.add(key)
-                warn(f"guard: {label}: {told}")
+                warn(f"guard: {label}: {problem}")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guards of later steps depend on; JSON."""
+        """Return the state that the guards of later steps depend on; JSON."""
         calls = {tool: [calls.made, calls.failed] for tool, calls in self._calls.items()}
         return {"streak": self.streak, "tool_calls": calls}
 
@@ -110,32 +126,18 @@ class Guards:
         self.streak = state["streak"]
         self._calls = {tool: Calls(*counts) for tool, counts in state.get("tool_calls", {}).items()}
 
-    def _speak(
-        self, name: str, key: str, told: str | None, when: str, warn: Callable[[str], None]
+    def _report(
+        self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]
     ) -> None:
         """Warn or stop as the guard `name` says; `key` is warned of once while it is beyond."""
-        if told is None:
+        if problem is None:
             self._tripped.discard(key)
             return
         if getattr(self.config, name).action is OnTrip.stop:
-            raise GuardTripped(f"{when}: {told}; guards.{name}.action=warn goes on")
+            raise GuardTripped(f"{when}: {problem}; guards.{name}.action=warn goes on")
         if key not in self._tripped:
             self._tripped.add(key)
-            warn(f"guard: {when}: {told}")
-
-    def _failing(self, rollouts: Sequence[Rollout]) -> dict[str, str | None]:
-        """Tools of which enough calls were made, mapped to what is wrong with them."""
-        config = self.config.tool_failures
-        if config.limit is None:
-            return {}
-        _count(rollouts, self._calls)
-        judged = [tool for tool, calls in self._calls.items() if calls.made >= config.calls]
-        return {tool: self._calls.pop(tool).failing(tool, config) for tool in judged}
-
-    def _streak(self, limit: int | None) -> str | None:
-        if limit is None or self.streak < limit:
-            return None
-        return f"no rollout had an advantage in {self.streak} steps in a row, as many as"
+            warn(f"guard: {when}: {problem}")
 
 
 def _count(rollouts: Sequence[Rollout], calls: dict[str, Calls]) -> None:
@@ -149,12 +151,3 @@ def _count(rollouts: Sequence[Rollout], calls: dict[str, Calls]) -> None:
             if result.error is not None:
                 counted.failed += 1
                 counted.reasons[f"{result.error}: {result.content[:200]}"] += 1
-
-
-def _above(name: str, value: float, limit: float | None) -> str | None:
-    """NaN, where nothing was measured, is neither above nor below."""
-    return f"{name} is {value:.3g}, above" if limit is not None and value > limit else None
-
-
-def _below(name: str, value: float, limit: float | None) -> str | None:
-    return f"{name} is {value:.3g}, below" if limit is not None and value < limit else None

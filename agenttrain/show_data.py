@@ -37,7 +37,7 @@ TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was asked for beside the overrides."""
+    """Options of the command beside the overrides."""
 
     rows: int
     """Prompts to print."""
@@ -48,10 +48,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
     parser.add_argument("--rows", type=int, default=SHOWN)
     parser.error = _refuse  # type: ignore[method-assign]
-    parsed, rest = parser.parse_known_args(list(arguments))
+    parsed, overrides = parser.parse_known_args(list(arguments))
     if parsed.rows < 0:
         _refuse("")
-    return Options(rows=parsed.rows), rest
+    return Options(rows=parsed.rows), overrides
 
 
 def _refuse(message: str) -> NoReturn:
@@ -64,27 +64,31 @@ def show(config: RunConfig, options: Options) -> int:
     A run refuses a template without its certificate and a reward without its columns.
     """
     try:
-        found = certified(config)
+        components = certified(config)
         tasks = splits_of(config)
-        rewards = rewards_of(config, found, check_rows(found, tasks.by_key)).columns
+        rewards = rewards_of(config, components, check_rows(components, tasks.by_key)).columns
         context = context_of(config)
-        for line in _summary(tasks, found, config, context):
+        for line in _summary(tasks, components, config, context):
             print(line)
-        missing = list(_rewards(rewards, tasks))
-        print("\n".join(missing))
+        reward_lines = list(_rewards(rewards, tasks))
+        print("\n".join(reward_lines))
         shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
-        for task in asyncio.run(_begun(shown, found, config.seed)):
-            print(_prompt(task, found))
+        for task in asyncio.run(_begun(shown, components, config.seed)):
+            ids = prompt_ids(task, components)
+            later = "".join(f"\n(later) {text}" for text in task.user_turns)
+            rule = f"── task {task.task_id}, {len(ids)} tokens "
+            line = "─" * max(100 - len(rule), 2)
+            print(f"\n{rule}{line}\n{components.chat.decode(ids)}{later}")
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if not found.certificate.passed:
+    if not components.certificate.passed:
         print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
-    refused = any(line.endswith("MISSING") for line in missing)
-    return int(refused or not found.certificate.passed)
+    refused = any(line.endswith("MISSING") for line in reward_lines)
+    return int(refused or not components.certificate.passed)
 
 
-async def _begun(tasks: Sequence[Task], found: Certified, seed: int) -> list[Task]:
-    """The tasks with the prompts that rollouts of theirs begin with: an environment's reset may
+async def _begun(tasks: Sequence[Task], components: Certified, seed: int) -> list[Task]:
+    """Return the tasks with the prompts that their rollouts begin with: an environment's reset may
     give a part of them, or all.
 
     Raises ToolUnavailable where it fails, or where nobody asks anything.
@@ -94,17 +98,17 @@ async def _begun(tasks: Sequence[Task], found: Certified, seed: int) -> list[Tas
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
             seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
-            episode = await begin(rollout, found.environments, **seeds)
+            episode = await begin(rollout, components.environments, **seeds)
             begun.append(rollout.task)
             await end(rollout, episode)
     finally:
-        await found.toolbox.aclose()
-        await found.environments.aclose()
+        await components.toolbox.aclose()
+        await components.environments.aclose()
     return begun
 
 
 def _summary(
-    tasks: Splits, found: Certified, config: RunConfig, context: int | None
+    tasks: Splits, components: Certified, config: RunConfig, context: int | None
 ) -> Iterator[str]:
     yield from tasks.notes
     for key, source in tasks.by_key.items():
@@ -112,31 +116,26 @@ def _summary(
         section = config.data.test if key == "data.test" else config.data.train
         target = section.get("_target_", "held out of data.train")
         yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
-        yield f"  columns  {', '.join(_columns(source))}"
-        yield from _lengths(source, found, config, context)
-
-
-def _columns(source: TaskSource) -> list[str]:
-    """Each column with its type, and in how many of the first rows it stands."""
-    first = source.tasks(0, min(len(source), LOOKED_AT))
-    told = []
-    for name in column_names(source):
-        values = [task.columns[name] for task in first if name in task.columns]
-        kinds = sorted({TYPES.get(type(value), "list") for value in values})
-        gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
-        told.append(f"{name} ({' or '.join(kinds)}{gaps})")
-    return told or ["none beside the messages"]
+        first = source.tasks(0, min(len(source), LOOKED_AT))
+        columns = []
+        for name in column_names(source):
+            values = [task.columns[name] for task in first if name in task.columns]
+            kinds = sorted({TYPES.get(type(value), "list") for value in values})
+            gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
+            columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
+        yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
+        yield from _lengths(source, components, config, context)
 
 
 def _lengths(
-    source: TaskSource, found: Certified, config: RunConfig, context: int | None
+    source: TaskSource, components: Certified, config: RunConfig, context: int | None
 ) -> Iterator[str]:
     first = source.tasks(0, min(len(source), MEASURED))
-    lengths = sorted(len(prompt_ids(task, found)) for task in first if task.messages)
+    lengths = sorted(len(prompt_ids(task, components)) for task in first if task.messages)
     if not lengths:
         yield "  prompts are given by the environment's reset"
         return
-    resets = any(kind.resets for kind in found.environments.kinds.values())
+    resets = any(kind.resets for kind in components.environments.kinds.values())
     ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
     spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
     of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
@@ -155,7 +154,7 @@ def _lengths(
 
 
 def prompt_ids(task: Task, found: Certified) -> list[int]:
-    """The ids that a rollout of the task begins with."""
+    """Return the ids that a rollout of the task begins with."""
     return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
@@ -168,10 +167,3 @@ def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[st
             absent = [key for key, columns in known.items() if name not in columns]
             where = f"in {' and '.join(absent)}: MISSING" if absent else "found"
             yield f"reward.{reward}  column {name} {where}"
-
-
-def _prompt(task: Task, found: Certified) -> str:
-    ids = prompt_ids(task, found)
-    later = "".join(f"\n(later) {text}" for text in task.user_turns)
-    rule = f"── task {task.task_id}, {len(ids)} tokens "
-    return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{found.chat.decode(ids)}{later}"

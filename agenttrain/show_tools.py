@@ -1,13 +1,12 @@
-"""`agenttrain tools`: what the model can call, and what a call of it gives."""
+"""`agenttrain tools`: the tools that the model can call, and the results of calls."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -34,7 +33,7 @@ SEARCHED = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was asked for beside the overrides."""
+    """Options of the command beside the overrides."""
 
     calls: tuple[ToolCall, ...]
     as_json: bool
@@ -45,7 +44,7 @@ class Options:
 
     @property
     def names_a_row(self) -> bool:
-        """Whether there is one of the two."""
+        """True if there is one of the two."""
         return self.row is not None or self.task_id is not None
 
 
@@ -57,18 +56,23 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--row")
     parser.add_argument("--task")
-    parser.error = _refuse  # type: ignore[method-assign]
-    parsed, rest = parser.parse_known_args(list(arguments))
+
+    def refuse(message: str) -> NoReturn:
+        example = '--call NAME JSON, e.g. --call add \'{"a": 1, "b": 2}\''
+        raise ConfigError(f"{message}; write {example}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed, overrides = parser.parse_known_args(list(arguments))
     calls = tuple(
         ToolCall(id=f"call_{number}", name=name, arguments=_arguments(name, text))
         for number, (name, text) in enumerate(parsed.call)
     )
-    if parsed.row is not None and parsed.task is not None:
+    if parsed.row is not None and parsed.task is not None and parsed.task is not None:
         raise ConfigError(f"--row {parsed.row} --task {parsed.task}: name the row once")
     if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
         raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
     row = None if parsed.row is None else int(parsed.row)
-    return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), rest
+    return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
 
 
 def show(config: RunConfig, options: Options, rows: Callable[[], TaskSource]) -> int:
@@ -89,18 +93,29 @@ def show(config: RunConfig, options: Options, rows: Callable[[], TaskSource]) ->
     console = Console()
     if options.as_json:
         listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
-        plain = {"tools": listed, "calls": [_result(result) for result in results]}
-        print(json.dumps(plain, indent=2, ensure_ascii=False))
+        calls = [
+            {
+                "name": result.call.name,
+                "arguments": result.call.arguments,
+                "content": result.content,
+                "error": result.error,
+                "seconds": result.seconds,
+            }
+            for result in results
+        ]
+        print(json.dumps({"tools": listed, "calls": calls}, indent=2, ensure_ascii=False))
     elif options.calls:
         for result in results:
             _print_result(console, result)
     else:
-        _print_all(console, tools, "this run" if row_tools is None else "this row")
+        for environment, described in tools.items():
+            if environment is not None:
+                console.print(Text(f"environment {environment}", "bold"))
+            for tool in described:
+                _print_tool(console, tool)
+        if not any(tools.values()):
+            console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
     return int(any(result.error for result in results))
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f'{message}; write --call NAME JSON, e.g. --call add \'{{"a": 1, "b": 2}}\'')
 
 
 def _arguments(name: str, text: str) -> dict[str, Any]:
@@ -122,7 +137,7 @@ async def _try(
     options: Options,
     rows: Callable[[], TaskSource],
 ) -> tuple[RowTools | None, list[ToolResult]]:
-    """The tools of the row that was named, if one was, and the results of the calls."""
+    """Return the tools of the row that was named, if one was, and the results of the calls."""
     try:
         if not options.calls and not options.names_a_row:
             return None, []
@@ -137,7 +152,7 @@ async def _try(
 
 
 def _chosen(options: Options, rows: TaskSource) -> Task:
-    """The row that was named, else the first one that training draws."""
+    """Return the row that was named, else the first one that training draws."""
     if options.row is not None:
         if options.row >= len(rows):
             raise ValueError(f"--row {options.row}: data.train has {len(rows):,} rows, from 0 on")
@@ -165,7 +180,7 @@ async def _call(
     task: Task,
     tools_of: str,
 ) -> list[ToolResult]:
-    """One result per call, one after the other as in the turns of one rollout of the task.
+    """Make the calls one after the other, as in the turns of one rollout of the task.
 
     `tools_of` names the row in an error.
     """
@@ -183,23 +198,22 @@ async def _call(
     results: list[ToolResult] = []
     try:
         tools = RowTools(task, toolbox, environments, episode)
-        for turn, call in enumerate(calls):
-            context = ToolContext(
+        contexts = {
+            call.id: ToolContext(
                 rollout_id="try", task=task, turn=turn, call_id=call.id, tool=call.name
             )
-            results += await tools.execute([call], partial(_same, context))
+            for turn, call in enumerate(calls)
+        }
+        for call in calls:
+            results += await tools.execute([call], lambda one: contexts[one.id])
         await toolbox.release("try")
     finally:
         await end(rollout, episode)
     return results
 
 
-def _same(context: ToolContext, call: ToolCall) -> ToolContext:
-    return context
-
-
 def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
-    """Each tool as plain data."""
+    """Return each tool as plain data."""
     schemas = tools.schemas() if isinstance(tools, Toolbox) else tools.schemas
     names = [schema["function"]["name"] for schema in schemas]
     return [
@@ -213,29 +227,6 @@ def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
     ]
 
 
-def _result(result: ToolResult) -> dict[str, Any]:
-    return {
-        "name": result.call.name,
-        "arguments": result.call.arguments,
-        "content": result.content,
-        "error": result.error,
-        "seconds": result.seconds,
-    }
-
-
-def _print_all(
-    console: Console, tools: Mapping[str | None, Sequence[Mapping[str, Any]]], of: str
-) -> None:
-    """Print the tools by environment (None: of the run itself)."""
-    for environment, listed in tools.items():
-        if environment is not None:
-            console.print(Text(f"environment {environment}", "bold"))
-        for tool in listed:
-            _print_tool(console, tool)
-    if not any(tools.values()):
-        console.print(f"{of} has no tools")
-
-
 def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
     limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
     title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
@@ -243,15 +234,12 @@ def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
     console.print(_inset(JSON.from_data(tool["schema"], ensure_ascii=False)))
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
     console.print(_inset(Text(limited, "dim")))
-    example = json.dumps(dict(_examples(tool["schema"])), ensure_ascii=False)
+    # A value for each argument that is required, as far as a type says one.
+    parameters = tool["schema"]["function"].get("parameters", {})
+    properties = parameters.get("properties", {})
+    values = {name: _example(properties.get(name, {})) for name in parameters.get("required", ())}
+    example = json.dumps(values, ensure_ascii=False)
     console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
-
-
-def _examples(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A value for each argument that is required, as far as a type says one."""
-    parameters = schema["function"].get("parameters", {})
-    for name in parameters.get("required", ()):
-        yield name, _example(parameters.get("properties", {}).get(name, {}))
 
 
 def _example(schema: Mapping[str, Any]) -> Any:

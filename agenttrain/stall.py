@@ -1,4 +1,4 @@
-"""The end of a run that makes no progress: what it did is written down, then it is gone.
+"""The end of a run that makes no progress: evidence is written, then the process ends.
 
 Runs in a thread of the watchdog's, whatever the others do: nothing here waits for the event loop,
 takes a lock of ours, or trusts the disk to answer.
@@ -32,23 +32,30 @@ SHOWN = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """What is known of it."""
+    """The evidence of a stall."""
 
     told: str
-    """In a line: phase, step, seconds, setting."""
+    """One line: phase, step, seconds, setting."""
     waiting: Sequence[Waiting]
     tasks: Sequence[tuple[str, asyncio.Task]]
     """By rollout: the task that drives it."""
 
     def lines(self) -> Iterator[str]:
-        """All of the evidence."""
+        """Yield all of the evidence."""
         yield self.told
         yield f"\nrollouts in flight: {len(self.waiting)}"
         yield from map(str, self.waiting[:SHOWN])
         if self.tasks:
             yield "\nwhere their coroutines wait, the innermost call last:"
         for name, task in self.tasks[:SHOWN]:
-            yield f"{name}: {' > '.join(_frames(task)) or 'at its end'}"
+            calls, waits = [], task.get_coro()
+            while waits is not None:  # a task's own stack ends at its first await
+                frame: FrameType | None = _first(waits, "cr_frame", "gi_frame", "ag_frame")
+                if frame is not None:
+                    code = frame.f_code
+                    calls.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
+                waits = _first(waits, "cr_await", "gi_yieldfrom", "ag_await")
+            yield f"{name}: {' > '.join(calls) or 'at its end'}"
         yield "\nstacks of all threads, the innermost call first:"
         yield from stacks()
 
@@ -59,7 +66,7 @@ def end(stall: Stall, path: Path, record: Callable[[], None]) -> None:
     Does not return; the exit code is STALLED.
     """
     try:
-        _tell(stall, path, record)
+        _write_evidence(stall, path, record)
         end_children()
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display hides the cursor
@@ -67,8 +74,20 @@ def end(stall: Stall, path: Path, record: Callable[[], None]) -> None:
         os._exit(STALLED)
 
 
-def _tell(stall: Stall, path: Path, record: Callable[[], None]) -> None:
-    """Each in a thread of its own: a full pipe must not keep the file back, nor a disk the pipe."""
+def _write_evidence(stall: Stall, path: Path, record: Callable[[], None]) -> None:
+    """Write to file, summary and stderr, each in a thread of its own: a full pipe must not delay
+    the file, nor a slow disk the pipe."""
+
+    def run(work: Callable[[], object]) -> None:
+        with suppress(Exception):
+            work()
+
+    def write_to_stderr() -> None:
+        # Past Python's buffer, whose lock another thread may hold.
+        left = text.encode(errors="replace")
+        while left:
+            left = left[os.write(2, left) :]
+
     try:
         text = "\n".join(stall.lines()) + "\n"
     except Exception as error:  # the table changes while it is read
@@ -77,29 +96,17 @@ def _tell(stall: Stall, path: Path, record: Callable[[], None]) -> None:
     works: tuple[Callable[[], object], ...] = (
         lambda: path.write_text(text, encoding="utf-8", errors="replace"),
         record,
-        lambda: _print(text),
+        write_to_stderr,
     )
-    telling = [threading.Thread(target=_quietly, args=(work,), daemon=True) for work in works]
-    for thread in telling:
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
         thread.start()
-    for thread in telling:
+    for thread in threads:
         thread.join(max(until - time.monotonic(), 0))
 
 
-def _quietly(work: Callable[[], object]) -> None:
-    with suppress(Exception):
-        work()
-
-
-def _print(text: str) -> None:
-    """On stderr, past Python's buffer, whose lock somebody may hold."""
-    left = text.encode(errors="replace")
-    while left:
-        left = left[os.write(2, left) :]
-
-
 def stacks() -> Iterator[str]:
-    """The stack of every thread, from code alone: nothing is read from disk."""
+    """Yield the stack of every thread, from code alone: nothing is read from disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for number, top in sys._current_frames().items():
         yield f"\nthread {names.get(number, number)}:"
@@ -108,18 +115,6 @@ def stacks() -> Iterator[str]:
             code = frame.f_code
             yield f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}'
             frame = frame.f_back
-
-
-def _frames(task: asyncio.Task) -> list[str]:
-    """The calls in which a task waits; a task's own stack ends at its first await."""
-    found, waits = [], task.get_coro()
-    while waits is not None:
-        frame: FrameType | None = _first(waits, "cr_frame", "gi_frame", "ag_frame")
-        if frame is not None:
-            code = frame.f_code
-            found.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
-        waits = _first(waits, "cr_await", "gi_yieldfrom", "ag_await")
-    return found
 
 
 def _first(thing: Any, *names: str) -> Any:

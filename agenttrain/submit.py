@@ -1,8 +1,8 @@
 """`agenttrain submit`: a run, or a sweep, as a job of SLURM's.
 
-All that can be wrong is told here, on the machine where the command is typed: settings, template,
-tools and data first, then what SLURM itself says of the script. The run's folder is named now, so
-that a job that goes back into the queue goes on in it.
+All problems are reported on the machine where the command is typed: those of settings, template,
+tools and data first, then SLURM's own with the script. The run's folder is named now, so that a job
+that goes back into the queue goes on in it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from agenttrain.slurm.shared import unshared
 from agenttrain.sweep.record import RECORD, SweepRecord, quoted, write_record
 
 VERBS = ("train", "sft")
-"""What can be submitted: verbs that go on where they have got to."""
+"""Verbs that can be submitted: they go on where they have got to."""
 OPTIONS = ("--dry-run", "--no-check")
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
 CONFIG = "config.yaml"
-"""Of a run that has begun."""
+"""File of a run that has begun."""
 ANY_ENDPOINT = "first-node:29500"
 """Stands for the rendezvous while settings are checked; the job knows its nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What was typed, taken apart."""
+    """The typed command, taken apart."""
 
     command: Command
     """The run's."""
@@ -57,7 +57,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be submitted."""
+    """The job that is to be submitted."""
 
     settings: SlurmConfig
     runs: list[Composed]
@@ -65,7 +65,7 @@ class Plan:
     record: SweepRecord | None
     """None: one run, no sweep."""
     saved: bool
-    """Whether the run is there already."""
+    """True if the run is there already."""
 
 
 def submit(
@@ -79,9 +79,14 @@ def submit(
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(typed.command.source):
         plan = _planned(typed, compose_all)
-    _refuse_taken(plan)
+    folder = plan.script.folder
+    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
     if not typed.dry:
-        folder = plan.script.folder
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
     # A dry run's output is the script and nothing else: it can be kept in a file.
@@ -90,7 +95,11 @@ def submit(
             return 1
     for note in unshared(plan.script, [run.config for run in plan.runs]):
         print(f"note: {note}", file=sys.stderr)
-    _show(text)
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(text, "bash", background_color="default", word_wrap=True))
+    else:
+        print(text, end="", flush=True)
     if not sbatch.present():  # so it is a dry run
         print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
         return 0
@@ -101,15 +110,13 @@ def submit(
             raise
         print(f"note: not checked by SLURM: {error}", file=sys.stderr)
     if not typed.dry:
-        _write(plan, text)
-        _tell(plan, sbatch.submit(plan.script.path))
+        _submit(plan, text)
     return 0
 
 
 def _taken_apart(arguments: Sequence[str]) -> Submission:
-    mine = [text for text in arguments if _section(text) == "slurm"]
-    rest = [text for text in arguments if text not in mine and text not in OPTIONS]
-    command = parse(rest)
+    slurm = [text for text in arguments if _section(text) == "slurm"]
+    command = parse([text for text in arguments if text not in slurm and text not in OPTIONS])
     if command.verb not in VERBS:
         raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
     if command.shows is not None:
@@ -126,7 +133,7 @@ def _taken_apart(arguments: Sequence[str]) -> Submission:
             raise ConfigError(f"{text}: a sweep is submitted as one array of jobs; leave it out")
     return Submission(
         command=command,
-        slurm=mine,
+        slurm=slurm,
         dry="--dry-run" in arguments,
         check="--no-check" not in arguments,
     )
@@ -137,18 +144,31 @@ def _section(text: str) -> str:
 
 
 def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> Plan:
-    """Needs a `hydra_session`. Raises ConfigError."""
+    """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     command, source = typed.command, typed.command.source
     if command.saved is not None:
         settings = compose_run(typed.slurm, source).config.slurm
         runs = compose_all(command)
         _refuse(command.verb, runs[0].config, settings)
-        script = _going_on(command, command.saved.absolute(), job_name([], source))
+        folder = command.saved.absolute()
+        trust = [TRUSTED] if command.trust else []
+        started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
+        script = _script(folder, job_name([], source), [started], array=False)
         return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
-    combination = _first_of(command)
+    combination = command.overrides
+    if command.sweep:
+        combinations = expand(command.overrides, source)
+        combination = combinations[0]
+        for text in command.overrides:
+            if _section(text) == "distributed" and any(text not in run for run in combinations):
+                raise ConfigError(f"{text}: all jobs of an array have the same processes")
     first = compose_run([*combination, *typed.slurm], source).config
     _refuse(command.verb, first, first.slurm)
-    command = replace(command, overrides=[*command.overrides, *_processes(first)])
+    # One process per GPU of the job, unless it was said: this machine may have fewer.
+    gpus = first.slurm.gpus if first.distributed.name != "single" else 0
+    if gpus and first.distributed.processes is None:
+        processes = f"distributed.processes={gpus}"
+        command = replace(command, overrides=[*command.overrides, processes])
     nodes = first.slurm.nodes
     meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
     checked = [*command.overrides, *(meeting if nodes > 1 else ())]
@@ -162,57 +182,33 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
                 "hydra/sweeper chooses them as it goes; leave it out"
             )
         folder = folder.absolute()
-        started = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
-        script = _script(folder, name, started, array=True)
+        jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
+        script = _script(folder, name, jobs, array=True)
         return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
-    started = [[command.verb, *command.options, *words, *place]]
-    script = _script(folder, name, started, array=False)
+    arguments = [command.verb, *command.options, *words, *place]
+    script = _script(folder, name, [arguments], array=False)
     return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
-def _first_of(command: Command) -> list[str]:
-    """The overrides of the run, or of the first of a sweep; raises ConfigError."""
-    if not command.sweep:
-        return command.overrides
-    combinations = expand(command.overrides, command.source)
-    for text in command.overrides:
-        if _section(text) == "distributed" and any(text not in run for run in combinations):
-            raise ConfigError(f"{text}: all jobs of an array have the same processes")
-    return combinations[0]
-
-
 def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
+    """Raise ConfigError for a run that cannot be a job with these settings."""
     config = replace(config, slurm=settings)
     checks = (slurm_problems(config), submission_problems(config), process_problems(verb, config))
-    if found := [problem for check in checks for problem in check]:
-        raise ConfigError("\n".join(found))
+    if problems := [problem for check in checks for problem in check]:
+        raise ConfigError("\n".join(problems))
 
 
-def _processes(config: RunConfig) -> list[str]:
-    """One process per GPU, which this machine may not have, unless it was said."""
-    wanted = config.slurm.gpus if config.distributed.name != "single" else 0
-    if not wanted or config.distributed.processes is not None:
-        return []
-    return [f"distributed.processes={wanted}"]
-
-
-def _going_on(command: Command, folder: Path, name: str) -> JobScript:
-    trust = [TRUSTED] if command.trust else []
-    started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-    return _script(folder, name, [started], array=False)
-
-
-def _script(folder: Path, name: str, started: Sequence[Sequence[str]], *, array: bool) -> JobScript:
+def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bool) -> JobScript:
     if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end a directive of SLURM's
         raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
     return JobScript(
         name=name,
         folder=folder,
         workdir=Path.cwd(),
-        jobs=started,
+        jobs=jobs,
         array=array,
         python=Path(sys.executable),
     )
@@ -220,7 +216,7 @@ def _script(folder: Path, name: str, started: Sequence[Sequence[str]], *, array:
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """As on the compute nodes: a data set that is not in the cache is missed now."""
+    """Be offline as on the compute nodes: a data set that is not in the cache is missed now."""
     before = {name: os.environ.get(name) for name in OFFLINE}
     if wanted:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))
@@ -233,46 +229,24 @@ def _offline(wanted: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _show(text: str) -> None:
-    console = Console()
-    if console.is_terminal:
-        console.print(Syntax(text, "bash", background_color="default", word_wrap=True))
-    else:
-        print(text, end="", flush=True)
-
-
-def _refuse_taken(plan: Plan) -> None:
-    """Raise ConfigError where another run or job is."""
-    folder = plan.script.folder
-    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
-        raise ConfigError(
-            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
-            "submits a job again and agenttrain submit resume=… goes on with a run; another "
-            "hydra.run.dir= starts a new one"
-        )
-
-
-def _write(plan: Plan, text: str) -> None:
-    """The script, and a sweep's record, where no run is yet."""
-    script = plan.script
-    script.folder.mkdir(parents=True, exist_ok=True)
+def _submit(plan: Plan, text: str) -> None:
+    """Write the script and a sweep's record, submit the job, and print how to follow it."""
+    script, folder, array = plan.script, plan.script.folder, plan.script.array
+    folder.mkdir(parents=True, exist_ok=True)
     if plan.record is not None:
-        write_record(script.folder, plan.record)
+        write_record(folder, plan.record)
         for job in plan.record.jobs:
-            (script.folder / job.folder).mkdir(parents=True, exist_ok=True)
+            (folder / job.folder).mkdir(parents=True, exist_ok=True)
     script.path.write_text(text, encoding="utf-8")
-
-
-def _tell(plan: Plan, number: str) -> None:
-    folder, array = plan.script.folder, plan.script.array
-    log = plan.script.log.name.replace("%j", number).replace("%A_%a", f"{number}_<job>")
-    count = f", {len(plan.script.jobs)} jobs in an array" if array else ""
+    number = sbatch.submit(script.path)
+    log = script.log.name.replace("%j", number).replace("%A_%a", f"{number}_<job>")
+    count = f", {len(script.jobs)} jobs in an array" if array else ""
     lines = {
         "submitted": f"{number}{count}",
         "folder": f"{folder}",
         "log": f"tail -F {quote(f'{folder}/{log}')}",
         "watch": f"squeue --job {number}",
         "cancel": f"scancel {number}" + (f", one job: scancel {number}_<job>" if array else ""),
-        "go on": f"sbatch {'--array=<job> ' if array else ''}{quote(str(plan.script.path))}",
+        "go on": f"sbatch {'--array=<job> ' if array else ''}{quote(str(script.path))}",
     }
     print("\n".join(f"{name:<11}{text}" for name, text in lines.items()), flush=True)

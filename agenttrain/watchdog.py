@@ -26,16 +26,17 @@ from agenttrain.tracking.run_folder import update_summary, write_atomically
 from agenttrain.training.world import World
 
 LOOKS = 100
-"""At a table that changes while it is read."""
+"""Attempts to read a table that changes meanwhile."""
 TICK_S = 0.25
-"""Between two looks."""
+"""Seconds between two checks."""
 HELD_S = 60.0
-"""What C code that keeps the interpreter to itself gets on top of a deadline: no thread of ours
-runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
+"""Seconds that C code that keeps the interpreter to itself gets on top of a deadline: no thread of
+ours runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
 ARM_S = 5.0
-"""Between two settings of that timer, whatever the heartbeat: it must never find a healthy run."""
+"""Seconds between two settings of that timer, whatever the heartbeat: it must never end a healthy
+run."""
 LONGEST_TICK_S = 2.0
-"""A look that comes later than this finds that the whole process had been stopped, not the run."""
+"""A check that comes later than this means that the whole process had been stopped, not the run."""
 
 
 class Watchdog:
@@ -65,7 +66,7 @@ class Watchdog:
         config: WatchdogConfig | None = None,
         world: World | None = None,
     ) -> None:
-        """`world` are the run's processes: one that waits for another is judged by that one's."""
+        """Take `world`, the run's processes: one that waits for another is judged by that one's."""
         self._folder, self._config = folder, config or WatchdogConfig()
         self._world, self.rank = world, 0 if world is None else world.rank
         self._phase: str | None = None
@@ -101,7 +102,7 @@ class Watchdog:
             self._beat(time.time())
 
     def begin(self, phase: str | None, step: int | None = None) -> None:
-        """From here on the run is in this phase; it has until the phase's deadline to progress."""
+        """Enter a phase; the run has until the phase's deadline to progress."""
         self._since = time.time()
         self._step = step
         self._phase = phase
@@ -111,7 +112,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Within, the run is in this phase."""
+        """Put the run in this phase for the block."""
         self.begin(name, step)
         try:
             yield
@@ -119,14 +120,14 @@ class Watchdog:
             self.begin(None, step)
 
     def watch(self, collector: Collector | None, embeddings: Any = None) -> None:
-        """Whose rollouts are looked at; a forward pass of a model's `embeddings` is progress."""
+        """Watch a collector's rollouts; a forward pass of a model's `embeddings` is progress."""
         self._collector = collector
         if embeddings is not None:
             # Weakly: a model outlives its run where several runs share a process.
-            mine = weakref.ref(self)
+            reference = weakref.ref(self)
 
             def progressed(*_: Any) -> None:
-                if (watchdog := mine()) is not None:
+                if (watchdog := reference()) is not None:
                     watchdog._count += 1
 
             embeddings.register_forward_hook(progressed)
@@ -187,21 +188,21 @@ class Watchdog:
         assert folder is not None
         path = folder / f"stall-{self.rank}.txt"
         at = f"phase {phase}" + ("" if step is None else f" of step {step}")
-        told = (
+        message = (
             f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
             f"stacks and rollouts in flight: {path}"
         )
 
         def record() -> None:
             if self.rank == 0:
-                update_summary(folder, status="stalled", stalled_phase=phase, error=told)
+                update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
-        end(Stall(told=told, waiting=self._waiting(), tasks=tasks), path, record)
+        end(Stall(told=message, waiting=self._waiting(), tasks=tasks), path, record)
 
 
 def _longest_tick_s(deadline_s: float | None) -> float:
-    """Most that counts of the time between two looks: a pause alone is no stall."""
+    """Return the most that counts of the time between two checks: a pause alone is no stall."""
     return min(LONGEST_TICK_S, max(TICK_S, (deadline_s or math.inf) / 4))
 
 
@@ -214,13 +215,13 @@ def _arm(deadline_s: float | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ctrl-Z: the timer of C would count on; the watchdog sets it again soon after."""
+    """Stop at Ctrl-Z: the timer of C would count on; the watchdog sets it again soon after."""
     faulthandler.cancel_dump_traceback_later()
     kill(getpid(), signal.SIGSTOP)
 
 
 def _on_stop(handler: Any) -> Any:
-    """Let `handler` have SIGTSTP if nobody else of this process has it; who had it before."""
+    """Let `handler` have SIGTSTP if nobody else of this process has it; return its predecessor."""
     before = signal.getsignal(signal.SIGTSTP)
     ours = before in (signal.SIG_DFL, _stop) and handler is not None
     if ours and threading.current_thread() is threading.main_thread():

@@ -18,7 +18,7 @@ CAPACITY_STEP = 64
 
 @dataclass(slots=True)
 class Window:
-    """What the next forward pass reads and writes."""
+    """The part of the cache that the next forward pass reads and writes."""
 
     rows: int = 0
     """R, allocated."""
@@ -72,7 +72,7 @@ class RowLayer(CacheLayerMixin):
         return rows.transpose(1, 2)
 
     def rows_of(self, buffer: Tensor) -> Tensor:
-        """The buffer as [R, C, K, D]."""
+        """Return the buffer as [R, C, K, D]."""
         return buffer[:-1].view(self.window.rows, self.window.capacity, *buffer.shape[1:])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def _grown(size: int, wanted: int, limit: int) -> int:
 
 
 def grown_capacity(capacity: int, length: int, max_length: int) -> int:
-    """Tokens of a row that had `capacity` and is to hold `length`.
+    """Return the tokens of a row that had `capacity` and is to hold `length`.
 
     Example: rows of 64 tokens that are to hold 65, of at most 1024, get 128.
     """
@@ -145,7 +145,7 @@ def grown_capacity(capacity: int, length: int, max_length: int) -> int:
 
 
 def final_capacity(first: int, longest: int, max_length: int) -> int:
-    """Tokens of a row after one that began with `first` has grown to `longest`, one by one.
+    """Return the tokens of a row that began with `first` and has grown to `longest`, one by one.
 
     Example: from 100 to 300 of at most 1024: 128, then 256, then 512.
     """

@@ -38,7 +38,7 @@ class Decoder:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No dropout and no gradient checkpointing (which drops the cache), whoever trains."""
+        """Switch off dropout and gradient checkpointing (which drops the cache) for the block."""
         training = self.model.training
         if training:
             self.model.eval()
@@ -50,22 +50,29 @@ class Decoder:
                 self.model.train()
 
     def prefill(self, first: int, new: Sequence[Ids], starts: Sequence[int]) -> Tensor:
-        """Feed new[i] to row first + i, which holds starts[i] tokens; the last logits [N, V].
+        """Feed new[i] to row first + i, which holds starts[i] tokens; return last logits [N, V].
 
         Rows of like lengths should stand together: they share a pass and its padding.
         """
         starts = list(starts)
-        rest = list(new)
-        for i, ids in enumerate(new):
-            while len(rest[i]) > CHUNK_TOKENS:
-                self.forward(first + i, [ids[:CHUNK_TOKENS]], [starts[i]])
+        new = list(new)
+        for i in range(len(new)):
+            while len(new[i]) > CHUNK_TOKENS:
+                self.forward(first + i, [new[i][:CHUNK_TOKENS]], [starts[i]])
                 starts[i] += CHUNK_TOKENS
-                ids = rest[i] = ids[CHUNK_TOKENS:]
-        groups = list(_groups([len(ids) for ids in rest]))
-        return torch.cat([self.forward(first + a, rest[a:b], starts[a:b]) for a, b in groups])
+                new[i] = new[i][CHUNK_TOKENS:]
+        # Consecutive rows share a pass whose padded size stays within PASS_TOKENS.
+        logits, start, widest = [], 0, 0
+        for i, ids in enumerate(new):
+            widest = max(widest, len(ids))
+            if i > start and widest * (i + 1 - start) > PASS_TOKENS:
+                logits.append(self.forward(first + start, new[start:i], starts[start:i]))
+                start, widest = i, len(ids)
+        logits.append(self.forward(first + start, new[start:], starts[start:]))
+        return torch.cat(logits)
 
     def forward(self, first: int, new: Sequence[Ids], starts: Sequence[int]) -> Tensor:
-        """One pass, as `prefill`."""
+        """Do one pass over all of `new`, as in `prefill`."""
         width = max(len(ids) for ids in new)
         ids_NT = np.zeros((len(new), width), dtype=np.int64)
         for row, ids in zip(ids_NT, new, strict=True):
@@ -73,21 +80,22 @@ class Decoder:
         pad_N = width - np.array([len(ids) for ids in new])
         length = int((np.array(starts) + width - pad_N).max())
         self.cache.reserve(first + len(new), length)
-        positions_NT = np.array(starts)[:, None] + np.arange(width) - pad_N[:, None]
+        column_NT = np.array(starts)[:, None] + np.arange(width) - pad_N[:, None]
         padding_NT = np.arange(width) < pad_N[:, None]
-        return self._run(first, ids_NT, positions_NT, padding_NT, length)
-
-    def _run(self, first: int, ids: Ids, positions: Ids, padding: Ids, length: int) -> Tensor:
         window = self.cache.window
-        rows_N1 = np.arange(first, first + len(ids))[:, None]
+        rows_N1 = np.arange(first, first + len(new))[:, None]
         spare = window.rows * window.capacity
-        slots = np.where(padding, spare, rows_N1 * window.capacity + positions)
-        window.first, window.count, window.length = first, len(ids), length
-        window.slots = self._tensor(slots.reshape(-1))
-        positions_NT = self._tensor(np.maximum(positions, 0))
+        slots_NT = np.where(padding_NT, spare, rows_N1 * window.capacity + column_NT)
+        window.first, window.count, window.length = first, len(new), length
+        window.slots = self._tensor(slots_NT.reshape(-1))
+        positions_NT = self._tensor(np.maximum(column_NT, 0))
+        # [N, 1, T, L], added to attention scores: what both sdpa and eager attention take.
+        dtype = self.model.dtype
+        later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
+        mask = torch.zeros(later.shape, dtype=dtype, device=self.device)
         output = self.model(
-            input_ids=self._tensor(ids),
-            attention_mask=self._mask(positions_NT, length),
+            input_ids=self._tensor(ids_NT),
+            attention_mask=mask.masked_fill_(later, torch.finfo(dtype).min),
             position_ids=positions_NT,
             past_key_values=self.cache,
             use_cache=True,
@@ -95,27 +103,8 @@ class Decoder:
         )
         return output.logits[:, -1]
 
-    def _mask(self, positions_NT: Tensor, length: int) -> Tensor:
-        """[N, 1, T, L], added to attention scores (what both sdpa and eager attention take)."""
-        dtype = self.model.dtype
-        later = torch.arange(length, device=self.device) > positions_NT[:, None, :, None]
-        return torch.zeros(later.shape, dtype=dtype, device=self.device).masked_fill_(
-            later, torch.finfo(dtype).min
-        )
-
     def _tensor(self, values: Ids) -> Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-def _groups(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive (start, end) whose padded size stays within PASS_TOKENS."""
-    start, widest = 0, 0
-    for i, length in enumerate(lengths):
-        widest = max(widest, length)
-        if i > start and widest * (i + 1 - start) > PASS_TOKENS:
-            yield start, i
-            start, widest = i, length
-    yield start, len(lengths)
 
 
 def refuse_unknown_caches(model: Any) -> None:
@@ -140,11 +129,23 @@ def refuse_unknown_caches(model: Any) -> None:
 
 
 def _compare_with_plain_forward(decoder: Decoder) -> None:
-    """Refuse a model that computes something else through the cache, e.g. one with ALiBi biases."""
+    """Refuse a model that computes something else through the cache, e.g. one with ALiBi biases.
+
+    Compares log-probabilities of two short rows of unlike lengths.
+    """
     name = type(decoder.model).__name__
     tolerance = 1e-3 if decoder.model.dtype is torch.float32 else 0.5
     try:
-        gap = _cache_gap(decoder)
+        vocabulary = decoder.model.get_input_embeddings().num_embeddings
+        long, short = (np.arange(1, n + 1) % vocabulary for n in (7, 4))
+        gaps = []
+        with decoder.evaluating():
+            decoder.forward(0, [long[:3], short[:1]], [0, 0])
+            cached = decoder.forward(0, [long[3:], short[1:]], [3, 1]).float().log_softmax(-1)
+            for row, ids in zip(cached, (long, short), strict=True):
+                plain = decoder.model(input_ids=torch.from_numpy(ids)[None].to(decoder.device))
+                gaps.append((row - plain.logits[0, -1].float().log_softmax(-1)).abs().max())
+        gap = torch.stack(gaps).max().item()
     except Exception as error:
         raise EngineError(
             f"engine=transformers: {name} cannot run on this engine's cache "
@@ -156,17 +157,3 @@ def _compare_with_plain_forward(decoder: Decoder) -> None:
             f"forward pass by {gap:.3g} in log-probability (at most {tolerance}). Choose another "
             "model, or another engine."
         )
-
-
-def _cache_gap(decoder: Decoder) -> float:
-    """Largest difference in log-probability over two short rows of unlike lengths."""
-    vocabulary = decoder.model.get_input_embeddings().num_embeddings
-    long, short = (np.arange(1, n + 1) % vocabulary for n in (7, 4))
-    gaps = []
-    with decoder.evaluating():
-        decoder.forward(0, [long[:3], short[:1]], [0, 0])
-        got = decoder.forward(0, [long[3:], short[1:]], [3, 1]).float().log_softmax(-1)
-        for row, ids in zip(got, (long, short), strict=True):
-            plain = decoder.model(input_ids=torch.from_numpy(ids)[None].to(decoder.device))
-            gaps.append((row - plain.logits[0, -1].float().log_softmax(-1)).abs().max())
-    return torch.stack(gaps).max().item()

@@ -1,4 +1,4 @@
-"""Whether vLLM's grammar compiler takes a grammar, before there is an engine."""
+"""A check that vLLM's grammar compiler takes a grammar, before there is an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PLACE = re.compile(r"^\[.*?\] \S+: ")
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """What xgrammar has against a structural tag; None: nothing, or it is not installed here.
+    """Return xgrammar's objection to a structural tag; None: none, or it is not installed.
 
     It comes with vLLM, so that it is where grammars are used.
     """

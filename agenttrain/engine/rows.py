@@ -1,4 +1,4 @@
-"""Where sessions stand in the cache: the active ones on rows 0 … n-1, the idle ones behind.
+"""Rows of sessions in the cache: the active ones on rows 0 … n-1, the idle ones behind.
 
 So a forward pass reads one stretch of rows and computes over no idle one. What has to move for that
 moves in one copy per layer.
@@ -34,10 +34,8 @@ class Rows:
         for seat in idle:
             if seat.row is None or not len(active) <= seat.row < len(seats):
                 seat.row = next(free)
-        self._move([seat for seat in old if seat.row != old[seat] and seat.cached], old)
-
-    def _move(self, seats: Sequence[Seat], old: dict[Seat, int]) -> None:
-        if seats:
-            sources = [old[seat] for seat in seats]
-            targets = [seat.row for seat in seats if seat.row is not None]
-            self.cache.move(sources, targets, max(seat.cached for seat in seats))
+        moved = [seat for seat in old if seat.row != old[seat] and seat.cached]
+        if moved:
+            sources = [old[seat] for seat in moved]
+            targets = [seat.row for seat in moved if seat.row is not None]
+            self.cache.move(sources, targets, max(seat.cached for seat in moved))

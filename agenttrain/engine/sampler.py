@@ -17,13 +17,13 @@ from agenttrain.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the rows of a batch ask for, as tensors; it holds until a row joins or leaves."""
+    """Sampling settings of a batch's rows, as tensors; they hold until a row joins or leaves."""
 
     temperature_B1: Tensor
     """1 for greedy rows: their logprobs are those of the unscaled distribution."""
     greedy_B1: Tensor
     sampling: bool
-    """Whether any row is not greedy."""
+    """True if any row is not greedy."""
     filtered_F: Tensor | None
     """Indices of the rows with a filter; None: there are none, and nothing is sorted."""
     top_k_F1: Tensor
@@ -32,13 +32,17 @@ class Plan:
 
 
 def plan(samplings: Sequence[Sampling], device: torch.device) -> Plan:
-    """The plan of a batch with these rows."""
+    """Make the plan of a batch with these rows."""
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
     greedy = [s.temperature == 0 for s in samplings]
-    filtered = [i for i, s in enumerate(samplings) if not greedy[i] and _has_filter(s)]
+    filtered = [
+        i
+        for i, s in enumerate(samplings)
+        if not greedy[i] and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)
+    ]
     chosen = [samplings[i] for i in filtered]
     return Plan(
         temperature_B1=column([s.temperature or 1.0 for s in samplings]),
@@ -51,17 +55,13 @@ def plan(samplings: Sequence[Sampling], device: torch.device) -> Plan:
     )
 
 
-def _has_filter(sampling: Sampling) -> bool:
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-
-
 def noise(seed: int, count: int) -> list[float]:
-    """`count` uniforms in [0, 1): the sampling noise of one request, one number a token.
+    """Return `count` uniforms in [0, 1): the sampling noise of one request, one number a token.
 
     From Python's generator, which reads all 63 bits of a seed: torch's on a CPU reads the lower 32.
     """
-    draw = Random(seed % 2**63).random
-    return [draw() for _ in range(count)]
+    uniform = Random(seed % 2**63).random
+    return [uniform() for _ in range(count)]
 
 
 def sample(logits_BV: Tensor, plan: Plan, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -82,6 +82,7 @@ def sample(logits_BV: Tensor, plan: Plan, uniforms: Sequence[float]) -> tuple[Te
 
 
 def _inverse(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return the tokens [B, 1] whose stretches of the cumulative distributions hold `uniforms`."""
     # float32 sums over a large vocabulary would misplace the tail; MPS has nothing wider.
     wide = torch.float32 if probabilities_BV.device.type == "mps" else torch.float64
     cumulative_BV = probabilities_BV.cumsum(-1, dtype=wide)
@@ -94,7 +95,7 @@ def _inverse(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 
 def _filter(scores_FV: Tensor, plan: Plan) -> Tensor:
-    """-inf for what top-k, then top-p of the rest, then min-p of the likeliest leave out."""
+    """Set to -inf what top-k, top-p of the remainder, then min-p of the likeliest leave out."""
     sorted_FV, order_FV = scores_FV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     sorted_FV = sorted_FV.masked_fill(rank_V >= plan.top_k_F1, -torch.inf)

@@ -1,4 +1,5 @@
-"""Which sessions decode together: joins, leaves, waiting, eviction. No tensors, no threads.
+"""Batches of sessions that decode together: joins, leaves, waiting, eviction. No tensors, no
+threads.
 
 A session that was admitted has a Seat until it is released; a seat with a request is active. In
 deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
@@ -36,7 +37,7 @@ class Request:
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, token: int, logprob: float, version: int) -> Finish | None:
-        """Take one sampled token; say whether, and why, the completion ends with it."""
+        """Take one sampled token; return why the completion ends with it, if it does."""
         self.sampled.append(token)
         self.logprobs.append(logprob)
         same = bool(self.versions) and self.versions[-1][0] == version
@@ -47,7 +48,7 @@ class Request:
         return Finish.length if len(self.sampled) == self.budget else None
 
     def completion(self, finish: Finish) -> Completion:
-        """What was sampled, as the caller gets it."""
+        """Return what was sampled, as the caller gets it."""
         return Completion(
             token_ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
@@ -64,7 +65,7 @@ class Seat:
     order: int
     """Position among the expected sessions; 0 outside deterministic mode."""
     row: int | None = None
-    """Where it stands in the cache."""
+    """Its row in the cache."""
     history: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """All ids of the session, as of its last join or completion."""
     cached: int = 0
@@ -87,7 +88,7 @@ class Seat:
         return len(self.history) + sampled - self.cached
 
     def next_ids(self) -> np.ndarray:
-        """[pending] Those ids."""
+        """Return the pending ids, [pending]."""
         assert self.request is not None
         sampled = self.request.sampled
         if self.cached >= len(self.history):
@@ -133,11 +134,11 @@ class Scheduler:
 
     @property
     def deterministic(self) -> bool:
-        """Whether expected sessions are left."""
+        """True if expected sessions are left."""
         return bool(self._tickets)
 
     def requests(self) -> Iterator[Request]:
-        """All that have not ended."""
+        """Yield all requests that have not ended."""
         yield from self._waiting.values()
         yield from (s.request for s in self.seats.values() if s.request is not None)
 
@@ -170,7 +171,7 @@ class Scheduler:
         self._waiting[session] = request
 
     def release(self, session: str) -> Request | None:
-        """The session is over; returns its request if it has one. Unknown sessions are ignored.
+        """End a session; return its request if it has one. Unknown sessions are ignored.
 
         Where others are expected, the row of an idle session is free at the step it is due.
         """
@@ -208,7 +209,7 @@ class Scheduler:
             self.active[self.active.index(seat)] = last
 
     def finish(self, seat: Seat) -> Request:
-        """Its completion ended at this step; the session's cache stays."""
+        """End a seat's completion at this step; the session's cache stays."""
         self._remove(seat)
         request = seat.leave()
         self.seats[seat.session] = self.seats.pop(seat.session)
@@ -219,27 +220,28 @@ class Scheduler:
         return request
 
     def invalidate(self) -> None:
-        """The cache is stale: every session will be fed anew from its first token."""
+        """Mark the cache as stale: every session will be fed anew from its first token."""
         for seat in self.seats.values():
             seat.cached = 0
 
     def ready(self) -> bool:
-        """Let in who may join; False: nothing to do before the next call or release."""
-        admitted = self._admit_expected() if self.deterministic else self._admit_any()
-        if not admitted or not (self.active or self._joining):
+        """Admit sessions that may join; False: nothing to do before the next call or release."""
+        if self.deterministic:
+            if not self._admit_expected():
+                return False
+        else:
+            for session in list(self._waiting):
+                if session in self.seats or self._make_room():
+                    self._join(session)
+        if not (self.active or self._joining):
             return False
         # Neighbours of like length share a prefill pass with little padding.
         self.active += sorted(self._joining, key=lambda seat: (seat.pending, seat.order))
         self._joining.clear()
         return True
 
-    def _admit_any(self) -> bool:
-        for session in list(self._waiting):
-            if session in self.seats or self._make_room():
-                self._join(session)
-        return True
-
     def _make_room(self) -> bool:
+        """Evict an idle session if all rows are taken; False: there is none."""
         if len(self.seats) < self.max_rows:
             return True
         waiting = self._waiting
@@ -252,33 +254,29 @@ class Scheduler:
         return True
 
     def _admit_expected(self) -> bool:
+        """Admit by the clock; False: a session whose turn it is has not called yet."""
         while True:
-            if not self._hear_due() or not self._admit_next():
+            # Rejoin sessions that are due, and free the rows of those that left.
+            self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
+            due = [s for s in self.seats.values() if s.due is not None and s.due <= self.clock]
+            for seat in due:
+                if seat.session in self._waiting:
+                    self._join(seat.session)
+            if any(seat.request is None for seat in due):
                 return False
+            # Admit further expected sessions while there are rows.
+            while self._expected and len(self.seats) + len(self._leaving) < self.max_rows:
+                ticket = self._expected[0]
+                if not ticket.released:
+                    if ticket.session not in self._waiting:
+                        return False
+                    self._join(ticket.session)
+                self._expected.popleft()
             if self.active or self._joining:
                 return True
+            # All are idle: go on to the step at which the next one is due.
             idle = [*self.seats.values(), *self._leaving]
             self.clock = min(seat.due for seat in idle if seat.due is not None)
-
-    def _hear_due(self) -> bool:
-        """Rejoin what is due and free what left; False: a session that is due is still silent."""
-        self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
-        due = [s for s in self.seats.values() if s.due is not None and s.due <= self.clock]
-        for seat in due:
-            if seat.session in self._waiting:
-                self._join(seat.session)
-        return all(seat.request is not None for seat in due)
-
-    def _admit_next(self) -> bool:
-        """Admit expected sessions while there are rows; False: the next one is still silent."""
-        while self._expected and len(self.seats) + len(self._leaving) < self.max_rows:
-            ticket = self._expected[0]
-            if not ticket.released:
-                if ticket.session not in self._waiting:
-                    return False
-                self._join(ticket.session)
-            self._expected.popleft()
-        return True
 
     def _join(self, session: str) -> None:
         seat = self.seats.get(session)

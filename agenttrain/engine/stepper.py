@@ -22,10 +22,10 @@ INTERRUPT_S = 5.0
 
 
 class Steppable(Protocol):
-    """What the thread drives."""
+    """An engine that the thread drives."""
 
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Return True if a step would do anything."""
         ...
 
     def step(self) -> None:
@@ -33,7 +33,7 @@ class Steppable(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """A step raised: whoever waits is told, and there will be no further step."""
+        """Fail every waiting request: a step raised, and there will be no further one."""
         ...
 
 
@@ -47,7 +47,7 @@ class Stepper(Generic[Engine]):
     """
 
     engine: Engine
-    """What was built; use it in commands only."""
+    """The engine that was built; use it in commands only."""
 
     def __init__(self, build: Callable[[], Engine], *, name: str) -> None:
         """Wait for `build`, in the new thread; raises what it raises."""
@@ -55,7 +55,7 @@ class Stepper(Generic[Engine]):
         self._commands: list[Callable[[], None]] = []
         self._closed = False
         self.dead: BaseException | None = None
-        """What a step raised; nothing runs any more."""
+        """The error that a step raised; nothing runs any more."""
         built: Future[None] = Future()
         arguments = (build, built, current_gpu())
         self._thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
@@ -67,7 +67,10 @@ class Stepper(Generic[Engine]):
             built.result()
         except BaseException as error:
             if not built.done():  # Ctrl-C or a signal, which only the main thread hears
-                self._interrupt(type(error))
+                # Raise it in the thread too, as if this one had built the engine.
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(type(error)))
+                self._thread.join(INTERRUPT_S)
             raise
 
     def post(self, command: Callable[[], None]) -> None:
@@ -102,7 +105,7 @@ class Stepper(Generic[Engine]):
         self._thread.join()
 
     def _live(self, build: Callable[[], Engine], built: Future[None], gpu: int | None) -> None:
-        """The thread's life."""
+        """Build the engine and drive it: the thread's life."""
         try:
             use_gpu(gpu)
             self.engine = build()
@@ -110,15 +113,6 @@ class Stepper(Generic[Engine]):
             built.set_exception(error)
             return
         built.set_result(None)
-        self._run()
-
-    def _interrupt(self, kind: type[BaseException]) -> None:
-        """Raise `kind` in the thread, as it would have been if this one had built the engine."""
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(kind))
-        self._thread.join(INTERRUPT_S)
-
-    def _run(self) -> None:
         while True:
             with self._wake:
                 while not (self._commands or self._closed or self._moving()):
@@ -132,14 +126,10 @@ class Stepper(Generic[Engine]):
                 if self._moving():
                     self.engine.step()
             except BaseException as error:
-                self._die(error, commands)
-
-    def _die(self, error: BaseException, commands: list[Callable[[], None]]) -> None:
-        """Tell all who wait; `commands` were given and are run, so that nobody waits for them."""
-        self.dead = error
-        self.engine.fail(error)
-        with self._wake:
-            self._commands[:0] = commands
+                self.dead = error
+                self.engine.fail(error)
+                with self._wake:  # these are run all the same, so that nobody waits for them
+                    self._commands[:0] = commands
 
     def _moving(self) -> bool:
         return self.dead is None and self.engine.busy()

@@ -13,29 +13,38 @@ from torch import Tensor
 from agenttrain.engine.vllm_weights import folder_for
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""For which vLLM makes room (0.32, `MaxLoRARanks`)."""
+"""Ranks for which vLLM makes room (0.32, `MaxLoRARanks`)."""
 NAME, NUMBER = "policy", 1
 
 
 def room_for(rank: int) -> dict[str, Any]:
-    """vLLM's arguments for one set of adapters; a rank that is too large is vLLM's to refuse."""
+    """Return vLLM's arguments for one set of adapters; it refuses a rank that is too large."""
     room = next((one for one in RANKS if one >= rank), rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
 
 def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
-    """Replace the adapters by `weights`, which have peft's names; the request's part that asks
-    for them.
+    """Replace the adapters by `weights`, with peft's names; return the `LoRARequest` for them.
 
     Requests in flight go on with them. vLLM reads adapters from a folder only.
     """
     from vllm.lora.request import LoRARequest
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+    # E.g. "….q_proj.lora_A.weight" of 16 rows: rank 16; of embeddings
+    # "….embed_tokens.lora_embedding_A".
+    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": len(tensors[below[0]]),
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
+    }
     with folder_for(tensors) as name:
         folder = Path(name)
         save_file(tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(_config(tensors, alpha)))
+        (folder / "adapter_config.json").write_text(json.dumps(config))
         llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
     # Without load_inplace, or every step would read the folder again.
     return LoRARequest(NAME, NUMBER, name)
@@ -44,7 +53,7 @@ def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: flo
 def split_adapters(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
-    """Weights that come before adapters, and the adapters, to be taken in this order."""
+    """Split into weights that come before adapters, and the adapters; take them in this order."""
     items = iter(weights)
     first: list[tuple[str, Tensor]] = []
 
@@ -60,18 +69,3 @@ def split_adapters(
         yield from items
 
     return base(), adapters()
-
-
-def _config(tensors: dict[str, Tensor], alpha: float) -> dict[str, Any]:
-    """What peft saves beside them; e.g. "….q_proj.lora_A.weight" of 16 rows: rank 16.
-
-    Of embeddings it is "….embed_tokens.lora_embedding_A".
-    """
-    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": len(tensors[below[0]]),
-        "lora_alpha": alpha,
-        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
-    }

@@ -19,16 +19,16 @@ class VllmStats:
     """Counters since the engine was built."""
 
     prompt_tokens: int = 0
-    """Of all requests."""
+    """Prompt tokens of all requests."""
     cached_tokens: int = 0
-    """Of these, those whose keys and values the prefix cache held."""
+    """Prompt tokens whose keys and values the prefix cache held."""
     sampled_tokens: int = 0
     steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Who waits for a request."""
+    """The caller that waits for a request."""
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
@@ -45,23 +45,23 @@ class Request:
 
 def deliver(outcomes: Sequence[tuple[Waiting, Any]]) -> None:
     """Settle futures with their outcomes; each event loop is woken once."""
+
+    def settle(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+        for future, outcome in settled:
+            if future.done():
+                continue
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
     for waiting, outcome in outcomes:
         by_loop.setdefault(waiting.loop, []).append((waiting.future, outcome))
     for loop, settled in by_loop.items():
         # A loop that was closed meanwhile has nobody left who waits.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, settled)
-
-
-def _settle(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, outcome in settled:
-        if future.done():
-            continue
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+            loop.call_soon_threadsafe(settle, settled)
 
 
 @dataclass(slots=True)
@@ -70,13 +70,13 @@ class Driver:
 
     llm: Any
     version: int = 0
-    """Of the weights."""
+    """Version of the weights."""
     holding: bool = False
-    """Whether new requests wait until new weights are in."""
+    """True: new requests wait until new weights are in."""
     adapter: Any = None
     """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
     refusal: EngineError | None = None
-    """Why no request is served: the engine is dead, or half of its weights are new."""
+    """The reason why no request is served: the engine is dead, or half of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiting] = field(default_factory=dict)
     _held: list[Request] = field(default_factory=list)
@@ -85,11 +85,11 @@ class Driver:
     _closed: bool = False
 
     def busy(self) -> bool:
-        """Whether vLLM has requests that are not finished."""
+        """Return True if vLLM has requests that are not finished."""
         return not self._closed and bool(self.llm.has_unfinished_requests())
 
     def step(self) -> None:
-        """One step of vLLM."""
+        """Do one step of vLLM."""
         self.stats.steps += 1
         done = []
         for output in self.llm.step():
@@ -102,14 +102,14 @@ class Driver:
             deliver(done)
 
     def fail(self, error: BaseException) -> None:
-        """vLLM is dead: whoever waits is told, and whoever comes."""
-        self.refusal = (
-            error if isinstance(error, EngineDead) else EngineDead(f"vLLM died: {_said(error)}")
-        )
-        self.refuse_all(self.refusal)
+        """Fail every waiting request and every later one: vLLM is dead."""
+        if not isinstance(error, EngineDead):
+            error = EngineDead(f"vLLM died: {type(error).__name__}: {error}")
+        self.refusal = error
+        self.refuse_all(error)
 
     def refuse_all(self, error: EngineError) -> None:
-        """All requests fail."""
+        """Fail all requests."""
         waiting, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):
             self.llm.abort_request([*waiting])
@@ -133,11 +133,11 @@ class Driver:
         try:
             self.llm.add_request(request.id, prompt, request.parameters, lora_request=self.adapter)
         except Exception as error:  # whatever vLLM has against this request is its alone
-            refused = EngineError(f"vLLM refuses a request: {_said(error)}")
+            refused = EngineError(f"vLLM refuses a request: {type(error).__name__}: {error}")
             deliver([(self._waiting.pop(request.id), refused)])
 
     def abort(self, request_id: str) -> None:
-        """Nobody waits any more for a request; it may have ended already, or never begun."""
+        """Drop a request that nobody waits for; it may have ended already, or never begun."""
         if self._waiting.pop(request_id, None) is None:
             return
         held = [request for request in self._held if request.id != request_id]
@@ -184,12 +184,8 @@ class Driver:
         self.llm.engine_core.shutdown()
 
     def release_held(self) -> None:
-        """Requests come in again."""
+        """Let requests in again."""
         self.holding = False
         held, self._held = self._held, []
         for request in held:
             self._admit(request)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

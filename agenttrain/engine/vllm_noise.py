@@ -40,7 +40,7 @@ def _sample(
     k: Tensor | None,
     p: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `forward_cpu`: a token of each row of logits [rows, vocabulary], and all logprobs."""
+    """Do as `forward_cpu`: a token of each row of logits [rows, vocabulary], and all logprobs."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     logits = apply_top_k_top_p(logits, k, p).float()

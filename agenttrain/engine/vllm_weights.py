@@ -49,9 +49,9 @@ class Manifest:
         """
         sums: dict[str, Tensor] = {}
         load_weights(llm, self.checked(weights, sums))
-        found = _holds(llm, sums) if sums else {}
-        self.held = found if self.held is None else self.held
-        if lost := sorted(self.held.keys() - found.keys()):
+        held = _holds(llm, sums) if sums else {}
+        self.held = held if self.held is None else self.held
+        if lost := sorted(self.held.keys() - held.keys()):
             more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
             raise ValueError(
                 f"{', '.join(lost[:NAMED])}{more}: hold other bytes than were sent, and held them "
@@ -61,7 +61,7 @@ class Manifest:
     def checked(
         self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they come; adds to `sums` the checksums of those that can be compared.
+        """Yield the weights as they come; add to `sums` the checksums of those to compare.
 
         Raises ValueError where they are not all those of the manifest, and no others: vLLM keeps
         what it has of a weight that does not come, and says nothing.
@@ -83,7 +83,7 @@ class Manifest:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number [] of the values' bits that does not depend on their order or on zeros beside them.
+    """Return a number [] of the values' bits, whatever their order or the zeros beside them.
 
     So that it is known of a parameter that vLLM makes of several weights and pads: the sum of
     theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
@@ -97,36 +97,28 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
-    """vLLM's parameters that hold the bytes that were sent, and the weights each is made of.
+    """Map vLLM's parameters that hold the bytes that were sent to the weights each is made of.
 
-    `sums` are the checksums of these. Parameters of one worker in this process; others cannot be
-    looked at.
+    Example of a name: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]} is
+    made of "h.0.q_proj.weight", "h.0.k_proj.weight", "h.0.v_proj.weight". `sums` are the checksums
+    of these. Parameters of one worker in this process; others cannot be read.
     """
     if llm.vllm_config.parallel_config.world_size > 1:
         return {}
     model = llm.model_executor.driver_worker.worker.get_model()
     packed = getattr(model, "packed_modules_mapping", {})
-    found = {}
+    held = {}
     for name, parameter in model.named_parameters():
-        parts = _parts(name, packed)
+        path, parts = name.split("."), [name]
+        for index, module in enumerate(path):
+            if module in packed:
+                parts = [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
+                break
         if parameter.numel() and all(part in sums for part in parts):
             sent = sum(int(sums[part]) for part in parts)
             if (sent - int(checksum(parameter))) % 2**64 == 0:
-                found[name] = parts
-    return found
-
-
-def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
-    """The weights that a parameter of vLLM is made of, by transformers' names.
-
-    Example: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}:
-    "h.0.q_proj.weight", "h.0.k_proj.weight", "h.0.v_proj.weight".
-    """
-    path = name.split(".")
-    for index, module in enumerate(path):
-        if module in packed:
-            return [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
-    return [name]
+                held[name] = parts
+    return held
 
 
 def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -136,7 +128,10 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
             worker.reload_weights(weights_iterator=iter(weights))
         except BaseException:
-            _end_reload(worker)
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            # vLLM 0.32 would put what came together with the weights of the next reload.
+            finalize_layerwise_reload(worker.get_model(), worker.model_config)
             raise
         return
     # Workers are processes: each reads its part of a file. Tied weights are written twice.
@@ -146,15 +141,8 @@ def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": name})
 
 
-def _end_reload(worker: Any) -> None:
-    """Forget what came: vLLM 0.32 would put it together with the weights of the next reload."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-    finalize_layerwise_reload(worker.get_model(), worker.model_config)
-
-
 def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
-    """A folder that holds them until they are read, in memory where they fit."""
+    """Make a folder that holds tensors until they are read, in memory where they fit."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
     return tempfile.TemporaryDirectory(prefix="agenttrain-", dir=MEMORY if fits else None)

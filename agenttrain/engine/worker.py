@@ -6,7 +6,7 @@ Other threads only post actions to it; they run between two steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -22,7 +22,7 @@ from agenttrain.engine.scheduler import Request, Scheduler, Seat
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done since it was built."""
+    """Counters of an engine since it was built."""
 
     prefilled_tokens: int = 0
     """Ids of prompts, replies and last sampled tokens fed in prefill passes, padding left out."""
@@ -57,25 +57,20 @@ class Worker:
         """The thread's body; ends after `stop` was posted."""
         while not self._stopped:
             try:
-                if self._next():
+                try:
+                    while True:
+                        self._inbox.get_nowait()()
+                except Empty:
+                    pass
+                if self._stopped:
+                    break
+                if self.scheduler.ready():
                     self._step()
+                else:
+                    self._inbox.get()()
             except Exception as error:  # whatever the model raises: the callers get it, none hangs
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
-
-    def _next(self) -> bool:
-        while not self._stopped:
-            try:
-                while True:
-                    self._inbox.get_nowait()()
-            except Empty:
-                pass
-            if self._stopped:
-                break
-            if self.scheduler.ready():
-                return True
-            self._inbox.get()()
-        return False
 
     def add(self, request: Request) -> None:
         """Queue a request, or fail it."""
@@ -113,29 +108,35 @@ class Worker:
     def _step(self) -> None:
         seats = self.scheduler.active
         with self.decoder.evaluating():
-            self._prepare(seats)
+            if self._spoilt:
+                self.decoder.cache.wipe()
+                self.scheduler.invalidate()
+                self._spoilt = False
+            batch = [_request(seat) for seat in seats]
+            if batch != self._batch:
+                self._batch = batch
+                self.rows.arrange(seats, self.scheduler.seats.values())
+                self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
             logits = self._feed(seats)
             uniforms = [request.noise[len(request.sampled)] for request in self._batch]
             ids, logprobs = sampler.sample(logits, self._plan, uniforms)
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += len(seats)
         self.stats.evictions = self.scheduler.evictions
-        self._take(list(seats), ids.tolist(), logprobs.tolist())
+        # A copy: seats that finish leave the scheduler's list.
+        for seat, token, logprob in zip(list(seats), ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._refuse(seat, logprob)
+                continue
+            request = _request(seat)
+            finish = request.append(token, logprob, self.version)
+            if finish is not None:
+                self.scheduler.finish(seat)
+                request.deliver(request.completion(finish))
         self.scheduler.clock += 1
 
-    def _prepare(self, seats: list[Seat]) -> None:
-        if self._spoilt:
-            self.decoder.cache.wipe()
-            self.scheduler.invalidate()
-            self._spoilt = False
-        batch = [_request(seat) for seat in seats]
-        if batch != self._batch:
-            self._batch = batch
-            self.rows.arrange(seats, self.scheduler.seats.values())
-            self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
-
     def _feed(self, seats: list[Seat]) -> torch.Tensor:
-        """Logits [N, V]: one pass for those that decode, more for those with several new ids."""
+        """Return logits [N, V]: one pass for seats that decode, more for several new ids."""
         new = [seat.next_ids() for seat in seats]
         starts = [seat.cached for seat in seats]
         split = next((i for i, ids in enumerate(new) if len(ids) > 1), len(new))
@@ -149,18 +150,8 @@ class Worker:
             seat.cached += len(ids)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _take(self, seats: list[Seat], ids: list[int], logprobs: Iterable[float]) -> None:
-        for seat, token, logprob in zip(seats, ids, logprobs, strict=True):
-            request = _request(seat)
-            if not math.isfinite(logprob):
-                self._refuse(seat, logprob)
-                continue
-            finish = request.append(token, logprob, self.version)
-            if finish is not None:
-                self.scheduler.finish(seat)
-                request.deliver(request.completion(finish))
-
     def _refuse(self, seat: Seat, logprob: float) -> None:
+        """End a session whose numbers are not finite, and say why."""
         request = _request(seat)
         self.scheduler.release(seat.session)
         self._spoilt = True

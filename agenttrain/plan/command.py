@@ -13,7 +13,7 @@ from agenttrain.config.distributed import DistributedName
 from agenttrain.config.engine_checks import float32_on_gpu
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
-from agenttrain.plan.estimate import GIB, Estimate, Load, Machine, Part, When
+from agenttrain.plan.estimate import GIB, Estimate, Machine, Part, When
 from agenttrain.plan.remedies import Planner, Remedy
 
 PROMPT = 1024
@@ -22,7 +22,7 @@ PROMPT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was asked for beside the overrides."""
+    """Options of the command beside the overrides."""
 
     machine: Machine
     devices: int | None
@@ -40,34 +40,15 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.error = _refuse  # type: ignore[method-assign]
-    parsed, rest = parser.parse_known_args(list(arguments))
-    _check(parsed)
-    if parsed.cpu and parsed.gpu_memory_gb is not None:
+
+    def refuse(message: str) -> NoReturn:
         raise ConfigError(
-            "--gpu-memory-gb: has no effect with --cpu; say --host-memory-gb, or leave it out for "
-            "this machine's"
+            f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, "
+            "--devices 8, --prompt-tokens 1024, --cpu, --json"
         )
-    here = [] if parsed.cpu else _gpus_here()
-    given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
-    host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
-    devices = parsed.devices or len(here) or 1
-    if parsed.cpu:
-        machine = Machine(devices=devices, memory=host or _memory_here(), kind="cpu")
-    else:
-        if host is None and here and given is None:  # a GPU that is only named stands elsewhere
-            host = _memory_here()
-        memory = min(here, default=None) if given is None else given
-        machine = Machine(devices=devices, memory=memory, host=host)
-    return Options(
-        machine=machine,
-        devices=parsed.devices,
-        prompt_tokens=parsed.prompt_tokens,
-        as_json=parsed.json,
-    ), rest
 
-
-def _check(parsed: argparse.Namespace) -> None:
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed, overrides = parser.parse_known_args(list(arguments))
     for name, value in (
         ("--devices", parsed.devices),
         ("--prompt-tokens", parsed.prompt_tokens),
@@ -76,25 +57,37 @@ def _check(parsed: argparse.Namespace) -> None:
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} {value:g}: must be more than 0")
+    if parsed.cpu and parsed.gpu_memory_gb is not None:
+        raise ConfigError(
+            "--gpu-memory-gb: has no effect with --cpu; say --host-memory-gb, or leave it out for "
+            "this machine's"
+        )
+    gpus = []  # bytes of each of this machine's
+    if not parsed.cpu:
+        import torch
 
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(
-        f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, --devices 8, "
-        "--prompt-tokens 1024, --cpu, --json"
-    )
-
-
-def _gpus_here() -> list[int]:
-    """Bytes of each."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+    given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
+    host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
+    devices = parsed.devices or len(gpus) or 1
+    if parsed.cpu:
+        machine = Machine(devices=devices, memory=host or _memory_here(), kind="cpu")
+    else:
+        if host is None and gpus and given is None:  # a GPU that is only named stands elsewhere
+            host = _memory_here()
+        memory = min(gpus, default=None) if given is None else given
+        machine = Machine(devices=devices, memory=memory, host=host)
+    return Options(
+        machine=machine,
+        devices=parsed.devices,
+        prompt_tokens=parsed.prompt_tokens,
+        as_json=parsed.json,
+    ), overrides
 
 
 def _memory_here() -> int:
-    """Bytes of this machine's memory, or of what its container may have of it."""
+    """Return the bytes of this machine's memory, or of its container's share."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
@@ -105,24 +98,20 @@ def _memory_here() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def _check_devices(config: RunConfig, asked: int | None) -> None:
-    section = config.distributed
+def show(config: RunConfig, options: Options) -> int:
+    """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
+    section, asked = config.distributed, options.devices
     if section.name is DistributedName.single and (asked or 1) > 1:
         raise ConfigError(
             f"--devices {asked}: distributed=single is one process; add distributed=ddp or "
             "distributed=fsdp2"
         )
-    there = None if section.processes is None else section.processes * section.nodes
-    if asked is not None and there not in (None, asked):
+    count = None if section.processes is None else section.processes * section.nodes
+    if asked is not None and count not in (None, asked):
         raise ConfigError(
             f"--devices {asked}: distributed.processes={section.processes} and "
-            f"distributed.nodes={section.nodes} are {there} of them; leave one out"
+            f"distributed.nodes={section.nodes} are {count} of them; leave one out"
         )
-
-
-def show(config: RunConfig, options: Options) -> int:
-    """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
-    _check_devices(config, options.devices)
     planner = Planner(config, options.machine, options.prompt_tokens)
     made = planner.estimate()
     fits = None if options.machine.memory is None else True
@@ -168,9 +157,18 @@ def _lines(
     machine, load = made.machine, made.load
     sizes = planner.sizes(config.model)
     kind = type(sizes.model).__name__
-    on_cpu = machine.kind == "cpu"
+    on_cpu, host = machine.kind == "cpu", machine.host
+    device = "process on a CPU" if on_cpu else "GPU"
+    size = ""
+    if machine.memory is not None:
+        memory = f"{machine.memory / GIB:.1f} GiB"
+        size = f", the machine has {memory}" if on_cpu else f", {memory} each"
+    beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
     yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
-    yield f"machine     {_machine(config, machine, load)}"
+    yield (
+        f"machine     {load.devices} x {device}{size}{beside}, "
+        f"distributed={config.distributed.name}"
+    )
     yield (
         f"a rollout   {load.prompt:,} tokens of prompt (--prompt-tokens), at most {load.context:,} "
         "in all"
@@ -186,8 +184,8 @@ def _lines(
         for part in made.parts:
             if part.on_host:
                 yield _row(part)
-    each, whole = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
-    yield f"{'moment':<18}{each:>8}  {whole:>14}"
+    each, node = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
+    yield f"{'moment':<18}{each:>8}  {node:>14}"
     for when, name in MOMENTS.items():
         yield f"{name:<18}{made.at(when) / GIB:8.2f}  {made.host(when) / GIB:14.2f}"
     yield from _verdict(made, remedies)
@@ -202,15 +200,6 @@ MOMENTS = {
     When.sync: "while syncing",
     When.checkpoint: "at a checkpoint",
 }
-
-
-def _machine(config: RunConfig, machine: Machine, load: Load) -> str:
-    on_cpu, host = machine.kind == "cpu", machine.host
-    what = "process on a CPU" if on_cpu else "GPU"
-    each = f" {machine.memory / GIB:.1f} GiB" if machine.memory is not None else ""
-    size = each and (f", the machine has{each}" if on_cpu else f",{each} each")
-    beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
-    return f"{load.devices} x {what}{size}{beside}, distributed={config.distributed.name}"
 
 
 def _row(part: Part) -> str:
@@ -250,7 +239,15 @@ def _verdict(made: Estimate, remedies: Sequence[Remedy]) -> Iterator[str]:
                 f"DOES NOT FIT: {made.host(most) / GIB:.2f} GiB of a node's own "
                 f"{machine.host / GIB:.2f}, the most {MOMENTS[most]}"
             )
-        yield from _proposed(remedies)
+        if not remedies[0].fits:
+            yield "nothing known here makes it fit; the smallest that was found is"
+        elif len(remedies) > 1:
+            yield "each of these makes it fit:"
+        else:
+            yield "this makes it fit:"
+        width = max(len(remedy.overrides) for remedy in remedies)
+        for remedy in remedies:
+            yield f"  {remedy.overrides:<{width}}  {remedy.peak / GIB:.2f} GiB"
     elif limit is None:
         yield "whether it fits: say how large a GPU is, --gpu-memory-gb 80"
     else:
@@ -258,15 +255,3 @@ def _verdict(made: Estimate, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield f"fits: {spare / GIB:.2f} GiB to spare"
         if not on_cpu and machine.host is None:
             yield "of the host's memory nothing is known: say it, --host-memory-gb 512"
-
-
-def _proposed(remedies: Sequence[Remedy]) -> Iterator[str]:
-    if not remedies[0].fits:
-        yield "nothing known here makes it fit; the smallest that was found is"
-    elif len(remedies) > 1:
-        yield "each of these makes it fit:"
-    else:
-        yield "this makes it fit:"
-    width = max(len(remedy.overrides) for remedy in remedies)
-    for remedy in remedies:
-        yield f"  {remedy.overrides:<{width}}  {remedy.peak / GIB:.2f} GiB"

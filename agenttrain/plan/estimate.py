@@ -25,12 +25,12 @@ BFLOAT16 = 2
 """Bytes of a number in it."""
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RESERVE = 3 * GIB // 2
-"""Of a GPU: its context, libraries' workspaces, what the allocator cannot fill. Assumed."""
+"""Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
 """In the host's memory: Python and its libraries. On a CPU 0.35 GiB as measured after the imports;
 beside a GPU assumed, CUDA's libraries and vLLM's included."""
 GRAPHS, WORKSPACES = GIB, GIB // 2
-"""Of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
+"""Bytes of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
 (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
 BATCHED_TOKENS = 2048
 """Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
@@ -49,7 +49,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the run is to run on."""
+    """The hardware that the run is to run on."""
 
     devices: int = 1
     """GPUs, for a run that does not say how many processes it has."""
@@ -85,7 +85,7 @@ class Part:
     name: str
     bytes: int
     why: str
-    """What it is made of."""
+    """Its contents."""
     when: tuple[When, ...] = EVER
     on_host: bool = False
     """It is in the host's memory."""
@@ -106,7 +106,7 @@ class Load:
     context: int
     """Most tokens of one rollout: prompt and completion, within the engine's context."""
     sampled: int
-    """As many of one that the engine holds: an evaluation may let its rollouts grow longer."""
+    """The same for one that the engine holds: an evaluation may let its rollouts grow longer."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     rows: int
@@ -117,7 +117,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What vLLM has for keys and values, and needs at the least."""
+    """The memory that vLLM has for keys and values, and the least that it needs."""
 
     has: int
     """Bytes; below 0 where its weights alone are more than its share."""
@@ -140,14 +140,14 @@ class Estimate:
     load: Load
     machine: Machine
     room: Room | None = None
-    """Of engine=vllm, where it is known what it has."""
+    """The room of engine=vllm, where it is known."""
 
     def at(self, when: When) -> int:
-        """Bytes of a GPU at a moment; on a CPU of a process."""
+        """Return the bytes of a GPU at a moment; on a CPU of a process."""
         return sum(part.bytes for part in self.parts if when in part.when and not part.on_host)
 
     def host(self, when: When) -> int:
-        """Bytes of a node's own memory at a moment."""
+        """Return the bytes of a node's own memory at a moment."""
         on_cpu = self.machine.kind == "cpu"
         return sum(
             part.bytes * (1 if part.once else self.load.local)
@@ -193,7 +193,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Estimate:
-    """What each GPU holds."""
+    """Estimate what each GPU and its host hold."""
     load = _load(config, sizes, machine, prompt_tokens)
     parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
     room = None
@@ -212,17 +212,10 @@ def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: i
 
 
 def processes(config: DistributedConfig, machine: Machine) -> int:
-    """Of all nodes."""
+    """Return the number of processes on all nodes."""
     if config.name is DistributedName.single:
         return 1
     return machine.devices if config.processes is None else config.processes * config.nodes
-
-
-def _local(config: DistributedConfig, devices: int) -> int:
-    """Processes of a node."""
-    if config.name is DistributedName.single:
-        return 1
-    return min(devices, GPUS_PER_NODE) if config.processes is None else config.processes
 
 
 def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Load:
@@ -232,63 +225,59 @@ def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int)
     context = min(wanted, limit)
     evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
     longest = max(context, min(evaluated, limit)) if config.eval.questions else context
-    devices = processes(config.distributed, machine)
+    distributed = config.distributed
+    devices = processes(distributed, machine)
+    local = 1
+    if distributed.name is not DistributedName.single:
+        local = distributed.processes or min(devices, GPUS_PER_NODE)
     # An evaluation's greedy rollouts come after its sampled ones.
     samples, greedy = config.eval.samples, config.eval.greedy
     evaluation = sums.rollouts_per_evaluation * samples // (samples + greedy)
     at_once = max(sums.most_tasks_per_step * sums.group_size, evaluation)
     update = ceil(sums.rollouts_per_update / devices)
+    rows = config.engine.max_rows
+    in_step = config.rollout.deterministic is not False
+    if config.engine.name != "transformers" or not in_step:
+        rows = min(rows, config.rollout.concurrency)
     return Load(
         arithmetic=sums,
         devices=devices,
-        local=_local(config.distributed, devices),
+        local=local,
         prompt=min(prompt_tokens, context),
         context=context,
         sampled=longest,
         limit=limit,
-        rows=min(_most_rows(config), ceil(at_once / devices)),
+        rows=min(rows, ceil(at_once / devices)),
         packed=min(max(config.training.token_budget, context), update * context),
     )
-
-
-def _most_rows(config: RunConfig) -> int:
-    """Sequences that an engine may hold at once."""
-    rollout, rows = config.rollout, config.engine.max_rows
-    in_step = config.engine.name == "transformers" and rollout.deterministic is not False
-    return rows if in_step else min(rows, rollout.concurrency)
 
 
 def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
     distributed = config.distributed
     sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
-    by, whole = (load.devices, f" / {load.devices}") if sharded else (1, "")
+    by, divided = (load.devices, f" / {load.devices}") if sharded else (1, "")
     updating = sizes.updating(config.optimizer)
-    count = f"{sizes.parameters:,} x {config.model.dtype}{whole}"
+    count = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
     yield Part(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
     state = (updating.moments + updating.masters) // by
     copies = " and float32 copies" if updating.masters else ""
-    moments = f"{config.optimizer.name}: moments{copies}{whole}"
+    moments = f"{config.optimizer.name}: moments{copies}{divided}"
     yield Part(name="optimizer", bytes=state, why=moments, on_host=host)
     if config.algorithm.beta > 0 and not config.model.lora.rank:
-        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{whole}"
+        reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield Part(name="reference", bytes=sizes.weights // by, why=reference)
     yield Part(
         name="gradients",
         bytes=updating.gradients // by,
         why=("float32, and a microbatch's" if updating.masters else str(config.model.dtype))
-        + whole,
+        + divided,
         when=(When.update,),
         on_host=host,
     )
-    yield from _communication(config, sizes)
-    yield from _microbatch(config, sizes, machine, load)
-
-
-def _communication(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
-    if config.distributed.name is DistributedName.ddp:
+    if distributed.name is DistributedName.ddp:
         why = "gradients once more, for the exchange"
         yield Part(name="buckets", bytes=sizes.trained_bytes, why=why, when=(When.update,))
-    if config.distributed.name is DistributedName.fsdp2:
+    if sharded:
         # The layer in use and the next one; what is in no layer stays gathered.
         gathered = sizes.weights - sizes.all_layers + 2 * sizes.largest_layer
         why = "embeddings, head and two layers, whole"
@@ -300,10 +289,11 @@ def _communication(config: RunConfig, sizes: Sizes) -> Iterator[Part]:
             yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.sync,))
         why = "one weight whole, on its way to the files"
         yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,))
+    yield from _microbatch(config, sizes, machine, load)
 
 
 def _files(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
-    """What loading and saving take of the host's memory."""
+    """Yield the parts of the host's memory that loading and saving take."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
     if sharded or on_gpu:
@@ -381,7 +371,10 @@ def _vllm(
     settings, on_gpu = config.engine.vllm, machine.kind != "cpu"
     when = AWAKE if settings.sleep else EVER
     by = settings.tensor_parallel_size
-    itemsize = _engine_itemsize(config, sizes, on_gpu=on_gpu)
+    if config.engine.dtype is EngineDtype.auto:
+        itemsize = BFLOAT16 if on_gpu else sizes.itemsize
+    else:
+        itemsize = ITEMSIZES[config.engine.dtype]
     weights = sizes.weights * itemsize // sizes.itemsize // by
     token_cache = sizes.token_cache * itemsize // sizes.itemsize
     batch = max(
@@ -445,10 +438,3 @@ def _vllm(
             )
         )
     return parts, Room(has=has, needs=needs, tokens=load.limit)
-
-
-def _engine_itemsize(config: RunConfig, sizes: Sizes, *, on_gpu: bool) -> int:
-    """Bytes of a number of the engine's weights."""
-    if config.engine.dtype is EngineDtype.auto:
-        return BFLOAT16 if on_gpu else sizes.itemsize
-    return ITEMSIZES[config.engine.dtype]

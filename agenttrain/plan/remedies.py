@@ -19,7 +19,7 @@ Choices = list[tuple[Turn, ...]]
 """Values of a setting, the mildest first, each with what has to go with it."""
 FSDP2: Turn = ("distributed.name", DistributedName.fsdp2)
 LAST: list[Choices] = [[(("model.lora.rank", 16),)]]
-"""What changes what is learnt, where nothing else is enough."""
+"""Settings that change what is learnt, where nothing else is enough."""
 FIRST_NODE: Turn = ("distributed.rendezvous", "first-node:29500")
 """Without which several nodes are refused."""
 GPUS_PER_NODE, MOST = 8, 1024
@@ -36,13 +36,12 @@ class Remedy:
 
     @property
     def overrides(self) -> str:
-        """As they are typed: ``training.token_budget=8192``."""
-        return " ".join(_typed(key, value) for key, value in self.turns)
-
-
-def _typed(key: str, value: Any) -> str:
-    key = key.removesuffix(".name")  # a group's choice
-    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        """The settings as they are typed: ``training.token_budget=8192``."""
+        texts = []
+        for key, value in self.turns:
+            text = str(value).lower() if isinstance(value, bool) else value
+            texts.append(f"{key.removesuffix('.name')}={text}")  # .name: a group's choice
+        return " ".join(texts)
 
 
 class Planner:
@@ -53,50 +52,66 @@ class Planner:
         self._sizes: dict[str, Sizes] = {}
 
     def sizes(self, model: ModelConfig) -> Sizes:
-        """Of a model; each is traced once."""
+        """Return a model's sizes; each model is traced once."""
         if (key := repr(model)) not in self._sizes:
             self._sizes[key] = Sizes(model)
         return self._sizes[key]
 
     def estimate(self, turns: tuple[Turn, ...] = ()) -> Estimate:
-        """With these settings turned."""
+        """Estimate the run with these settings turned."""
         config = deepcopy(self.config)
         for key, value in turns:
-            _set(config, key, value)
+            *path, name = key.split(".")
+            section: Any = config
+            for part in path:
+                section = getattr(section, part)
+            setattr(section, name, value)
         return estimate(config, self.sizes(config.model), self.machine, self.prompt_tokens)
 
     def remedies(self) -> list[Remedy]:
-        """Settings of which each alone is enough; if none is, several together; more GPUs, too.
+        """Return settings of which each alone is enough; if none is, several together; more GPUs,
+        too.
 
         The several may still be too large: then nothing that is known here helps.
         """
         settings = list(self._settings())
         alone = self._enough(settings) or [self._together([*settings, *LAST])]
-        return [*alone, *self._enough([self._more_devices()])]
+        more: Choices = []
+        if self.config.engine.vllm.tensor_parallel_size == 1:  # else in one process only
+            now = self.estimate().load.devices
+            counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
+            more = [(FSDP2, *_gpus(count)) for count in counts]
+        return [*alone, *self._enough([more])]
 
     def _enough(self, settings: list[Choices]) -> list[Remedy]:
-        """The mildest value that is enough of each setting that has one."""
-        found = []
+        """Return the mildest value that is enough of each setting that has one."""
+        remedies = []
         for choices in settings:
             estimates = ((turns, self.estimate(turns)) for turns in choices)
             enough = next((pair for pair in estimates if not pair[1].excess), None)
             if enough is not None:
-                found.append(Remedy(turns=enough[0], peak=enough[1].peak))
-        return found
+                remedies.append(Remedy(turns=enough[0], peak=enough[1].peak))
+        return remedies
 
     def _together(self, settings: list[Choices]) -> Remedy:
+        """Turn one setting after the other until the run fits, then undo the needless ones."""
         chosen: dict[str, Any] = {}
         for choices in settings:
             for turns in choices:
                 tried = {**chosen, **dict(turns)}
                 if self._missing(tried) < self._missing(chosen):
                     chosen = tried
-                if not self._with(chosen).excess:
-                    return self._pruned(chosen)
+                if self._with(chosen).excess:
+                    continue
+                for key in list(chosen):
+                    others = {k: v for k, v in chosen.items() if k != key}
+                    if not self._with(others).excess:
+                        chosen = others
+                return self._remedy(chosen)
         return self._remedy(chosen)
 
     def _missing(self, turns: dict[str, Any]) -> tuple[int, int]:
-        """What is wanting; and bytes of all parts, of which less may help at another moment."""
+        """Return the missing bytes, and those of all parts: fewer may help at another moment."""
         made = self._with(turns)
         return made.excess, sum(part.bytes for part in made.parts)
 
@@ -107,16 +122,8 @@ class Planner:
         made = self._with(turns)
         return Remedy(turns=tuple(turns.items()), peak=made.peak, fits=not made.excess)
 
-    def _pruned(self, chosen: dict[str, Any]) -> Remedy:
-        """Without what the later ones made needless."""
-        for key in list(chosen):
-            rest = {k: v for k, v in chosen.items() if k != key}
-            if not self._with(rest).excess:
-                chosen = rest
-        return self._remedy(chosen)
-
     def _settings(self) -> Iterator[Choices]:
-        """Per setting its values, from mild to strong."""
+        """Yield the values of each setting, from mild to strong."""
         now = self.estimate()
         config, load, room = self.config, now.load, now.room
         training, engine = config.training, config.engine
@@ -144,13 +151,6 @@ class Planner:
         if config.distributed.name is DistributedName.fsdp2:
             yield [(("distributed.cpu_offload", True),)]
 
-    def _more_devices(self) -> Choices:
-        if self.config.engine.vllm.tensor_parallel_size > 1:  # in one process only
-            return []
-        now = self.estimate().load.devices
-        counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
-        return [(FSDP2, *_gpus(count)) for count in counts]
-
 
 def _gpus(count: int) -> tuple[Turn, ...]:
     if count <= GPUS_PER_NODE:
@@ -165,15 +165,8 @@ def _each(key: str, values: list[Any]) -> Choices:
 
 def _halves(value: int, least: int) -> list[int]:
     """``_halves(16384, 3000)`` -> [8192, 4096]"""
-    found = []
+    values = []
     while value // 2 >= least:
         value //= 2
-        found.append(value)
-    return found
-
-
-def _set(config: Any, key: str, value: Any) -> None:
-    *path, name = key.split(".")
-    for part in path:
-        config = getattr(config, part)
-    setattr(config, name, value)
+        values.append(value)
+    return values

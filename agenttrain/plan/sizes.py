@@ -1,4 +1,4 @@
-"""What a run's model says about sizes: read from its config.json, traced without weights."""
+"""Sizes of a run's model: read from its config.json, traced without weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sizes:
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Of the weights that are trained."""
+        """Bytes of the weights that are trained."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
     @cached_property

@@ -29,17 +29,17 @@ RUNS = ("train", "sft", "eval")
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Environment: every wait for another process that takes its time would be two warnings."""
 FOREIGN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-"""What accelerate's launcher would decide over our head; distributed=fsdp2 takes their place."""
+"""Decisions of accelerate's launcher that would override ours; distributed=fsdp2 replaces them."""
 
 
 def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun or one of its like started this process as one of several."""
+    """Return True if torchrun or one of its like started this process as one of several."""
     several = int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
     return several and EXCHANGE not in environment
 
 
 def is_first(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process composes for the others, where others started it."""
+    """Return True for the process that composes for the others, where others started it."""
     return environment["RANK"] == "0"
 
 
@@ -78,14 +78,15 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
     """
     section = composed.config.distributed
     world = int(os.environ["WORLD_SIZE"])
-    said = [text for text in typed if text.lstrip("+").partition("=")[0] in OWN]
+    contradicting = [text for text in typed if text.lstrip("+").partition("=")[0] in OWN]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     nodes = max(world // local, 1)
     other = section.processes not in (None, local) or section.nodes not in (1, nodes)
-    if said and (section.name is DistributedName.single or other):
+    if contradicting and (section.name is DistributedName.single or other):
         raise ConfigError(
-            f"{' '.join(said)}: {world} processes were started (WORLD_SIZE), {local} on each of "
-            f"{nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it says"
+            f"{' '.join(contradicting)}: {world} processes were started (WORLD_SIZE), {local} on "
+            f"each of {nodes} node{'s' if nodes > 1 else ''}; leave it out, or start as many as it "
+            "says"
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
@@ -98,7 +99,7 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
 
 
 def foreign_problems(mixed_precision: str) -> Iterator[str]:
-    """What accelerate's launcher was told, and what to tell us instead."""
+    """List settings of accelerate's launcher that the run has otherwise, with ours to use."""
     for variable in FOREIGN:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             yield f"{variable}={os.environ[variable]}: say distributed=fsdp2 instead"
@@ -115,11 +116,11 @@ def foreign_problems(mixed_precision: str) -> Iterator[str]:
 
 
 OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
-"""What torchrun and its like have decided already."""
+"""Settings that torchrun and its like have decided already."""
 
 
 def resolve(section: DistributedConfig) -> int:
-    """How many processes this node runs; raises ConfigError."""
+    """Return the number of processes that this node runs; raises ConfigError."""
     devices = count_gpus()
     if problem := process_count_problem(section, devices):
         raise ConfigError(problem)
@@ -128,44 +129,39 @@ def resolve(section: DistributedConfig) -> int:
 
 def count_gpus() -> int:
     """Count this machine's GPUs; torch, which takes seconds to import, is asked only where a driver
-    is."""
-    if "torch" not in sys.modules and not _has_driver():
-        return 0
+    is: CUDA's, or AMD's."""
+    if "torch" not in sys.modules:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            if not Path("/dev/kfd").exists():
+                return 0
     import torch
 
     return torch.cuda.device_count()
 
 
-def _has_driver() -> bool:
-    """Whether CUDA's driver is here, without which there is no GPU for torch, or AMD's."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Path("/dev/kfd").exists()
-    return True
-
-
 def node_rank(section: DistributedConfig) -> int:
-    """This machine's number; raises ConfigError where nothing says it."""
+    """Return this machine's number; raises ConfigError where nothing says it."""
     if section.nodes == 1:
         return 0
     if section.node_rank is not None:
         return section.node_rank
-    found = os.environ.get("SLURM_NODEID", "")
-    if not found.isdecimal():
+    number = os.environ.get("SLURM_NODEID", "")
+    if not number.isdecimal():
         raise ConfigError(
             "distributed.node_rank=null: which of the nodes is this one? add "
             "distributed.node_rank=0 on the first, 1 on the second, …"
         )
-    if int(found) >= section.nodes:
+    if int(number) >= section.nodes:
         raise ConfigError(
-            f"distributed.nodes={section.nodes}: this is node {found} (SLURM_NODEID); raise it"
+            f"distributed.nodes={section.nodes}: this is node {number} (SLURM_NODEID); raise it"
         )
-    return int(found)
+    return int(number)
 
 
 def is_later_node(section: DistributedConfig) -> bool:
-    """Whether another node has the run folder and the terminal."""
+    """Return True if another node has the run folder and the terminal."""
     if started_by_others():  # the first rank composes, whichever machine it is on
         return False
     return section.name is not DistributedName.single and node_rank(section) > 0

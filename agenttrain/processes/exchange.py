@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other in files and text: what to do, and why they stopped.
+"""Messages between the processes of a run, in files and text: what to do, and why they stopped.
 
 A launcher and its workers share a folder, the exchange.
 """
@@ -36,7 +36,7 @@ class Order:
     verb: str
     sweep: bool = False
     resume_changed: tuple[str, ...] = ()
-    """Of this time only: `plain` does not have it."""
+    """Settings changed for this resume only: `plain` does not have them."""
 
     @classmethod
     def of(cls, composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> Order:
@@ -52,15 +52,15 @@ class Order:
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """What `text` wrote."""
+        """Read an order that `text` wrote."""
         return cls(**json.loads(text))
 
     def text(self) -> str:
-        """As JSON."""
+        """Return the order as JSON."""
         return json.dumps(asdict(self))
 
     def composed(self) -> Composed:
-        """The settings."""
+        """Return the settings."""
         composed = convert(self.plain)
         composed.config.resume = self.resume
         composed.config.resume_changed = [RunPart(name) for name in self.resume_changed]
@@ -68,21 +68,21 @@ class Order:
 
 
 def write_order(exchange: Path, order: Order) -> None:
-    """For the workers that are to be started, with where they find modules."""
+    """Write the order for the workers that are to be started, with where they find modules."""
     text = json.dumps({"order": order.text(), "sys_path": sys.path})
     (exchange / ORDER).write_text(text, encoding="utf-8")
 
 
 def read_order(exchange: Path) -> Order:
-    """What `write_order` wrote; modules are found from here on as in the launcher."""
-    written = json.loads((exchange / ORDER).read_text(encoding="utf-8"))
+    """Read what `write_order` wrote; from now on modules are found as in the launcher."""
+    record = json.loads((exchange / ORDER).read_text(encoding="utf-8"))
     # `python -m` has put the current folder first, where it can hide a package.
-    sys.path[:] = written["sys_path"]
-    return Order.parse(written["order"])
+    sys.path[:] = record["sys_path"]
+    return Order.parse(record["order"])
 
 
 def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
-    """Why a rank cannot go on, for the launcher to tell."""
+    """Write why a rank cannot go on, for the launcher to report."""
     from agenttrain.training.world import PeerFailed  # only here: torch comes with it
 
     record = {
@@ -93,8 +93,8 @@ def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
 
 
 def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
-    """What a rank left: `time`, `error` in a line, `trace`, whether it was `of_peer`, another rank;
-    empty where it left nothing."""
+    """Read the crash that a rank recorded: `time`, `error` in a line, `trace`, and `of_peer` where
+    another rank caused it; empty where it recorded nothing."""
     try:
         crash: dict[str, Any] = json.loads((exchange / CRASH.format(rank=rank)).read_text())
     except (OSError, ValueError):

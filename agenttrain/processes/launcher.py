@@ -1,6 +1,6 @@
 """A run in several processes: one worker per device, on one node or several.
 
-The launcher composes and checks; from then on it only watches, passes signals on, and tells which
+The launcher composes and checks; from then on it only watches, passes signals on, and reports which
 worker was the first to go.
 """
 
@@ -40,9 +40,9 @@ from agenttrain.processes.workers import PASSED_ON, Ended, Workers
 from agenttrain.tracking.run_folder import read_summary, update_summary
 
 ELASTIC = (signal.SIGQUIT,)
-"""What elastic's agent handles by itself: it stops."""
+"""Signals that elastic's agent handles by itself: it stops."""
 UNFINISHED = ("running", "interrupted", "failed", None)
-"""What summary.json may say of a run that a process did not survive."""
+"""Statuses that summary.json may hold for a run that a process did not survive."""
 WHY = {
     FAILED: "failed",
     REFUSED: "refused to start",
@@ -51,7 +51,7 @@ WHY = {
 
 
 def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    """Run `verb` in as many processes as the settings say; the exit code.
+    """Run `verb` in as many processes as the settings say; return the exit code.
 
     Raises ConfigError where this machine cannot run as many.
     """
@@ -63,8 +63,29 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
         write_order(exchange, order)
         try:
             with _environment(section, processes, exchange):
-                workers = _workers(section, processes, node, exchange)
-                _watch(workers)
+                spec = WorkerSpec(
+                    role="worker",
+                    local_world_size=processes,
+                    entrypoint=sys.executable,
+                    args=("-u", "-m", "agenttrain.processes.worker"),
+                    rdzv_handler=meet(section, node),
+                    max_restarts=0,
+                    monitor_interval=0.1,
+                )
+                workers = Workers(
+                    lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
+                    (exchange / TOLD).write_text,
+                    spec=spec,
+                    logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
+                )
+                # Elastic's own report of a failed worker; `_verdict` prints ours.
+                logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
+                with _signals_restored():
+                    try:
+                        workers.listen()
+                        workers.run()
+                    except SignalException as error:
+                        workers.asked.append(error.sigval)
         except (NotMet, DistNetworkError, DistStoreError) as error:
             print(f"agenttrain: {error}", file=sys.stderr)
             return FAILED
@@ -73,7 +94,7 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
 
 @contextmanager
 def _environment(section: DistributedConfig, processes: int, exchange: Path) -> Iterator[None]:
-    """What the workers inherit."""
+    """Set the variables that the workers inherit, until they have ended."""
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
     if section.nodes == 1:
@@ -88,87 +109,56 @@ def _environment(section: DistributedConfig, processes: int, exchange: Path) -> 
             del os.environ[name]
 
 
-def _workers(section: DistributedConfig, processes: int, node: int, exchange: Path) -> Workers:
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=processes,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "agenttrain.processes.worker"),
-        rdzv_handler=meet(section, node),
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return Workers(
-        lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
-        (exchange / TOLD).write_text,
-        spec=spec,
-        logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
-    )
-
-
-def _watch(workers: Workers) -> None:
-    """Until all have ended; the signals of this process are theirs meanwhile."""
-    logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)  # we tell it
-    kept = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Undo what the workers make of this process's signals."""
+    handlers = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
     try:
-        workers.listen()
-        workers.run()
-    except SignalException as error:
-        workers.asked.append(error.sigval)
+        yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             with suppress(ValueError):
                 signal.signal(number, handler)
 
 
 def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool) -> int:
-    """The exit code of it all; what the first rank could not tell is told, and recorded."""
-    first, folder = _cause(workers, exchange), Path(order.folder)
-    if first is None and workers.far is None:
-        code = _as_asked(workers)
-        if first_node and code in (INTERRUPTED, TERMINATED):
-            _record(folder, {"running": "interrupted"})
+    """Return the run's exit code; print and record what the first rank could not."""
+
+    def when(ended: Ended) -> tuple[bool, bool, float]:
+        crash = read_crash(exchange, ended.rank)
+        return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
+
+    # The cause of several that went together: the first to go that did not go for another's sake.
+    first, folder = min(workers.early, key=when, default=None), Path(order.folder)
+    if first is None and workers.far is None:  # they were done, or were asked to stop
+        lowest = min(workers.ended, default=None)
+        code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
+        if code in (INTERRUPTED, TERMINATED) or code < 0:
+            code = INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
+            if first_node:
+                _record(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
     if first is None:
-        told = str(workers.far)
+        message = str(workers.far)
     else:
         crash = read_crash(exchange, first.rank)
         if first.code == REFUSED and crash:
             raise ConfigError(crash["error"])
         for line in crash.get("trace", "").splitlines():
             print(f"rank {first.rank}: {line}", file=sys.stderr)
-        told = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
+        message = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
     for rank in workers.silent:
-        told += f"; rank {rank} (process {workers.ended[rank].pid}) did not answer and was killed"
+        pid = workers.ended[rank].pid
+        message += f"; rank {rank} (process {pid}) did not answer and was killed"
     says_it_itself = first is not None and first.rank == 0 and first.code > 0
     if not says_it_itself or crash.get("of_peer") or workers.silent:
         again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
         remedy = "" if order.verb == "eval" else f". To go on: {again}"
-        print(f"agenttrain: {told}; the other processes were stopped{remedy}", file=sys.stderr)
+        print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
         if first_node:
-            _record(folder, dict.fromkeys(UNFINISHED, "failed"), told)
+            _record(folder, dict.fromkeys(UNFINISHED, "failed"), message)
     return first.code if first is not None and first.code > 0 else FAILED
-
-
-def _cause(workers: Workers, exchange: Path) -> Ended | None:
-    """The worker that ended the run: of several that went together, the one that went first, and
-    not for another's sake."""
-
-    def when(ended: Ended) -> tuple[bool, bool, float]:
-        crash = read_crash(exchange, ended.rank)
-        return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
-
-    return min(workers.early, key=when, default=None)
-
-
-def _as_asked(workers: Workers) -> int:
-    """The exit code of workers that ended because they were done, or were told to."""
-    lowest = min(workers.ended, default=None)
-    code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
-    if code in (INTERRUPTED, TERMINATED) or code < 0:
-        return INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
-    return code
 
 
 def _named(ended: Ended) -> str:

@@ -30,14 +30,14 @@ class NotMet(AgenttrainError):
 
 
 class Meeting(RendezvousHandler):
-    """What elastic's agent needs to start this node's workers: a store, and who is who."""
+    """Rendezvous for elastic's agent, which starts this node's workers: a store, and who is who."""
 
     def __init__(self, store: TCPStore, host: str, node: int, nodes: int) -> None:
         """`store` is the first node's, at `host`."""
         self._store, self._host, self._node, self._nodes = store, host, node, nodes
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Everybody is here."""
+        """Return the store and this node's number: everybody is here."""
         where = RendezvousStoreInfo(self._host, self._store.port)
         store = PrefixStore(self.get_run_id(), self._store)
         return RendezvousInfo(store, self._node, self._nodes, where)
@@ -67,29 +67,23 @@ class Meeting(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        """Whether it is over: the store goes with this object."""
+        """Return True, it is over: the store goes with this object."""
         return True
 
 
 def meet(section: DistributedConfig, node: int) -> Meeting:
-    """The meeting of all nodes, once they are there; of one node alone, at a port that is free.
+    """Return the meeting of all nodes, once they are there; of one node alone, at a free port.
 
     Raises NotMet after `timeout_s`.
     """
     if section.rendezvous is None:
         return Meeting(TCPStore(HERE, 0, 1, True, multi_tenant=True), HERE, node, 1)
-    host, _, port = section.rendezvous.rpartition(":")
-    store = _reach(host, int(port), section, node)
-    _wait_for_all(store, section, node)
-    return Meeting(store, host, node, section.nodes)
-
-
-def _reach(host: str, port: int, section: DistributedConfig, node: int) -> TCPStore:
-    """The store of the first node."""
+    host, _, text = section.rendezvous.rpartition(":")
+    port = int(text)
     if node > 0:
-        _wait_for_door(host, port, section, node)
+        _wait_for_listener(host, port, section, node)
     try:
-        return TCPStore(
+        store = TCPStore(
             *(host, port, section.nodes, node == 0, timedelta(seconds=section.timeout_s)),
             wait_for_workers=False,
             multi_tenant=True,
@@ -100,10 +94,12 @@ def _reach(host: str, port: int, section: DistributedConfig, node: int) -> TCPSt
             f"distributed.rendezvous={host}:{port}: does not work on {socket.gethostname()}: "
             f"{problem}; is it the first node's name, and is the port free there?"
         ) from error
+    _wait_for_all(store, section, node)
+    return Meeting(store, host, node, section.nodes)
 
 
-def _wait_for_door(host: str, port: int, section: DistributedConfig, node: int) -> None:
-    """Until somebody listens there: torch's own wait hears no signals, and is loud."""
+def _wait_for_listener(host: str, port: int, section: DistributedConfig, node: int) -> None:
+    """Wait until the first node listens: torch's own wait hears no signals, and is loud."""
     deadline = time.monotonic() + section.timeout_s
     while True:
         try:
@@ -120,7 +116,7 @@ def _wait_for_door(host: str, port: int, section: DistributedConfig, node: int) 
 def _wait_for_all(store: TCPStore, section: DistributedConfig, node: int) -> None:
     store.set(f"node/{node}", socket.gethostname())
     deadline = time.monotonic() + section.timeout_s
-    tell = time.monotonic() + TELL_S
+    print_at = time.monotonic() + TELL_S
     while missing := [n for n in range(section.nodes) if not store.check([f"node/{n}"])]:
         who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         if time.monotonic() > deadline:
@@ -128,7 +124,7 @@ def _wait_for_all(store: TCPStore, section: DistributedConfig, node: int) -> Non
                 f"distributed.nodes={section.nodes}: {who} did not come to {section.rendezvous} "
                 f"within {section.timeout_s:g} s (distributed.timeout_s)"
             )
-        if time.monotonic() > tell:
-            tell += TELL_S
+        if time.monotonic() > print_at:
+            print_at += TELL_S
             print(f"node {node} waits for {who} at {section.rendezvous}", file=sys.stderr)
         time.sleep(POLL_S)

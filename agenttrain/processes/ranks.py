@@ -25,7 +25,7 @@ from agenttrain.training.world import PeerFailed, World
 KEY = "agenttrain/order"
 """An Order as JSON, or the exit code of a command that runs nothing."""
 SLICE = timedelta(seconds=0.5)
-"""Of a wait: signals are heard in between."""
+"""Longest wait at once: signals are heard in between."""
 HEARD_S = 30.0
 """For the others to hear that there is nothing to run, before the store goes with this process."""
 LAST_S = 1.0
@@ -33,7 +33,7 @@ LAST_S = 1.0
 
 
 def lead(order: Order) -> int:
-    """The first rank: tell the others what to run, and do its share; the exit code."""
+    """Tell the other ranks what to run, and do the first one's share; return the exit code."""
     _store().set(KEY, order.text())
     try:
         return serve(order, _start(order))
@@ -43,31 +43,27 @@ def lead(order: Order) -> int:
 
 
 def dismiss(code: int) -> None:
-    """The first rank, at its end: the others end too, if they were told nothing before."""
-    with suppress(
-        dist.DistNetworkError
-    ):  # who started the processes is gone, and the store with it
-        _dismiss(_store(), code)
-
-
-def _dismiss(store: dist.Store, code: int) -> None:
-    if store.check([KEY]):
-        return
-    store.set(KEY, str(code))
-    others = [f"agenttrain/heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
-    deadline = time.monotonic() + HEARD_S
-    while not store.check(others) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    """End the other ranks as the first one ends, if they were told nothing before."""
+    # Suppressed: the launcher of the processes is gone, and the store with it.
+    with suppress(dist.DistNetworkError):
+        store = _store()
+        if store.check([KEY]):
+            return
+        store.set(KEY, str(code))
+        others = [f"agenttrain/heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
+        deadline = time.monotonic() + HEARD_S
+        while not store.check(others) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def follow() -> int:
-    """Another rank: do what the first one says; the exit code."""
+    """Do what the first rank says, in another one; return the exit code."""
     rank = int(os.environ["RANK"])
     terminal = unfailing(os.dup(2))  # where stderr leads now
     verb = "train"
     with listening() as stop:
         try:
-            text = _heard(rank)
+            text = _order_or_code(rank)
             if text.isdecimal():
                 time.sleep(LAST_S)
                 return int(text)
@@ -86,7 +82,8 @@ def _start(order: Order) -> World:
     return World.start(timeout_s=order.composed().config.distributed.timeout_s)
 
 
-def _heard(rank: int) -> str:
+def _order_or_code(rank: int) -> str:
+    """Wait for what the first rank puts under KEY."""
     store = _store()
     while True:
         try:

@@ -16,38 +16,35 @@ from agenttrain.signals import listening
 
 
 def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    """Run `verb` in its folder; the exit code. Raises ConfigError."""
-    single = composed.config.distributed.name is DistributedName.single
-    if not single and not started_by_others():
+    """Run `verb` in its folder; return the exit code. Raises ConfigError."""
+    config, plain = composed.config, composed.plain
+    if config.distributed.name is not DistributedName.single and not started_by_others():
         from agenttrain.processes.launcher import run_workers
 
         return run_workers(composed, folder, verb, sweep=sweep)
     with listening() as stop:
         try:
-            return _do(composed, folder, verb, sweep=sweep)
+            if started_by_others():
+                from agenttrain.processes.ranks import lead
+
+                adopt(composed, ())
+                return lead(Order.of(composed, folder, verb, sweep=sweep))
+            if verb == "sft":
+                from agenttrain.launch_sft import launch_sft
+
+                return launch_sft(config, plain, folder, sweep=sweep)
+            from agenttrain.launch import launch
+
+            return launch(config, plain, folder, verb, sweep=sweep)
         except KeyboardInterrupt:
             return stop_code(stop, verb)
 
 
-def _do(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
-    config, plain = composed.config, composed.plain
-    if started_by_others():
-        from agenttrain.processes.ranks import lead
-
-        adopt(composed, ())
-        return lead(Order.of(composed, folder, verb, sweep=sweep))
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
-
-        return launch_sft(config, plain, folder, sweep=sweep)
-    from agenttrain.launch import launch
-
-    return launch(config, plain, folder, verb, sweep=sweep)
-
-
 def as_rank(command: Callable[[], int]) -> int:
-    """One of the processes that torchrun started: the first does the command, and has the others do
-    their share where it runs something; the exit code."""
+    """Run a command in one of the processes that torchrun started; return the exit code.
+
+    The first does the command, and has the others do their share where it runs something.
+    """
     os.environ.update(QUIET)
     from agenttrain.processes.ranks import dismiss, follow
 

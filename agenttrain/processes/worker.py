@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,18 +27,32 @@ if TYPE_CHECKING:  # Ctrl-C is caught below from the first import on that takes 
 TOLD = "signal.txt"
 """File of the exchange: which signal the launcher passes on, always as the same one."""
 WATCH_S = 1.0
-"""Between two looks at whether the launcher still lives."""
+"""Seconds between two checks that the launcher still lives."""
 
 
 def main() -> int:
-    """The life of a worker; its exit code."""
+    """Run a worker's life; return its exit code."""
     protect()
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
+
+    def signal_passed_on() -> str | None:
+        try:
+            return (exchange / TOLD).read_text()
+        except OSError:
+            return None
+
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with listening() as stop:  # before anything is imported that takes its time
-        stop.passed_on = partial(_told, exchange)
+        stop.passed_on = signal_passed_on
         try:
-            return _work(exchange)
+            from agenttrain.processes.exchange import Order, read_order
+            from agenttrain.training.world import World
+
+            order = read_order(exchange)
+            world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
+            # The first node's: another one composed the same, but may name the folder by its clock.
+            order = Order.parse(world.broadcast(order.text(), "the settings"))
+            return serve(order, world)
         except KeyboardInterrupt:
             from agenttrain.processes.exchange import read_order, stop_code
 
@@ -51,46 +64,25 @@ def main() -> int:
             return code_of(error)
 
 
-def _told(exchange: Path) -> str | None:
-    try:
-        return (exchange / TOLD).read_text()
-    except OSError:
-        return None
-
-
-def _work(exchange: Path) -> int:
-    from agenttrain.processes.exchange import Order, read_order
-    from agenttrain.training.world import World
-
-    order = read_order(exchange)
-    world = World.start(timeout_s=order.composed().config.distributed.timeout_s)
-    # Of the first node; another one composed the same, but may name the folder by its clock.
-    order = Order.parse(world.broadcast(order.text(), "the settings"))
-    return serve(order, world)
-
-
 def serve(order: Order, world: World) -> int:
     """Do the run's share of this process; raises what stops it, except on the first rank."""
     folder = Path(order.folder)
     if not world.is_main:
-        _write_to(folder / "logs" / f"rank-{world.rank}.log")
+        # Everything that is printed from now on, by libraries in C too, goes to a file.
+        path = folder / "logs" / f"rank-{world.rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        faulthandler.enable()
     composed = order.composed()
     config, plain = composed.config, composed.plain
     from agenttrain.launch import launch
 
     return launch(config, plain, folder, order.verb, order.sweep, world=world)
-
-
-def _write_to(path: Path) -> None:
-    """Let everything that is printed from here on, by libraries in C too, go to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
-    faulthandler.enable()
 
 
 def _end_with(launcher: int) -> None:

@@ -21,18 +21,18 @@ from agenttrain.signals import Insistence, leave_terminal
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 15.0
-"""Until workers that were told to stop are killed."""
+"""Seconds until workers that were told to stop are killed."""
 AGAIN_S = 3.0
-"""Until one that still runs when another has stopped is told again: it may wait for that other one,
-and asyncio takes only the second Ctrl-C to heart."""
+"""Seconds until a worker that still runs when another has stopped is signalled again: it may wait
+for that other one, and asyncio takes only the second Ctrl-C to heart."""
 SETTLE_S = 120.0
-"""For the others, once a worker has ended as it was asked to: one may still be writing."""
+"""Seconds for the others, once a worker has ended as asked: one may still be writing."""
 TELL_S = 3.0
-"""For the others to tell of the same mistake, before they are told to stop."""
+"""Seconds for the others to report the same mistake, before they are told to stop."""
 LOOK_S = 1.0
-"""Between two looks at the other nodes."""
+"""Seconds between two checks of the other nodes."""
 KEY = "agenttrain/failed"
-"""In the store of all nodes: what made one of them stop."""
+"""Key in the store of all nodes: what made one of them stop."""
 FAR = "the node of the first rank is gone"
 
 
@@ -47,7 +47,7 @@ class Ended:
 
     @property
     def as_asked(self) -> bool:
-        """Whether it did what it was started for, or saved its work and left."""
+        """True if it did what it was started for, or saved its work and left."""
         return self.code in (DONE, PREEMPTED)
 
 
@@ -57,17 +57,18 @@ class Workers(LocalElasticAgent):
     def __init__(
         self, describe: Callable[[Ended], str], told: Callable[[str], object], **arguments: Any
     ) -> None:
-        """`describe` tells other nodes how a worker of this one ended, `told` the workers which
-        signal they are about to get another for; the rest is elastic's."""
+        """Take `describe`, which says to other nodes how a worker of this one ended, and `told`,
+        which gives the workers the signal that they are about to get another for; the other
+        arguments are elastic's."""
         super().__init__(**arguments)
         self.asked: list[signal.Signals] = []
         """Signals that the launcher got."""
         self.early: list[Ended] = []
-        """Those that ended before anybody told them to, and were not done."""
+        """Workers that ended before anybody told them to, and were not done."""
         self.silent: list[int] = []
-        """Those that did not end when they were told to, and were killed."""
+        """Ranks that did not end when they were told to, and were killed."""
         self.far: str | None = None
-        """What made another node stop."""
+        """The reason why another node stopped."""
         self.ended: dict[int, Ended] = {}
         self._describe = describe
         self._announce = told
@@ -103,40 +104,58 @@ class Workers(LocalElasticAgent):
 
     @property
     def _told(self) -> signal.Signals:
-        """What workers are sent: never SIGTERM, which who signals all processes of a job has given
-        them already, and whose second one would not let them save."""
+        """Signal forwarded to workers. Never SIGTERM: a scheduler that signals the whole job has
+        already sent one, and workers treat a second SIGTERM as 'stop without saving'."""
         return signal.SIGINT if self._is_urgent else signal.SIGUSR1
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        found = super()._start_workers(worker_group)
+        pids = super()._start_workers(worker_group)
         self._alone = worker_group.group_world_size == 1
-        self._pids = {w.global_rank: found[w.local_rank] for w in worker_group.workers}
+        self._pids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
         self.listen()  # the agent has just made them its own
         if self.asked:  # before there was anyone to tell
             self._signal(self._told)
-        return found
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
-        self._ask_others(worker_group.store)
-        self._press(time.monotonic())
+        self._exchange_failures(worker_group.store)
+        now = time.monotonic()
+        if self._stop_at is not None and now >= self._stop_at:
+            self._stop_at = None
+            self._stop_soon()
+            self._signal(signal.SIGINT)
+        if self._again_at is not None and now >= self._again_at and self.ended:
+            self._again_at = now + AGAIN_S
+            self._signal(signal.SIGINT)
+        if self._kill_at is not None and now >= self._kill_at:
+            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
+            self._signal(signal.SIGKILL)
         if len(self.ended) < len(self._pids):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _reap(self) -> None:
-        """See who has ended; the exit status stays for the agent."""
+        """Record the workers that have ended; the exit status stays for the agent."""
         new = []
         for rank, pid in self._pids.items():
-            if rank not in self.ended and (code := _status(pid)) is not None:
+            if rank in self.ended:
+                continue
+            # WNOWAIT: it can be asked for again.
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                exited = status.si_code == os.CLD_EXITED
+                code = status.si_status if exited else -status.si_status
                 self.ended[rank] = Ended(rank=rank, pid=pid, code=code)
                 new.append(self.ended[rank])
+        early = [ended for ended in new if not ended.as_asked]
         if self._stop_at is not None or self._kill_at is not None:
             if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
-                self.early += [ended for ended in new if not ended.as_asked]
+                self.early += early
             return
-        early = [ended for ended in new if not ended.as_asked]
-        if any(not self._is_told(ended) for ended in early):
+        # These codes are of workers that heard the launcher's signal, if at once.
+        by_signal = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
+        if early and not (self.asked and all(ended.code in by_signal for ended in early)):
             self.early += early
             killed = any(ended.code < 0 for ended in early)
             self._stop_at = time.monotonic() + (0 if killed else TELL_S)
@@ -145,13 +164,8 @@ class Workers(LocalElasticAgent):
         elif any(ended.code == PREEMPTED for ended in new):
             self._kill_by(SETTLE_S)
 
-    def _is_told(self, ended: Ended) -> bool:
-        """Whether a worker ended as one that heard the launcher's signal, if at once."""
-        signals = tuple(-number for number in PASSED_ON)
-        return bool(self.asked) and ended.code in (INTERRUPTED, TERMINATED, *signals)
-
-    def _ask_others(self, store: Any) -> None:
-        """Tell the other nodes what happened here, and stop for what happened there."""
+    def _exchange_failures(self, store: Any) -> None:
+        """Publish this node's failure to the other nodes, and stop for one of theirs."""
         now = time.monotonic()
         if self._alone or now < self._look_at or self.far:
             return
@@ -167,19 +181,6 @@ class Workers(LocalElasticAgent):
         if self.far and self._stop_at is None and self._kill_at is None:
             self._stop_at = now
 
-    def _press(self, now: float) -> None:
-        """Do what is due."""
-        if self._stop_at is not None and now >= self._stop_at:
-            self._stop_at = None
-            self._stop_soon()
-            self._signal(signal.SIGINT)
-        if self._again_at is not None and now >= self._again_at and self.ended:
-            self._again_at = now + AGAIN_S
-            self._signal(signal.SIGINT)
-        if self._kill_at is not None and now >= self._kill_at:
-            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
-            self._signal(signal.SIGKILL)
-
     def _stop_soon(self) -> None:
         self._again_at = time.monotonic() + AGAIN_S
         self._kill_by(STOP_S)
@@ -189,17 +190,9 @@ class Workers(LocalElasticAgent):
         self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To every worker that runs; at the end, to what it started in its session too."""
+        """Signal every worker that runs; SIGKILL goes to what it started in its session too."""
         send = os.killpg if number is signal.SIGKILL else os.kill
         for rank, pid in self._pids.items():
             if rank not in self.ended:
                 with suppress(ProcessLookupError):
                     send(pid, number)
-
-
-def _status(pid: int) -> int | None:
-    """Exit code, or minus the signal; None while it runs. It can be asked for again."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

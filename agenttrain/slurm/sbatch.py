@@ -27,12 +27,12 @@ class ClusterUnreachable(ConfigError):
 
 
 def present() -> bool:
-    """Whether this machine can submit."""
+    """Return True if this machine can submit."""
     return shutil.which("sbatch") is not None
 
 
 def lint(script: str) -> str:
-    """What SLURM would do with the script, e.g. "Job 7 to start at … on nodes n1 in partition low".
+    """Ask SLURM about the script, e.g. "Job 7 to start at … on nodes n1 in partition low".
 
     Raises ConfigError in SLURM's words for what it would refuse, ClusterUnreachable where it does
     not get to see the script.
@@ -53,13 +53,12 @@ def lint(script: str) -> str:
 
 
 def submit(path: Path) -> str:
-    """Submit the script; the job's number. Raises ConfigError in SLURM's words."""
+    """Submit the script; return the job's number. Raises ConfigError in SLURM's words."""
     done = _sbatch(["--parsable", str(path)], None)
     if done.returncode != 0:
         raise ConfigError(f"submit: sbatch {path}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[
-        0
-    ]  # behind it the cluster's name, where there are several
+    number, _, _ = done.stdout.strip().partition(";")  # then the cluster, where there are several
+    return number
 
 
 def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:

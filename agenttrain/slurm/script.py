@@ -20,7 +20,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """What goes into the script beside the settings."""
+    """The content of the script beside the settings."""
 
     name: str
     """The job's, where the settings have none."""
@@ -29,30 +29,32 @@ class JobScript:
     workdir: Path
     """Where the command was typed: relative paths and the user's modules are found from there."""
     jobs: Sequence[Sequence[str]]
-    """What stands behind `agenttrain`, for each job of an array; of one job for a run."""
+    """Arguments of `agenttrain` for each job of an array; of one job for a run."""
     array: bool = False
     python: Path
     """The interpreter that submits."""
 
     @property
     def path(self) -> Path:
-        """Where it is written."""
+        """The script's file."""
         return self.folder / NAME
 
     @property
     def log(self) -> Path:
-        """What it prints, with SLURM's %-signs: %j is the job's number, %A_%a an array's."""
+        """Output file, with SLURM's %-signs: %j is the job's number, %A_%a an array's."""
         numbers = "%A_%a" if self.array else "%j"
         return Path(str(self.folder).replace("%", "%%")) / f"slurm-{numbers}.out"
 
 
 def core() -> str:
-    """The part that is the same in every script, those of scripts/slurm/ included."""
+    """Return the part that is the same in every script, those of scripts/slurm/ included."""
     return (FOLDER / "core.sh").read_text(encoding="utf-8")
 
 
 def render(script: JobScript, settings: SlurmConfig) -> str:
-    """The script's text."""
+    """Return the script's text."""
+    own_path = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
+    offline = [f"export {' '.join(f'{name}=1' for name in OFFLINE)}"] if settings.offline else []
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         undefined=StrictUndefined,
@@ -62,8 +64,8 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
     environment.filters |= {"quote": shlex.quote, "words": shlex.join}
     return environment.get_template("job.sbatch.jinja").render(
         path=str(script.path),
-        directives=list(_directives(script, settings)),
-        setup=_setup(script, settings),
+        directives=_directives(script, settings),
+        setup=[*(own_path if settings.setup is None else settings.setup), *offline],
         max_requeues=settings.max_requeues,
         srun=settings.srun,
         single=not script.array,
@@ -72,7 +74,7 @@ def render(script: JobScript, settings: SlurmConfig) -> str:
     )
 
 
-def _directives(script: JobScript, settings: SlurmConfig) -> Sequence[str]:
+def _directives(script: JobScript, settings: SlurmConfig) -> list[str]:
     throttle = "" if settings.concurrent is None else f"%{settings.concurrent}"
     wanted = {
         "job-name": settings.name or script.name,
@@ -93,9 +95,3 @@ def _directives(script: JobScript, settings: SlurmConfig) -> Sequence[str]:
     }
     given = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
     return [*given, "--requeue", *settings.directives]
-
-
-def _setup(script: JobScript, settings: SlurmConfig) -> list[str]:
-    own = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
-    offline = [f"export {' '.join(f'{name}=1' for name in OFFLINE)}"] if settings.offline else []
-    return [*(own if settings.setup is None else settings.setup), *offline]

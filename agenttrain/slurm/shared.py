@@ -30,9 +30,9 @@ def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
                 named[f"data.{split}.path={path}"] = Path(str(path))
     own = {Path(folder).resolve() for folder in (*OWN, tempfile.gettempdir())}
     for name, path in named.items():
-        found = own & {*path.expanduser().resolve().parents}
-        if found:
+        parents = own & {*path.expanduser().resolve().parents}
+        if parents:
             yield (
-                f"{name}: {path} is in {max(found)}, which every machine has for itself; the nodes "
-                "must see it"
+                f"{name}: {path} is in {max(parents)}, which every machine has for itself; the "
+                "nodes must see it"
             )

@@ -1,4 +1,4 @@
-"""`agenttrain compare <sweep folder>`: what a sweep found, and what of it is missing."""
+"""`agenttrain compare <sweep folder>`: a sweep's results, and the jobs that are missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agenttrain.config.suggest import did_you_mean
 from agenttrain.sweep import plot
 from agenttrain.sweep.record import SweepRecord, read_record, shown
 from agenttrain.sweep.status import FINISHED, RUNNING, Standing
-from agenttrain.sweep.table import Comparison, as_json, compared, markdown, print_table
+from agenttrain.sweep.table import as_json, compared, markdown, print_table
 from agenttrain.tracking.json_lines import finite
 
 USAGE = (
@@ -24,7 +24,7 @@ OPTIONS = ("--plot", "--json", "--markdown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """What was typed."""
+    """The words of the command line, taken apart."""
 
     sweep: Path
     metrics: list[str]
@@ -39,19 +39,27 @@ def compare(arguments: Sequence[str]) -> int:
     if typed.plot is not None:
         plot.check(typed.plot)
     record = read_record(typed.sweep)
-    found = compared(typed.sweep, record, typed.metrics)
-    unfinished = any(job.unfinished for job in found.jobs)
+    comparison = compared(typed.sweep, record, typed.metrics)
+    unfinished = any(job.unfinished for job in comparison.jobs)
     resume = shown(["-m", f"resume={typed.sweep}"]) if unfinished else None
     if typed.form == "--json":
-        print(json.dumps(finite(as_json(found, resume)), indent=1))
+        print(json.dumps(finite(as_json(comparison, resume)), indent=1))
     elif typed.form == "--markdown":
-        print(markdown(found))
+        print(markdown(comparison))
     else:
-        print_table(found)
-        _print_missing(found, record, resume)
+        print_table(comparison)
+        for job in comparison.jobs:
+            if job.status == FINISHED:
+                continue
+            why = f": {job.error}" if job.error else ""
+            print(f"{job.folder}  {job.status}{why}")
+            if job.status != RUNNING:
+                print(f"    {shown(alone(comparison.sweep, record, job))}")
+        if resume is not None:
+            print(f"all of them, one after the other: {resume}")
     if typed.plot is not None:
         try:
-            plot.write(found, typed.plot)
+            plot.write(comparison, typed.plot)
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
             raise ConfigError(f"--plot {typed.plot}: {problem}") from error
@@ -89,22 +97,9 @@ def parse(arguments: Sequence[str]) -> Typed:
     )
 
 
-def _print_missing(found: Comparison, record: SweepRecord, resume: str | None) -> None:
-    """Every job that is not finished, why, and what goes on with it."""
-    for job in found.jobs:
-        if job.status == FINISHED:
-            continue
-        why = f": {job.error}" if job.error else ""
-        print(f"{job.folder}  {job.status}{why}")
-        if job.status != RUNNING:
-            print(f"    {shown(alone(found.sweep, record, job))}")
-    if resume is not None:
-        print(f"all of them, one after the other: {resume}")
-
-
-def alone(sweep: Path, record: SweepRecord, found: Standing) -> list[str]:
-    """What runs one unfinished job, behind `agenttrain`."""
-    if (found.folder / "config.yaml").exists() and record.verb != "eval":
+def alone(sweep: Path, record: SweepRecord, unfinished: Standing) -> list[str]:
+    """Return the arguments of `agenttrain` that run one unfinished job."""
+    if (unfinished.folder / "config.yaml").exists() and record.verb != "eval":
         verb = [] if record.verb == "train" else [record.verb]
-        return [*verb, *record.options, f"resume={found.folder}"]
-    return record.arguments(sweep, found.job)
+        return [*verb, *record.options, f"resume={unfinished.folder}"]
+    return record.arguments(sweep, unfinished.job)

@@ -27,7 +27,7 @@ PER_LEGEND_LINE = 0.22
 """Inches."""
 
 Rows = Sequence[Mapping[str, Any]]
-"""Of a run's metrics.jsonl."""
+"""Rows of a run's metrics.jsonl."""
 
 
 def kind(path: Path) -> str:
@@ -55,35 +55,44 @@ def write(comparison: Comparison, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
-    _draw(comparison, figure)
+    measured = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
+    names = {name for runs in measured for run in runs for row in run for name in row}
+    curve = next((name for name in (*comparison.metrics, *CURVES) if name in names), None)
+    axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
+    if curve:
+        _draw_curves(axes[0], curve, measured)
+    if comparison.metrics:
+        _draw_results(axes[-1], comparison.metrics[0], comparison)
+    lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
+    labels = [label(one) for one in comparison.configurations]
+    figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
+    figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
     if wanted != "html":
         figure.savefig(path, format=wanted)
         return
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
-    path.write_text(_page(comparison, drawn.getvalue()), encoding="utf-8")
+    svg = drawn.getvalue()
+    head, body = rows(comparison)
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
+    title = html.escape(str(comparison.sweep))
+    page = (
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
+        "<style>body{font:14px sans-serif}td,th{padding:4px 12px;text-align:left}</style>"
+        f"{svg[svg.index('<svg') :]}<table><tr>"
+        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        + "</tr>"
+        + "".join(f"<tr>{row}</tr>" for row in cells)
+        + "</table>"
+    )
+    path.write_text(page, encoding="utf-8")
 
 
-def _draw(comparison: Comparison, figure: Any) -> None:
-    found = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
-    there = {name for runs in found for run in runs for row in run for name in row}
-    curve = next((name for name in (*comparison.metrics, *CURVES) if name in there), None)
-    axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
-    if curve:
-        _draw_curves(axes[0], curve, found)
-    if comparison.metrics:
-        _draw_results(axes[-1], comparison.metrics[0], comparison)
-    lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(found))]
-    labels = [label(one) for one in comparison.configurations]
-    figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
-    figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
-
-
-def _draw_curves(axes: Any, name: str, found: Sequence[Sequence[Rows]]) -> None:
-    """One line per configuration, its seeds' mean, in a band from the lowest to the highest."""
-    longest = max(len(run) for runs in found for run in runs)
+def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> None:
+    """Draw a line per configuration, its seeds' mean, in a band from the lowest to the highest."""
+    longest = max(len(run) for runs in measured for run in runs)
     window = max(1, longest // WINDOW)
-    for number, runs in enumerate(found):
+    for number, runs in enumerate(measured):
         smooth = [smoothed(run, name, window) for run in runs]
         steps = sorted({step for run in smooth for step in run})
         values = [[run[step] for run in smooth if step in run] for step in steps]
@@ -96,7 +105,7 @@ def _draw_curves(axes: Any, name: str, found: Sequence[Sequence[Rows]]) -> None:
 
 
 def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
-    """A dot per seed and a line at their mean."""
+    """Draw a dot per seed and a line at their mean."""
     result = {job.folder: r for job, r in zip(comparison.jobs, comparison.results, strict=True)}
     for number, one in enumerate(comparison.configurations):
         values = [v for job in one.jobs if (v := result[job.folder].get(name)) is not None]
@@ -116,38 +125,23 @@ def _plain(axes: Any) -> None:
 
 
 def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
-    """Step -> mean of the figure over the last `window` rows that have it.
+    """Map each step to the mean of the figure over the last `window` rows that have it.
 
     Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
     """
-    there = [(row["step"], row[name]) for row in run if row.get(name) is not None]
+    points = [(row["step"], row[name]) for row in run if row.get(name) is not None]
     return {
-        step: sum(value for _, value in there[max(0, at + 1 - window) : at + 1])
+        step: sum(value for _, value in points[max(0, at + 1 - window) : at + 1])
         / min(window, at + 1)
-        for at, (step, _) in enumerate(there)
+        for at, (step, _) in enumerate(points)
     }
 
 
 def colour(number: int) -> str:
-    """Of a configuration; they repeat beyond eight."""
+    """Return a configuration's colour; they repeat beyond eight."""
     return COLOURS[number % len(COLOURS)]
 
 
 def label(one: Configuration) -> str:
-    """A configuration in the legend."""
+    """Return a configuration's name in the legend."""
     return named(one.chosen) or "all jobs"
-
-
-def _page(comparison: Comparison, svg: str) -> str:
-    head, body = rows(comparison)
-    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
-    title = html.escape(str(comparison.sweep))
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
-        "<style>body{font:14px sans-serif}td,th{padding:4px 12px;text-align:left}</style>"
-        f"{svg[svg.index('<svg') :]}<table><tr>"
-        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        + "</tr>"
-        + "".join(f"<tr>{row}</tr>" for row in cells)
-        + "</table>"
-    )

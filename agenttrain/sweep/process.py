@@ -19,15 +19,15 @@ from agenttrain.signals import leave_terminal
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 60.0
-"""Of a job whose sweep ends with an exception, between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for a job whose sweep ends with an exception."""
 PIPE_S = 5.0
 """Longest wait for what is left in the pipe; a process that the job left behind may hold it."""
 PARENT = "AGENTTRAIN_SWEEP_PROCESS"
 """Environment of a job: the process that started it."""
 WATCH_S = 1.0
-"""Seconds between two looks whether the sweep is there, where the kernel does not say."""
+"""Seconds between two checks that the sweep lives, where the kernel does not say."""
 TOLD = 4096
-"""Bytes of the end of a job's messages that are looked at."""
+"""Bytes of the end of a job's messages that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Ended:
     """How a job's process ended."""
 
     code: int
-    """As shells have it: 130 after Ctrl-C, 128 + n after signal n."""
+    """Exit code as shells have it: 130 after Ctrl-C, 128 + n after signal n."""
     signalled: bool
-    """Whether this process was told to stop meanwhile, and told the job."""
+    """True if this process was told to stop meanwhile, and told the job."""
     last_words: str
     """The last line of its messages."""
 
@@ -66,34 +66,35 @@ class _Forward:
 
 
 def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Called in a job: kill this process as soon as the one that started it is gone, however.
+    """Kill this process, a job, as soon as the one that started it is gone, however.
 
-    On Linux the kernel does it, without delay; elsewhere a thread looks every `WATCH_S`.
+    On Linux the kernel does it, without delay; elsewhere a thread checks every `WATCH_S`.
     """
-    parent = environment.pop(PARENT, None)
-    if parent is None:
+    number = environment.pop(PARENT, None)
+    if number is None:
         return
+    parent = int(number)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if sys.platform == "linux":
         from agenttrain.tools.sandbox import system
 
         system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        Thread(target=_watch, args=(int(parent),), daemon=True).start()
-    if os.getppid() != int(parent):  # it was gone before the kernel was asked
+        Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent:  # it was gone before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = None) -> Ended:
     """Run `agenttrain <arguments>` in a fresh interpreter; it is killed if this process ends first.
 
-    `output`: a file for all that it says; None: it says it here. `sweep`: the process of the whole
-    sweep. Where this is a child of that (joblib's workers), the job is killed with it too.
+    `output`: a file for all that it prints; None: it prints to the terminal. `sweep`: the process
+    of the whole sweep. Where this is a child of that (joblib's workers), the job is killed with it.
     """
     command = [sys.executable, "-m", "agenttrain.cli", *arguments]
     with ExitStack() as stack:
@@ -112,12 +113,17 @@ def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = No
         forward.started(process)
         words = _Words(process.stderr)
         code = _wait(process, sweep)
-        said = words.last() if output is None else output.read_bytes()[-TOLD:]
-    code = 128 - code if code < 0 else code
-    return Ended(code=code, signalled=bool(forward.seen), last_words=_last_line(said))
+        end = words.last() if output is None else output.read_bytes()[-TOLD:]
+    lines = [line.strip() for line in end.decode(errors="replace").splitlines()]
+    return Ended(
+        code=128 - code if code < 0 else code,
+        signalled=bool(forward.seen),
+        last_words=next((line for line in reversed(lines) if line), ""),
+    )
 
 
 def _wait(process: subprocess.Popen[bytes], sweep: int | None) -> int:
+    """Wait for a job; it is killed when `sweep`, this process's parent, is gone."""
     if os.getppid() != sweep:
         return process.wait()
     while True:
@@ -130,6 +136,7 @@ def _wait(process: subprocess.Popen[bytes], sweep: int | None) -> int:
 
 @contextmanager
 def _forwarding() -> Iterator[_Forward]:
+    """Pass this process's signals on to a job."""
     forward = _Forward()
     if current_thread() is not main_thread():  # signals are the main thread's
         yield forward
@@ -162,25 +169,22 @@ class _Words:
 
     def __init__(self, pipe: IO[bytes] | None) -> None:
         self._end = b""
-        self._thread = Thread(target=self._pass_on, args=(pipe,), daemon=True)
+
+        def pass_on() -> None:
+            assert pipe is not None
+            with pipe:
+                while chunk := pipe.read1():  # type: ignore[attr-defined]
+                    self._end = (self._end + chunk)[-TOLD:]
+                    with suppress(OSError, ValueError):
+                        sys.stderr.buffer.write(chunk)
+                        sys.stderr.buffer.flush()
+
+        self._thread = Thread(target=pass_on, daemon=True)
         if pipe is not None:
             self._thread.start()
 
-    def _pass_on(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            while chunk := pipe.read1():  # type: ignore[attr-defined]
-                self._end = (self._end + chunk)[-TOLD:]
-                with suppress(OSError, ValueError):
-                    sys.stderr.buffer.write(chunk)
-                    sys.stderr.buffer.flush()
-
     def last(self) -> bytes:
-        """The end of what was said."""
+        """Return the end of the messages."""
         if self._thread.ident is not None:
             self._thread.join(PIPE_S)
         return self._end
-
-
-def _last_line(said: bytes) -> str:
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "")

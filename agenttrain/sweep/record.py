@@ -44,35 +44,35 @@ class SweepJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRecord:
-    """What sweep.json holds."""
+    """The content of sweep.json."""
 
     verb: str
-    """Of every job: `train`, `sft` or `eval`."""
+    """Verb of every job: `train`, `sft` or `eval`."""
     objective: str | None = None
     """`sweep.objective`."""
     options: list[str] = field(default_factory=list)
-    """Of the command line, for every job, e.g. ["--config-dir", "/home/me/conf"]."""
+    """Options of the command line for every job, e.g. ["--config-dir", "/home/me/conf"]."""
     shared: list[str] = field(default_factory=list)
-    """What was typed and does not vary, with Hydra's own settings: how jobs are launched."""
+    """Typed overrides that do not vary, with Hydra's own settings: how jobs are launched."""
     jobs: list[SweepJob] = field(default_factory=list)
     """In their order; a sweeper that chooses as it goes adds them one by one."""
     signature: str | None = None
-    """The user's, of all the rest: what a sweep's overrides name is run when it goes on."""
+    """The user's, of all the other fields: code that the overrides name is run on resuming."""
 
     @property
     def own(self) -> bool:
-        """Whether this user wrote the record."""
+        """True if this user wrote the record."""
         return verifies(self._signed(), self.signature)
 
     def signed(self) -> SweepRecord:
-        """The record with the user's signature."""
+        """Return the record with the user's signature."""
         return replace(self, signature=sign(self._signed()))
 
     def _signed(self) -> dict[str, Any]:
         return {**asdict(self), "signature": None}
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
-        """What starts a job that has no run yet, behind `agenttrain`."""
+        """Return the arguments of `agenttrain` that start a job that has no run yet."""
         folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
         return [self.verb, *self.options, *job.overrides, *extra, folder]
 
@@ -88,12 +88,12 @@ def quoted(path: Path) -> str:
 
 
 def shown(arguments: Sequence[str]) -> str:
-    """Arguments as a command that a shell takes."""
+    """Return the arguments as a command that a shell takes."""
     return shlex.join(["agenttrain", *arguments])
 
 
 def chosen(overrides: Sequence[str]) -> dict[str, str]:
-    """Key -> value; of several values the last, which wins.
+    """Map keys to values; of several values the last wins.
 
     Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
     "5"}``.
@@ -103,40 +103,40 @@ def chosen(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def varying(record: SweepRecord) -> list[dict[str, str]]:
-    """What differs between the jobs, for each of them; without what is the same in all.
+    """Return, for each job, the settings in which the jobs differ.
 
     Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
     ``[{"seed": "0"}, {"seed": "1"}]``.
     """
-    found = [chosen(job.overrides) for job in record.jobs]
-    keys = dict.fromkeys(key for values in found for key in values)
-    differ = [key for key in keys if len({values.get(key) for values in found}) > 1]
-    return [{key: values[key] for key in differ if key in values} for values in found]
+    settings = [chosen(job.overrides) for job in record.jobs]
+    keys = dict.fromkeys(key for values in settings for key in values)
+    differ = [key for key in keys if len({values.get(key) for values in settings}) > 1]
+    return [{key: values[key] for key in differ if key in values} for values in settings]
 
 
 def named(values: Mapping[str, str]) -> str:
-    """What was chosen, in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+    """Write the choices in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether the folder is a sweep's."""
+    """Return True if the folder is a sweep's."""
     return (folder / RECORD).is_file()
 
 
 def is_job(folder: Path) -> bool:
-    """Whether a run folder is that of a sweep's job."""
+    """Return True if a run folder is that of a sweep's job."""
     sweep = folder.resolve().parent
     names = [job.folder for job in read_record(sweep).jobs] if is_sweep(sweep) else []
     return folder.resolve().name in names
 
 
 def read_record(sweep: Path) -> SweepRecord:
-    """The record of a sweep; raises ConfigError for a folder that has none that can be read."""
+    """Read the record of a sweep; raises ConfigError for a folder without a readable one."""
     try:
-        found = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
-        jobs = [SweepJob(**job) for job in found["jobs"]]
-        return SweepRecord(**{**found, "jobs": jobs})
+        fields = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
+        jobs = [SweepJob(**job) for job in fields["jobs"]]
+        return SweepRecord(**{**fields, "jobs": jobs})
     except FileNotFoundError as error:
         raise ConfigError(f"{sweep}: is no sweep's folder: there is no {RECORD} in it") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -151,7 +151,8 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 
 def add_job(sweep: Path, job: SweepJob) -> None:
     """Add a job to the record, unless its folder is there; several processes may do so at once."""
-    with _alone(sweep):
+    with (sweep / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         record = read_record(sweep)
         if job.folder not in [known.folder for known in record.jobs]:
             write_record(sweep, replace(record, jobs=[*record.jobs, job]))
@@ -174,11 +175,4 @@ def held(sweep: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        yield
-
-
-@contextmanager
-def _alone(sweep: Path) -> Iterator[None]:
-    with (sweep / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         yield

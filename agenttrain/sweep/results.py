@@ -1,4 +1,4 @@
-"""What the jobs of a sweep came to: figures of their summary.json and metrics.jsonl."""
+"""Results of a sweep's jobs: figures of their summary.json and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agenttrain.tracking.run_folder import read_summary
 
 
 def result(folder: Path, name: str) -> float | None:
-    """The figure `name` of a run: see `sweep.objective`; None where there is none."""
+    """Return the figure `name` of a run: see `sweep.objective`; None where there is none."""
     return results(folder).get(name)
 
 
 def results(folder: Path) -> dict[str, float]:
-    """All figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
+    """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
 
     Example: ``{"eval/pass@1": 0.5, "eval/reward": 0.5, "seconds": 93.0, "reward": 0.41, …}``
     """
@@ -36,9 +36,9 @@ def curves(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.exists() else []
 
 
-def _numbers(found: dict[str, Any]) -> dict[str, float]:
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in record.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

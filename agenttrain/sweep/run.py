@@ -42,7 +42,6 @@ from agenttrain.sweep.status import (
     FAILED,
     FINISHED,
     INTERRUPTED,
-    Standing,
     counted,
     is_held,
     standing,
@@ -51,7 +50,7 @@ from agenttrain.sweep.status import (
 from agenttrain.tracking.run_folder import read_summary, update_summary
 
 OUTPUT = "output.txt"
-"""In a job's folder: what it says where several run at once."""
+"""File in a job's folder: its output where several run at once."""
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
@@ -68,20 +67,20 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What is to be run."""
+    """A sweep that is to be run."""
 
     folder: Path
     """Its record is there."""
     config_name: str
     overrides: list[str]
-    """What composes the settings of Hydra and of the sweep, e.g. ["hydra/launcher=joblib"]."""
+    """They compose the settings of Hydra and of the sweep, e.g. ["hydra/launcher=joblib"]."""
     changes: list[str] = field(default_factory=list)
-    """What `agenttrain -m resume=…` changes in every job."""
+    """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
-    """Whether the code that the jobs' config.yaml name may run."""
+    """True: the code that the jobs' config.yaml name may run."""
 
     def composed(self) -> DictConfig:
-        """Hydra's settings and the sweep's."""
+        """Compose Hydra's settings and the sweep's."""
         return _hydra().compose_config(
             config_name=self.config_name,
             overrides=self.with_folder(),
@@ -90,7 +89,7 @@ class Sweep:
         )
 
     def with_folder(self) -> list[str]:
-        """The overrides, with the sweep's folder as it was resolved."""
+        """Return the overrides, with the sweep's folder as it was resolved."""
         return [*self.overrides, f"hydra.sweep.dir={quoted(self.folder)}"]
 
 
@@ -116,10 +115,20 @@ def run_listed(sweep: Sweep) -> int:
     def launch() -> None:
         context = HydraContext(config_loader=_hydra().config_loader, callbacks=Callbacks(config))
         launcher = Plugins.instance().instantiate_launcher(context, job, config)
-        found = standings(folder, read_record(folder))
-        waiting = [(number, one) for number, one in enumerate(found) if one.unfinished]
-        for batch in [[one] for one in waiting] if one_by_one else [waiting] if waiting else []:
-            overrides = [_overrides(one) for _, one in batch]
+        jobs = standings(folder, read_record(folder))
+        waiting = [(number, one) for number, one in enumerate(jobs) if one.unfinished]
+        batches = [waiting] if waiting else []
+        if one_by_one:
+            batches = [[one] for one in waiting]
+        for batch in batches:
+            # By name: Hydra numbers the jobs of one launch, and a sweep that goes on has gaps.
+            overrides = [
+                [
+                    *(text for text in one.job.overrides if not text.startswith("hydra.")),
+                    f"hydra.sweep.subdir={quoted(Path(one.job.folder))}",
+                ]
+                for _, one in batch
+            ]
             launcher.launch(overrides, initial_job_idx=batch[0][0])
             last = batch[-1][1]
             if stop and standing(last.folder, last.job).status != FINISHED:
@@ -145,7 +154,7 @@ def _hydra() -> Hydra:
 
 
 def _code_of(launch: Callable[[], object]) -> int:
-    """The exit code of what launches jobs, whose own failures are on record elsewhere."""
+    """Launch jobs; return the exit code. Their own failures are on record elsewhere."""
     try:
         launch()
     except SweepStopped as stopped:
@@ -158,12 +167,6 @@ def _code_of(launch: Callable[[], object]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE
-
-
-def _overrides(found: Standing) -> list[str]:
-    own = [text for text in found.job.overrides if not text.startswith("hydra.")]
-    # By name: Hydra numbers the jobs of one launch, and a sweep that goes on has gaps.
-    return [*own, f"hydra.sweep.subdir={quoted(Path(found.job.folder))}"]
 
 
 def run_job(
@@ -200,29 +203,26 @@ def run_job(
     arguments = _arguments(sweep, record, job, changes, trust)
     ended = process.run(arguments, output, sweep=owner)
     note(folder, ended)
-    found = standing(folder, job)
-    objective = None if record.objective is None else result(folder, record.objective)
-    objective = objective if found.status == FINISHED else None
-    print(f"job {number + 1}: {_told(found, record, objective)}", flush=True)
+    now = standing(folder, job)
+    message, objective = now.status, None
+    if now.status != FINISHED:
+        message += f": {now.error}" if now.error else ""
+    elif record.objective is not None:
+        objective = result(folder, record.objective)
+        if objective is None:
+            message += f", but it has no {record.objective}"
+        else:
+            message += f", {record.objective} {objective:.4g}"
+    print(f"job {number + 1}: {message}", flush=True)
     if ended.signalled:
         raise SweepStopped(ended.code or exit_codes.INTERRUPTED)
     return objective
 
 
-def _told(found: Standing, record: SweepRecord, objective: float | None) -> str:
-    if found.status != FINISHED:
-        return found.status + (f": {found.error}" if found.error else "")
-    if record.objective is None:
-        return FINISHED
-    if objective is None:
-        return f"{FINISHED}, but it has no {record.objective}"
-    return f"{FINISHED}, {record.objective} {objective:.4g}"
-
-
 def _arguments(
     sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str], trust: bool
 ) -> list[str]:
-    """What starts the job, or goes on with it."""
+    """Return the arguments that start the job, or go on with it."""
     folder = sweep / job.folder
     config = folder / "config.yaml"
     if record.verb == "eval":
@@ -234,7 +234,7 @@ def _arguments(
 
 
 def note(folder: Path, ended: process.Ended) -> None:
-    """Put on record how a job ended that could not do so itself."""
+    """Record how a job ended that could not do so itself."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
     if ended.signalled:
@@ -245,12 +245,12 @@ def note(folder: Path, ended: process.Ended) -> None:
 
 
 def concluded(sweep: Path, code: int) -> int:
-    """Say how the sweep stands and how to go on; the exit code, 1 where a job is not finished."""
-    found = standings(sweep, read_record(sweep))
-    print(f"\nsweep      {sweep}: {counted(found)}")
+    """Print how the sweep stands; return the exit code, 1 where a job is not finished."""
+    jobs = standings(sweep, read_record(sweep))
+    print(f"\nsweep      {sweep}: {counted(jobs)}")
     print(f"results    {shown(['compare', str(sweep)])}")
     sys.stdout.flush()
-    if any(one.unfinished for one in found):
+    if any(one.unfinished for one in jobs):
         print(f"to go on   {shown(['-m', f'resume={sweep}'])}", flush=True)
         return code or exit_codes.FAILED
     return code

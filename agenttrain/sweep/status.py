@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agenttrain.sweep.record import SweepJob, SweepRecord
 from agenttrain.tracking.run_folder import read_summary
@@ -16,7 +15,7 @@ FAILED, INTERRUPTED = "failed", "interrupted"
 KILLED = "killed"
 """Began and ended without a word of it."""
 ENDED = (FINISHED, FAILED, INTERRUPTED, "preempted")
-"""What a run's summary says of itself when it has ended."""
+"""Statuses in the summary of a run that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,39 +26,35 @@ class Standing:
     folder: Path
     status: str
     error: str | None = None
-    """What it failed with."""
+    """The error that it failed with."""
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is something left to run."""
+        """True if there is something left to run."""
         return self.status not in (FINISHED, RUNNING)
 
 
 def standings(sweep: Path, record: SweepRecord) -> list[Standing]:
-    """Every job of the sweep, in order."""
+    """Return every job of the sweep, in order."""
     return [standing(sweep / job.folder, job) for job in record.jobs]
 
 
 def standing(folder: Path, job: SweepJob) -> Standing:
-    """How a job stands that works in `folder`."""
+    """Return how a job stands that works in `folder`."""
     summary = read_summary(folder)
-    status = _status(folder, summary)
+    recorded = summary.get("status")
+    if not summary:
+        status = NEVER_STARTED
+    elif is_held(folder):  # before its summary, which has the old status until it trains again
+        status = RUNNING
+    else:
+        status = KILLED if recorded in (None, RUNNING) else str(recorded)
     error = summary.get("error") if status == FAILED else None
     return Standing(job=job, folder=folder, status=status, error=error)
 
 
-def _status(folder: Path, summary: dict[str, Any]) -> str:
-    if not summary:
-        return NEVER_STARTED
-    # A run that goes on after a failure has the old word in its summary until it trains.
-    if is_held(folder):
-        return RUNNING
-    said = summary.get("status")
-    return KILLED if said in (None, RUNNING) else str(said)
-
-
 def is_held(folder: Path) -> bool:
-    """Whether a process works in a run folder; False where the file system has no locks."""
+    """Return True if a process works in a run folder; False where the file system has no locks."""
     try:
         with (folder / ".lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,13 +65,9 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def counted(found: Sequence[Standing]) -> str:
-    """The numbers in words, e.g. "6 finished, 1 failed, 1 never started"."""
-    return ", ".join(_counts(found))
-
-
-def _counts(found: Sequence[Standing]) -> Iterator[str]:
-    statuses = [standing.status for standing in found]
-    for status in dict.fromkeys([*ENDED, KILLED, RUNNING, NEVER_STARTED, *statuses]):
-        if count := statuses.count(status):
-            yield f"{count} {status}"
+def counted(jobs: Sequence[Standing]) -> str:
+    """Count the jobs by status, e.g. "6 finished, 1 failed, 1 never started"."""
+    statuses = [job.status for job in jobs]
+    order = dict.fromkeys([*ENDED, KILLED, RUNNING, NEVER_STARTED, *statuses])
+    counts = {status: statuses.count(status) for status in order}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)

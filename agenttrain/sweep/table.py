@@ -1,4 +1,4 @@
-"""What a sweep found: its configurations against their results, as text, Markdown or JSON."""
+"""A sweep's results: its configurations against their figures, as text, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Comparison:
     objective: str | None
     metrics: list[str]
     keys: list[str]
-    """What differs, without the seed."""
+    """Settings that differ, without the seed."""
     configurations: list[Configuration]
     jobs: list[Standing]
     results: list[dict[str, float]]
@@ -73,10 +73,10 @@ class Comparison:
 
 
 def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
-    """The sweep's results by configuration; raises ConfigError for a metric that no job has."""
+    """Return the results by configuration; raises ConfigError for a metric that no job has."""
     jobs = standings(sweep, record)
-    found = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
-    shown = _metrics(record, metrics, found)
+    figures = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
+    shown = _metrics(record, metrics, figures)
     chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying(record)]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, values in enumerate(chosen):
@@ -90,42 +90,43 @@ def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Compar
             Configuration(
                 chosen=dict(values),
                 jobs=[jobs[number] for number in numbers],
-                figures=dict(_figures([found[number] for number in numbers], shown)),
+                figures=dict(_figures([figures[number] for number in numbers], shown)),
             )
             for values, numbers in groups.items()
         ],
         jobs=jobs,
-        results=found,
+        results=figures,
     )
 
 
 def _metrics(
-    record: SweepRecord, named: Sequence[str], found: Sequence[Mapping[str, float]]
+    record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    there = dict.fromkeys(name for values in found for name in values)
+    """Return the names of the table's columns: those that were named, or else the verb's."""
+    known = dict.fromkeys(name for values in figures for name in values)
     for name in named:
-        if there and name not in there:
-            plain = [known for known in there if "/" not in known or known.startswith("eval/")]
+        if known and name not in known:
+            plain = [one for one in known if "/" not in one or one.startswith("eval/")]
             raise ConfigError(
-                f"{name}: no finished job has such a figure{did_you_mean(name, there)}; there are "
+                f"{name}: no finished job has such a figure{did_you_mean(name, known)}; there are "
                 f"{', '.join(plain)}, and the others of metrics.jsonl"
             )
     objective = [] if record.objective is None else [record.objective]
-    wanted = named or [*objective, *(name for name in DEFAULT[record.verb] if name in there)]
+    wanted = named or [*objective, *(name for name in DEFAULT[record.verb] if name in known)]
     return list(dict.fromkeys(wanted))
 
 
 def _figures(
-    found: Sequence[Mapping[str, float]], metrics: Sequence[str]
+    results_of_jobs: Sequence[Mapping[str, float]], metrics: Sequence[str]
 ) -> Iterator[tuple[str, Figure]]:
     for name in metrics:
-        if values := [result[name] for result in found if name in result]:
+        if values := [result[name] for result in results_of_jobs if name in result]:
             std = statistics.stdev(values) if len(values) > 1 else None
             yield name, Figure(mean=statistics.fmean(values), std=std, n=len(values))
 
 
 def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table; a setting that a configuration does not name is a dash."""
+    """Return head and rows of the table; a setting that a configuration does not name is a dash."""
     head = [*comparison.keys, *comparison.metrics, "jobs"]
     body = [
         [
@@ -139,9 +140,11 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def print_table(comparison: Comparison) -> None:
-    """The table, as wide as it is: figures that are folded cannot be read."""
+    """Print the table, as wide as it is: figures that are folded cannot be read."""
     head, body = rows(comparison)
-    table = Table(title=_title(comparison), title_justify="left")
+    seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
+    explained = "mean ± standard deviation over the seeds, " if seeds else ""
+    table = Table(title=f"{explained}{counted(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
         table.add_column(name, justify=justify, no_wrap=True)
@@ -151,14 +154,8 @@ def print_table(comparison: Comparison) -> None:
     Console(width=width).print(table)
 
 
-def _title(comparison: Comparison) -> str:
-    seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
-    said = "mean ± standard deviation over the seeds, " if seeds else ""
-    return f"{said}{counted(comparison.jobs)}"
-
-
 def markdown(comparison: Comparison) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     head, body = rows(comparison)
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(
@@ -167,7 +164,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
-    """All of it as plain data; `resume` is the command that runs what is unfinished."""
+    """Return all of it as plain data; `resume` is the command that runs what is unfinished."""
     return {
         "sweep": str(comparison.sweep),
         "objective": comparison.objective,
@@ -189,9 +186,9 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
                 "overrides": job.job.overrides,
                 "status": job.status,
                 "error": job.error,
-                "results": found,
+                "results": figures,
             }
-            for job, found in zip(comparison.jobs, comparison.results, strict=True)
+            for job, figures in zip(comparison.jobs, comparison.results, strict=True)
         ],
         "resume": resume,
     }

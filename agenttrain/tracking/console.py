@@ -26,7 +26,7 @@ _SHOWN = (
     ("tokens_per_s", "tok/s", "{:.0f}"),
 )
 _SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0f}"))
-"""Where there is no reward to show: of `agenttrain sft`."""
+"""The metrics of `agenttrain sft`, where there is no reward to show."""
 
 
 class ConsoleProgress:
@@ -47,8 +47,10 @@ class ConsoleProgress:
         first_step: int = 0,
         console: Console | None = None,
     ) -> None:
-        """`live=False`, or a console that is no terminal: plain lines. `first_step`: steps done
-        before, by the run that this one resumes."""
+        """Print plain lines with `live=False`, or on a console that is no terminal.
+
+        `first_step`: steps done before, by the run that this one resumes.
+        """
         # The stream of now: a sys.stdout that is exchanged later must not get half of a live line.
         self.console = console or Console(file=sys.stdout, highlight=False)
         self._total = total_steps
@@ -57,8 +59,19 @@ class ConsoleProgress:
         self._phase = "start"
         self._reported = time.monotonic()
         """When the phase began, or plain mode last counted its rollouts."""
-        self._progress = _live(self.console) if live and self.console.is_terminal else None
-        if self._progress is not None:
+        self._progress: Progress | None = None
+        if live and self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description:<7}", style="cyan", markup=False),
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
+                TextColumn("{task.fields[values]}", style="bold", markup=False),
+                TimeRemainingColumn(compact=True),
+                console=self.console,
+                expand=True,
+                refresh_per_second=4,
+                speed_estimate_period=600,
+            )
             # Steps done before are no measure of this run's speed, so they are no update.
             self._task = self._progress.add_task(
                 "start", total=total_steps, completed=first_step, values=""
@@ -80,25 +93,31 @@ class ConsoleProgress:
             self._progress.stop()
 
     def begin(self) -> None:
-        """The first step starts now: what came before it tells nothing about the rest."""
+        """Start the clock at the first step: the time before it says nothing about the others."""
         self._started = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (from 1) is done; metrics that are missing are not shown."""
+        """Show that step `step` (from 1) is done; metrics that are missing are not shown."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, values=_values(metrics))
-        elif step in (self._first + 1, self._total) or step % self._every() == 0:
-            eta = _clock((self._total - step) * self._seconds() / max(step - self._first, 1))
+            return
+        every = max(1, min(PLAIN_EVERY, self._total // 10))
+        if step in (self._first + 1, self._total) or step % every == 0:
+            elapsed_s = time.monotonic() - self._started
+            left_s = round((self._total - step) * elapsed_s / max(step - self._first, 1))
+            minutes, seconds = divmod(left_s, 60)
+            hours, minutes = divmod(minutes, 60)
+            eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
             self.log(f"step {step}/{self._total}  {_values(metrics)}  eta {eta}")
 
     def phase(self, name: str) -> None:
-        """What the run does now: `rollout`, `train`, `eval`; a live line shows it."""
+        """Enter a phase of the run: `rollout`, `train`, `eval`; a live line shows it."""
         self._phase, self._reported = name, time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, description=name)
 
     def rollouts(self, finished: int, total: int) -> None:
-        """`finished` of the `total` rollouts of this phase are done (in a run of several
+        """Show that `finished` of the `total` rollouts of this phase are done (in a run of several
         processes: of this process's share)."""
         waited = time.monotonic() - self._reported
         if self._progress is not None:
@@ -109,28 +128,8 @@ class ConsoleProgress:
             self.log(f"{self._phase}: {finished} of {total} rollouts")
 
     def log(self, text: str) -> None:
-        """A line above the live one; its text is printed as it is, not as markup."""
+        """Print a line above the live one; its text is printed as it is, not as markup."""
         self.console.print(Text(text), soft_wrap=True)
-
-    def _every(self) -> int:
-        return max(1, min(PLAIN_EVERY, self._total // 10))
-
-    def _seconds(self) -> float:
-        return time.monotonic() - self._started
-
-
-def _live(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<7}", style="cyan", markup=False),
-        BarColumn(bar_width=None),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
-        TextColumn("{task.fields[values]}", style="bold", markup=False),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        expand=True,
-        refresh_per_second=4,
-        speed_estimate_period=600,
-    )
 
 
 def _values(metrics: Mapping[str, float]) -> str:
@@ -139,9 +138,3 @@ def _values(metrics: Mapping[str, float]) -> str:
     return "  ".join(
         f"{label} {shape.format(metrics[name])}" for name, label, shape in shown if name in metrics
     )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""What a step's rollouts say, as one flat dict of floats.
+"""Metrics of a step's rollouts, as one flat dict of floats.
 
 Names follow TRL where the meaning is TRL's. Figures that depend on the clock, and so differ between
 two runs of one seed, all end in ``_s``.
@@ -17,14 +17,14 @@ SUCCESS_REWARD = 1.0
 
 
 def solved(reward: float) -> bool:
-    """Whether a rollout with this reward succeeded."""
+    """Return True if a rollout with this reward succeeded."""
     return reward >= SUCCESS_REWARD - 1e-6
 
 
 def rollout_metrics(
     groups: Sequence[Sequence[Rollout]], *, tools: Iterable[str] = (), rewards: Iterable[str] = ()
 ) -> dict[str, float]:
-    """The metrics of a step's groups, always the same names in the same order.
+    """Return the metrics of a step's groups, always the same names in the same order.
 
     `tools` and `rewards` name the columns of a run that some step might not touch; the names that
     occur are added. NaN stands where there is nothing to average, everywhere for no rollouts.
@@ -33,39 +33,41 @@ def rollout_metrics(
     ``tools/call_frequency`` 2/3 and ``tools/failure_frequency`` 1/2.
     """
     rollouts = [rollout for group in groups for rollout in group]
+    lengths = [rollout.sampled_length for rollout in rollouts]  # sampled tokens only
     return {
-        **_reward_metrics(groups),
-        **_reward_function_metrics(rollouts, rewards),
+        **_reward_metrics(groups, rewards),
         **_tool_metrics(rollouts, tools),
-        **_length_metrics(rollouts),
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": float(min(lengths, default=math.nan)),
+        "completions/max_length": float(max(lengths, default=math.nan)),
+        # By stop reason, not by the last token.
+        "completions/clipped_ratio": _mean([rollout.truncated for rollout in rollouts]),
         **{f"stop/{r}": _mean([ro.stop_reason is r for ro in rollouts]) for r in StopReason},
         "turns/mean": _mean([rollout.turns for rollout in rollouts]),
     }
 
 
-def _reward_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """`reward_std` is the mean over groups of the group's sample standard deviation, as in TRL.
+def _reward_metrics(
+    groups: Sequence[Sequence[Rollout]], declared: Iterable[str]
+) -> dict[str, float]:
+    """Return the rewards of groups, and of each reward function.
 
+    `reward_std` is the mean over groups of the group's sample standard deviation, as in TRL.
     Rollouts without a reward count nowhere; a group of one has no spread and is left out of both
     figures about spread.
     """
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     values = [reward for group in scored for reward in group]
     compared = [group for group in scored if len(group) > 1]
-    return {
+    metrics = {
         "reward": _mean(values),
         "reward_std": _mean([_std(group) for group in compared]),
         "frac_reward_zero_std": _mean([len(set(group)) == 1 for group in compared]),
         "success": _mean([solved(reward) for reward in values]),
     }
-
-
-def _reward_function_metrics(
-    rollouts: Sequence[Rollout], declared: Iterable[str]
-) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name in _union(declared, (name for rollout in rollouts for name in rollout.rewards)):
-        values = [v for rollout in rollouts if (v := rollout.rewards.get(name)) is not None]
+    by_function = [rollout.rewards for group in groups for rollout in group]
+    for name in _union(declared, (name for rewards in by_function for name in rewards)):
+        values = [value for rewards in by_function if (value := rewards.get(name)) is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
     return metrics
@@ -87,35 +89,23 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         own = [result for result in results if _tool(result) == name]
         metrics[f"tools/{name}/calls"] = float(len(own))
         metrics[f"tools/{name}/failures"] = float(_failures(own))
-        metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if _ran(r)])
+        metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if r.error in _RAN])
     return metrics
 
 
 _NO_SUCH_TOOL = (ToolError.unknown_tool, ToolError.malformed)
+_RAN = (None, ToolError.exception, ToolError.timeout)
+"""Outcomes of calls in which the tool ran."""
 
 
 def _tool(result: ToolResult) -> str:
-    """A row's own tools count as what runs them: rows may have any number of names."""
+    """Return the tool's column: a row's own tool counts as its executor, for rows may have any
+    number of names."""
     return result.executor or result.call.name
-
-
-def _ran(result: ToolResult) -> bool:
-    return result.error in (None, ToolError.exception, ToolError.timeout)
 
 
 def _failures(results: Sequence[ToolResult]) -> int:
     return sum(result.error is not None for result in results)
-
-
-def _length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Sampled tokens only; `clipped_ratio` goes by stop reason, not by the last token."""
-    lengths = [rollout.sampled_length for rollout in rollouts]
-    return {
-        "completions/mean_length": _mean(lengths),
-        "completions/min_length": float(min(lengths, default=math.nan)),
-        "completions/max_length": float(max(lengths, default=math.nan)),
-        "completions/clipped_ratio": _mean([rollout.truncated for rollout in rollouts]),
-    }
 
 
 def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:

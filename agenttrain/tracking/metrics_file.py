@@ -22,7 +22,10 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _drop_torn_line(path)
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):  # a last line torn by a crash
+                with path.open("rb+") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -47,7 +50,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line torn by a crash is left out."""
+    """Read the rows of a metrics.jsonl; a last line torn by a crash is left out."""
     return list(read_rows(path))
 
 
@@ -57,13 +60,9 @@ def cut(path: Path, step: int) -> None:
     Kept lines keep their bytes; what follows them may be anything. A file that does not exist is
     left so. Raises ValueError, with file and line, for a line before them that is no row.
     """
-    if path.exists():
-        content = path.read_bytes()
-        write_atomically(path, content[: _length_up_to(step, content, path)].decode())
-
-
-def _length_up_to(step: int, content: bytes, path: Path) -> int:
-    """Bytes of the rows of steps up to and including `step`."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
     length = last = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if last >= step or not line.endswith(b"\n"):
@@ -76,11 +75,4 @@ def _length_up_to(step: int, content: bytes, path: Path) -> int:
                 f"{step}. Mend or remove that line."
             ) from error
         length += len(line) if last <= step else 0
-    return length
-
-
-def _drop_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("rb+") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    write_atomically(path, content[:length].decode())

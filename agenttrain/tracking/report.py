@@ -20,13 +20,13 @@ Decode = Callable[[Sequence[int]], str]
 
 ORIGIN_STYLES = {"prompt": "dim", "sampled": "green", "template": "dim", "tool": "dim cyan"}
 PROMPT_CHARACTERS = 160
-"""Of a prompt's end, which holds the question; its start is the tools' description."""
+"""Shown of a prompt's end, which holds the question; its start is the tools' description."""
 TOOL_CHARACTERS = 400
-"""Of one tool result."""
+"""Shown of one tool result."""
 
 
 class Measured(Protocol):
-    """What the table needs of one evaluation."""
+    """The figures of one evaluation that the table needs."""
 
     @property
     def label(self) -> str:
@@ -93,8 +93,14 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
     text.append(one_line(head, 200) + "\n", style="bold")
     for trajectory in record["trajectories"]:
         for span in trajectory["spans"]:
+            origin = span["origin"]
             content = printable(decode(trajectory["token_ids"][span["start"] : span["end"]]))
-            text.append(_shortened(content, span["origin"]), ORIGIN_STYLES[span["origin"]])
+            if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
+                tail = content[-PROMPT_CHARACTERS:]
+                content = "…\n" + (tail.partition("\n")[2] or tail)
+            elif origin == "tool" and len(content) > TOOL_CHARACTERS:
+                content = content[:TOOL_CHARACTERS] + "…"
+            text.append(content, ORIGIN_STYLES[origin])
     if not text.plain.endswith("\n"):
         text.append("\n")
     for call in record["tool_calls"]:
@@ -102,15 +108,6 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
             line = f"{call['error']}: {call['name'] or '(no name)'} {dumps(call['arguments'])}"
             text.append("✗ " + one_line(line, 200) + "\n", style="red")
     return text
-
-
-def _shortened(content: str, origin: str) -> str:
-    if origin == "prompt" and len(content) > PROMPT_CHARACTERS:
-        tail = content[-PROMPT_CHARACTERS:]
-        return "…\n" + (tail.partition("\n")[2] or tail)
-    if origin == "tool" and len(content) > TOOL_CHARACTERS:
-        return content[:TOOL_CHARACTERS] + "…"
-    return content
 
 
 def print_report(
@@ -124,7 +121,7 @@ def print_report(
     dashboard: str | None,
     best: Mapping[str, Any] | None = None,
 ) -> None:
-    """Everything a user wants to see at the end; `dashboard` is the command that opens it.
+    """Print everything a user wants to see at the end; `dashboard` is the command that opens it.
 
     `best` says which evaluation on the way was better: ``{"step": 40, "reward": 0.53, …}``.
     """

@@ -1,4 +1,4 @@
-"""What a run writes about itself: config.yaml and summary.json, each replaced atomically."""
+"""A run's own record: config.yaml and summary.json, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "
 
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system says that cannot lock."""
+"""Errors of a file system that cannot lock."""
 
 
 class FolderInUse(AgenttrainError):
@@ -37,7 +37,7 @@ class FolderGone(AgenttrainError):
 
 
 class Presence:
-    """Finds out that the folder of a run is not the one that it began in."""
+    """Notices that the folder of a run is not the one that it began in."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -57,8 +57,8 @@ class Presence:
 
 
 def _number(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
@@ -91,13 +91,19 @@ def held(folder: Path) -> Iterator[None]:
 def write_config(
     folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
 ) -> None:
-    """config.yaml: the resolved settings, and under `provenance` what they ran with.
+    """Write config.yaml: the resolved settings, and under `provenance` what they ran with.
 
-    `certificate` is the chat template's hash; None before the template has been looked at. `kernel`
-    is what computes the policy's attention; None before the model was loaded.
+    `certificate` is the chat template's hash; None before the template was certified. `kernel`
+    computes the policy's attention; None before the model was loaded.
     """
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
     provenance = {
-        "versions": {**_versions(), "python": platform.python_version()},
+        "versions": {**versions, "python": platform.python_version()},
         "git_revision": _git_revision(),
         "template_certificate": certificate,
         "training_kernel": kernel,
@@ -107,18 +113,8 @@ def write_config(
     write_atomically(folder / "config.yaml", text)
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
 def _git_revision() -> str | None:
-    """The commit of the working folder, with `-dirty` when it has changes; None outside git."""
+    """Return the working folder's commit, with `-dirty` when it has changes; None outside git."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
@@ -128,7 +124,7 @@ def _git_revision() -> str | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The run's summary so far; empty before there is one, and with a warning for a broken one."""
+    """Read the summary so far; empty before there is one, and with a warning for a broken one."""
     path = folder / "summary.json"
     if not path.exists():
         return {}

@@ -30,32 +30,24 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        _log_all(sys.stdin, report)
+        import trackio
+
+        _fail_on_warnings(Path(trackio.__file__).parent, report)
+        arguments = json.loads(sys.stdin.readline())
+        run = trackio.init(**arguments, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        while row := json.loads(sys.stdin.readline() or "null"):
+            entry = dict(row["metrics"])
+            if row["traces"]:
+                entry["rollouts"] = [trackio.Trace(**trace) for trace in row["traces"]]
+            run.log(entry, step=row["step"])
+        trackio.finish()
     except Exception as error:
         _fail(report, f"{type(error).__name__}: {error}")
 
 
-def _log_all(lines: TextIO, report: TextIO) -> None:
-    import trackio
-
-    _fail_on_warnings(Path(trackio.__file__).parent, report)
-    run = trackio.init(
-        **json.loads(lines.readline()), embed=False, auto_log_gpu=False, auto_log_cpu=False
-    )
-    while row := json.loads(lines.readline() or "null"):
-        run.log(_entry(row, trackio.Trace), step=row["step"])
-    trackio.finish()
-
-
-def _entry(row: dict[str, Any], trace: Any) -> dict[str, Any]:
-    entry = dict(row["metrics"])
-    if row["traces"]:
-        entry["rollouts"] = [trace(**arguments) for arguments in row["traces"]]
-    return entry
-
-
 def _fail_on_warnings(package: Path, report: TextIO) -> None:
-    """trackio swallows its exceptions and warns instead, also from its writer thread."""
+    """End the process at a warning of trackio's, which swallows its exceptions and warns instead,
+    also from its writer thread."""
 
     def show(message: Any, category: Any, filename: str, *_: Any) -> None:
         if package in Path(filename).parents:

@@ -39,7 +39,7 @@ _REMOTE_VARIABLES = (
 
 
 class TrackioSink:
-    """Sends rows to trackio in a process of its own; a failure is said once and ends the sink.
+    """Sends rows to trackio in a process of its own; a failure is warned of once, ends the sink.
 
     `log` never blocks and never raises: rows go through a queue, so that a trackio that fails,
     hangs or dies costs the run nothing but its dashboard.
@@ -56,13 +56,13 @@ class TrackioSink:
         config: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
     ) -> None:
-        """`folder` becomes TRACKIO_DIR; `resume` continues the run of this name, if there is one;
-        `warn` is given the one line that says why tracking stopped."""
+        """Start the process. `folder` becomes TRACKIO_DIR; `resume` continues the run of this
+        name, if there is one; `warn` is given the one line that says why tracking stopped."""
         self._warn = warn
         self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         self.failed = False
-        """Whether something is missing from the dashboard, or all of it."""
+        """True if something is missing from the dashboard, or all of it."""
         arguments = {
             "project": project,
             "name": name,
@@ -77,22 +77,22 @@ class TrackioSink:
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
             return
-        self._writer = Thread(target=_write, args=(self._process, self._queue), daemon=True)
+        self._writer = Thread(target=_feed, args=(self._process, self._queue), daemon=True)
         self._writer.start()
 
     @property
     def alive(self) -> bool:
-        """Whether rows still go anywhere."""
+        """True while rows still go anywhere."""
         return self._process is not None
 
     def log(
         self, step: int, metrics: Mapping[str, float], rollouts: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """One point per metric at `step`; `rollouts` (records) appear among the traces."""
+        """Log one point per metric at `step`; `rollouts` (records) appear among the traces."""
         if self._process is None:
             return
         if self._process.poll() is not None:
-            self._fail(self._said())
+            self._fail(self._failure())
             return
         try:
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -112,10 +112,10 @@ class TrackioSink:
             self._fail(f"did not finish within {FINISH_TIMEOUT_S:.0f} s")
             return
         if status != 0:
-            self._fail(self._said())
+            self._fail(self._failure())
         self._stop()
 
-    def _said(self) -> str:
+    def _failure(self) -> str:
         assert self._process is not None and self._process.stdout is not None
         return self._process.stdout.read().strip() or f"exit status {self._process.returncode}"
 
@@ -158,7 +158,7 @@ def _start(folder: Path) -> subprocess.Popen[str]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _write(process: subprocess.Popen[str], queue: SimpleQueue[str | None]) -> None:
+def _feed(process: subprocess.Popen[str], queue: SimpleQueue[str | None]) -> None:
     """Feed the process until None or until it is gone; runs in a thread of its own."""
     assert process.stdin is not None
     # A broken pipe: the process died, and `log` or `close` reads its exit status and says so.
@@ -171,25 +171,21 @@ def _write(process: subprocess.Popen[str], queue: SimpleQueue[str | None]) -> No
 
 
 def trace(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a `trackio.Trace` for a rollout record."""
+    """Return the arguments of a `trackio.Trace` for a rollout record."""
     metadata = {
         key: record[key] for key in ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
     }
-    messages = [m for trajectory in record["trajectories"] for m in trajectory["messages"]]
-    return {"messages": [_trace_message(m) for m in messages], "metadata": metadata}
-
-
-def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The dashboard lists content only: a turn that only calls tools gets the calls' text as it."""
-    shown = dict(message)
-    if not shown.get("content") and shown.get("tool_calls"):
-        functions = [call["function"] for call in shown["tool_calls"]]
-        shown["content"] = "\n".join(f"{f['name']}({dumps(f['arguments'])})" for f in functions)
-    return shown
+    messages = [dict(m) for trajectory in record["trajectories"] for m in trajectory["messages"]]
+    for shown in messages:
+        # The dashboard lists content only: a turn that only calls tools gets the calls' text as it.
+        if not shown.get("content") and shown.get("tool_calls"):
+            functions = [call["function"] for call in shown["tool_calls"]]
+            shown["content"] = "\n".join(f"{f['name']}({dumps(f['arguments'])})" for f in functions)
+    return {"messages": messages, "metadata": metadata}
 
 
 def dashboard_command(run_folder: Path, project: str, *, trackio_folder: Path | None = None) -> str:
-    """The shell command that opens the dashboard in a browser.
+    """Return the shell command that opens the dashboard in a browser.
 
     Example: ``TRACKIO_DIR=outputs/shop/2026-01-31_12-00/trackio trackio show --project shop``
     """
