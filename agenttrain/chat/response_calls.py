@@ -216,9 +216,9 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         values.add(parameter["name"].strip(), body[start : max(start, end.start())])
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
-        found = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
-        return _problem(f"the call is not closed: </function> is missing{found}", name=name)
-    return Read(calls=[values.found()], end=closing.end())
+        actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
+        return _problem(f"the call is not closed: </function> is missing{actual}", name=name)
+    return Read(calls=[values.call()], end=closing.end())
 
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -240,9 +240,9 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         values.add(key["name"].strip(), body[key.end() : end.start()])
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
-        told = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
-        return _problem(f"the <arg_key> {told}", name=name)
-    return Read(calls=[values.found()], end=at)
+        fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
+        return _problem(f"the <arg_key> {fault}", name=name)
+    return Read(calls=[values.call()], end=at)
 
 
 @dataclass(slots=True)
@@ -259,7 +259,7 @@ class _Values:
             self.problem = f"the parameter {excerpt(key)} is given twice"
         self.values[key] = typed(text, self.schema.get(key))
 
-    def found(self) -> Found:
+    def call(self) -> Found:
         label = "the text of the call's head"
         call = Found(text="", name=self.name, arguments=self.values, name_label=label)
         return replace(call, problem=self.problem)

@@ -230,7 +230,7 @@ class _Reader:
 MAX_ITEMS = 65_536
 """Items of a list or mapping that is no JSON; what is JSON has no such limit."""
 SHORT = 16
-"""Digits of a number that needs no further look."""
+"""Digits of a number that needs no further check."""
 _DIGITS = "0123456789-"
 _QUOTED = {
     quote: re.compile(rf"{quote}(?:[^{quote}\\]++|\\.)*+{quote}", re.DOTALL) for quote in "\"'"

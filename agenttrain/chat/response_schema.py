@@ -74,7 +74,9 @@ class SchemaSpec:
             fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
             calls, beside = self._each(text[start:], parameters(schemas))
         content = (self._text(fields, CONTENT_FIELD) or "") + beside
-        return Parts(content=content.strip(), reasoning=self._thoughts(fields), calls=calls)
+        thoughts = (self._text(fields, name) for name in REASONING)
+        reasoning = next((text for text in thoughts if text is not None), None)
+        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
     def _patterns(self) -> str:
@@ -102,11 +104,6 @@ class SchemaSpec:
         text = literal[1][:-1] if repeated else literal[1]
         return text.replace("\\", "") if len(text) > 2 else ""
 
-    def _thoughts(self, fields: Mapping[str, Any]) -> str | None:
-        names = (name for name in REASONING if name in self.root.properties)
-        texts = (self._text(fields, name) for name in names)
-        return next((text for text in texts if text is not None), None)
-
     def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
         node = self.root.properties.get(name)
         try:
@@ -119,12 +116,28 @@ class SchemaSpec:
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
-        if node.iterator is None:
-            return self._parsed(node, value, schemas)
+        if node.iterator is not None:
+            inner = node.inner(value)
+            calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
+            # Substitutions leave no span of the completion behind.
+            return [c if c.text in completion else replace(c, text=completion) for c in calls]
+        # Calls that are read as one value: all of a list, or item by item where it is broken.
+        loose = False
+        try:
+            read = node.value(value)
+        except ContentError as error:
+            try:
+                if not self.lenient:
+                    raise
+                read, loose = self.loose.properties[CALLS].value(value), True
+            except ContentError:
+                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
         inner = node.inner(value)
-        calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
-        # Substitutions leave no span of the completion behind.
-        return [c if c.text in completion else replace(c, text=completion) for c in calls]
+        text = inner if isinstance(inner, str) else value
+        values = read if isinstance(read, list) else [] if read is None else [read]
+        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
+        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        return [replace(call, lenient=loose) for call in calls]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
         """(calls, the text that is in none of them)."""
@@ -205,25 +218,6 @@ class SchemaSpec:
             if isinstance(text, str) and key in schemas[name]
         }
         return {**inner, "arguments": arguments | typed_arguments}
-
-    def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
-        """Calls that are read as one value: all of a list, or item by item where it is broken."""
-        loose = False
-        try:
-            read = node.value(value)
-        except ContentError as error:
-            try:
-                if not self.lenient:
-                    raise
-                read, loose = self.loose.properties[CALLS].value(value), True
-            except ContentError:
-                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
-        inner = node.inner(value)
-        text = inner if isinstance(inner, str) else value
-        values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
-        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
-        return [replace(call, lenient=loose) for call in calls]
 
     def _repaired(self, node: Node, value: str) -> list[Found]:
         try:
