@@ -24,18 +24,18 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """What was found out about a template."""
+    """Behaviour of a template, as rendering probes shows it."""
 
     renders_calls: bool
-    """Whether the assistant's tool calls appear at all."""
+    """The assistant's tool calls appear at all."""
     one_call_per_turn: bool
-    """Whether a turn of two calls is refused, or loses one."""
+    """A turn of two calls is refused, or loses one."""
     reasoning_key: str | None
     """Key of a message under which the template looks for reasoning; None: it shows none."""
     short_ids: bool
-    """Whether ids must have nine letters and digits."""
+    """Ids must have nine letters and digits."""
     shows_ids: bool
-    """Whether the ids of calls appear."""
+    """The ids of calls appear."""
 
 
 def behaviour(render: Render) -> Behaviour:
@@ -47,17 +47,25 @@ def behaviour(render: Render) -> Behaviour:
     ids = ("abcdefgh1", "abcdefgh2") if short else ("call_0_0", "call_0_1")
     pair = _assistant(("one", ids[0]), ("two", ids[1]))
     both = _shows(render, [pair], "one") and _shows(render, [pair], "two")
+    # Some templates show reasoning only beside calls.
+    turns = ({"role": "assistant", "content": "c"}, _assistant(("one", "abcdefgh1")))
+    reasoning_keys = (
+        key
+        for key in REASONING_KEYS
+        for turn in turns
+        if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
+    )
     return Behaviour(
         renders_calls=calls or short,
         one_call_per_turn=(calls or short) and not both,
-        reasoning_key=_reasoning_key(render),
+        reasoning_key=next(reasoning_keys, None),
         short_ids=short,
         shows_ids=_answers(render, ids[0], shown=ids[0]),
     )
 
 
 def _assistant(*calls: tuple[str, str]) -> Message:
-    """Calls of tools by (name, id)."""
+    """Return an assistant's message that calls tools, given as (name, id)."""
     return {
         "role": "assistant",
         "content": "",
@@ -80,24 +88,12 @@ def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
 
 
 def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
-    """Whether a reply to a call of this id is rendered, and the text `shown` with it."""
+    """Check that a reply to a call of this id is rendered, and the text `shown` with it."""
     reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
     try:
         return shown in render([USER, _assistant(("one", call_id)), reply], True)
     except ChatError:
         return False
-
-
-def _reasoning_key(render: Render) -> str | None:
-    for key in REASONING_KEYS:
-        for message in ({"role": "assistant", "content": "c"}, _assistant(("one", "abcdefgh1"))):
-            if _shows_reasoning(render, {**message, key: f"{PROBE}why{PROBE}why"}):
-                return key
-    return None
-
-
-def _shows_reasoning(render: Render, message: Message) -> bool:
-    return _shows(render, [message], "why")
 
 
 def short_id(call_id: str) -> str:
@@ -111,15 +107,15 @@ def short_id(call_id: str) -> str:
     return sha256(plain.encode()).hexdigest()[:9]
 
 
-def adapted(message: Message, found: Behaviour) -> Message:
-    """A message as the template reads it: reasoning under its key too, ids in its form."""
+def adapted(message: Message, behaviour: Behaviour) -> Message:
+    """Return a message as the template reads it: reasoning under its key too, ids in its form."""
     changes: Message = {}
-    key = found.reasoning_key
+    key = behaviour.reasoning_key
     if key is not None and key not in message and REASONING_KEYS[0] in message:
         changes[key] = message[REASONING_KEYS[0]]
-    if found.short_ids and message.get("tool_call_id"):
+    if behaviour.short_ids and message.get("tool_call_id"):
         changes["tool_call_id"] = short_id(message["tool_call_id"])
-    if found.short_ids and message.get("tool_calls"):
+    if behaviour.short_ids and message.get("tool_calls"):
         changes["tool_calls"] = [
             {**call, "id": short_id(call["id"])} if call.get("id") else call
             for call in message["tool_calls"]

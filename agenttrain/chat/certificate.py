@@ -50,27 +50,26 @@ class Certificate:
     between turns."""
     family: str | None
     changes: tuple[str, ...]
-    """What the fix changed."""
+    """Changes that the fix made."""
     preserving: bool
-    """Whether the model's own template, before any fix, renders past turns always the same."""
+    """The model's own template, before any fix, renders past turns always the same."""
     one_call_per_turn: bool
     warnings: tuple[str, ...]
-    """What to heed when the trained model is served."""
+    """Warnings for whoever serves the trained model."""
     remedy: str
-    """What to set where probes are refused."""
+    """The setting to change where probes are refused."""
     chosen: str | None = None
-    """Which of the tokenizer's templates was taken, where it carries several."""
+    """The one of the tokenizer's templates that was taken, where it carries several."""
 
     @property
     def passed(self) -> bool:
-        """Whether no probe is refused."""
+        """Return True where no probe is refused."""
         return all(probe.passed for probe in self.probes)
 
     @property
     def status(self) -> Status:
         """The worst of the probes'."""
-        found = {probe.status for probe in self.probes}
-        return max(found, key=list(Status).index)
+        return max((probe.status for probe in self.probes), key=list(Status).index)
 
     def raise_if_refused(self) -> None:
         """Raise CertificateError that lists the refused probes."""
@@ -91,13 +90,13 @@ class Certificate:
 
     def as_json(self) -> dict[str, Any]:
         """The certificate as plain data, for `agenttrain templates <folder> --json FILE`."""
-        found = {key: value for key, value in asdict(self).items() if key != "probes"}
+        fields = {key: value for key, value in asdict(self).items() if key != "probes"}
         probes = [
             {"name": p.name, "status": str(p.status), "reason": p.why, "misfit": p.misfit}
             for p in self.probes
         ]
         remedy = None if self.passed else self.remedy
-        return {"status": str(self.status), **found, "remedy": remedy, "probes": probes}
+        return {"status": str(self.status), **fields, "remedy": remedy, "probes": probes}
 
     def markdown(self) -> str:
         """The probes as a table."""
@@ -106,23 +105,23 @@ class Certificate:
         return "\n".join(["| probe | result | what was seen |", "|---|---|---|", *rows])
 
     def lines(self) -> list[str]:
-        """For people: one line per probe, then what was fixed and what to heed."""
+        """Lines for people: one per probe, then the changes and the warnings."""
         name = self.family or "of no known family"
-        found = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
-        found += [f"  note     {self.chosen}"] if self.chosen else []
+        lines = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
+        lines += [f"  note     {self.chosen}"] if self.chosen else []
         alike: dict[tuple[Status, str], list[Probe]] = {}
         for number, probe in enumerate(self.probes):
             # Probes that stumble over the same thing are one line, which names them all.
             reason = probe.reason if probe.status is not Status.passed else str(number)
             alike.setdefault((probe.status, reason), []).append(probe)
         for (status, _), probes in alike.items():
-            found.append(f"  {status:<8} {probes[0].name:<32} {probes[0].why}".rstrip())
+            lines.append(f"  {status:<8} {probes[0].name:<32} {probes[0].why}".rstrip())
             if len(probes) > 1:
                 names = ", ".join(probe.name for probe in probes[1:])
-                found.append(f"{'':11}and for the same reason: {names}")
-        found += [f"  fix      {change}" for change in self.changes]
-        found += [f"  warning  {warning}" for warning in self.warnings]
-        return found if self.passed else [*found, f"  remedy   {self.remedy}"]
+                lines.append(f"{'':11}and for the same reason: {names}")
+        lines += [f"  fix      {change}" for change in self.changes]
+        lines += [f"  warning  {warning}" for warning in self.warnings]
+        return lines if self.passed else [*lines, f"  remedy   {self.remedy}"]
 
 
 def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
@@ -132,14 +131,27 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     compared with the model's own, so that it is known what the fix was for.
     """
     probes = _probes(chat, schemas)
-    preserving = all(_held(probe) for probe in probes)
+    preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
         stock = _probes(chat.stock(), schemas)
-        preserving = all(_held(probe) for probe in stock)
-        probes = [_judged(now, before) for now, before in zip(probes, stock, strict=True)]
+        preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
+        for index, (now, before) in enumerate(zip(probes, stock, strict=True)):
+            if now.passed and not before.passed:
+                reason = f"stock: {before.reason}"
+                probes[index] = replace(
+                    now, status=Status.fixed, reason=reason, detail=before.detail
+                )
+    content = [
+        chat.template,
+        repr(sorted(chat.kwargs.items())),
+        schemas,
+        chat.encoder.control,
+        chat.stop_token_ids,
+        [(probe.name, probe.token_ids) for probe in probes],
+    ]
     return Certificate(
         probes=tuple(probes),
-        hash=_hash(chat, schemas, probes),
+        hash=hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
         family=chat.fix.family,
         changes=chat.fix.changes,
         preserving=preserving,
@@ -150,33 +162,23 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     )
 
 
-def _held(probe: Probe) -> bool:
-    return probe.passed or probe.name in FEATURES
-
-
-def _judged(now: Probe, before: Probe) -> Probe:
-    if now.passed and not before.passed:
-        return replace(
-            now, status=Status.fixed, reason=f"stock: {before.reason}", detail=before.detail
-        )
-    return now
-
-
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    talks = conversations(chat, schemas)
-    return [*features(chat, schemas), *(_probe(chat, schemas, *found) for found in talks)]
-
-
-def _hash(chat: Chat, schemas: Sequence[dict], probes: Sequence[Probe]) -> str:
-    content = [
-        chat.template,
-        repr(sorted(chat.kwargs.items())),
-        schemas,
-        chat.encoder.control,
-        chat.stop_token_ids,
-        [(probe.name, probe.token_ids) for probe in probes],
-    ]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    probes = features(chat, schemas)
+    for name, steps in conversations(chat, schemas):
+        try:
+            ids, remarks = _ledger(chat, schemas, steps)
+        except _Refused as error:
+            probe = refused(name, error.reason, error.detail)
+            probes.append(replace(probe, misfit=error.misfit))
+            continue
+        except ChatError as error:
+            probes.append(refused(name, str(error)))
+            continue
+        if name == "parallel calls" and chat.one_call_per_turn:
+            remarks.append("one call per turn: the first is rendered, and all replies as its reply")
+        reason = "; ".join(remarks)
+        probes.append(Probe(name=name, status=Status.passed, reason=reason, token_ids=tuple(ids)))
+    return probes
 
 
 def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
@@ -213,7 +215,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
 
 
 def _two_ends(chat: Chat) -> tuple[str, str] | None:
-    """How the template ends the last answer and an earlier one, where these differ."""
+    """Return how the template ends the last answer and an earlier one, where these differ."""
     with suppress(ChatError):
         last, followed = chat.answer_ends()
         return (chat.decode(last), chat.decode(followed)) if last != followed else None
@@ -243,20 +245,8 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
-def _probe(chat: Chat, schemas: Sequence[dict], name: str, steps: list[Step]) -> Probe:
-    try:
-        ids, remarks = _ledger(chat, schemas, steps)
-    except _Refused as error:
-        return replace(refused(name, error.reason, error.detail), misfit=error.misfit)
-    except ChatError as error:
-        return refused(name, str(error))
-    if name == "parallel calls" and chat.one_call_per_turn:
-        remarks.append("one call per turn: the first is rendered, and all replies as its reply")
-    return Probe(name=name, status=Status.passed, reason="; ".join(remarks), token_ids=tuple(ids))
-
-
 class _Refused(Exception):
-    """What the two ways of rendering disagree on, in general and in this conversation."""
+    """A difference between the two ways of rendering, in general and in this conversation."""
 
     def __init__(self, reason: str, detail: str, misfit: Misfit = Misfit.chat_template) -> None:
         super().__init__(reason, detail)
@@ -264,14 +254,17 @@ class _Refused(Exception):
 
 
 def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[list[int], list[str]]:
-    """The ids between turns, and remarks. Raises _Refused where the full rendering differs."""
+    """Return the ids between turns, and remarks on what the template leaves out.
+
+    Raises _Refused where the full rendering differs, or where a call does not come back.
+    """
     messages: list[Message] = [{"role": "user", "content": USER_TEXT}]
     ledger = chat.prompt_ids(messages, schemas)
     context: list[int] = []
     remarks: dict[str, None] = {}
-    for said, answered in steps:
+    for wanted, answered in steps:
         after = messages[-1]["role"]
-        turn, replies = chat.shown(as_parsed(chat, said, after), answered)
+        turn, replies = chat.shown(as_parsed(chat, wanted, after), answered)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, schemas)
         _compare(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
@@ -285,7 +278,22 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
         sampled = full[len(ledger) :][:length]
         _compare(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
         _compare(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
-        remarks |= dict.fromkeys(_remarks(chat, schemas, turn, sampled, after))
+        parsed = chat.parse(sampled, schemas, turn=0, after=after)
+        calls = [(call.name, call.arguments) for call in turn.calls]
+        read = [(call.name, call.arguments) for call in parsed.calls]
+        if calls != read or any(call.malformed for call in parsed.calls):
+            raise _Refused(
+                "the response schema does not read the calls that the template renders",
+                f"{_short(chat.decode(sampled))} parses to {_short(read)} "
+                f"instead of {_short(calls)}",
+                Misfit.response_schema,
+            )
+        if turn.content != parsed.content:
+            remarks[
+                "the template leaves out content beside calls; the ledger keeps what was sampled"
+            ] = None
+        if turn.reasoning and turn.reasoning != parsed.reasoning:
+            remarks["the template leaves out reasoning; the ledger keeps what was sampled"] = None
         if not turn.calls and answered and (ends := _two_ends(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         context += ours
@@ -315,25 +323,6 @@ def _compare(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) ->
         f"the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
         f"{chat.decode(ours[at:][:12])!r}",
     )
-
-
-def _remarks(
-    chat: Chat, schemas: Sequence[dict], turn: AssistantTurn, sampled: list[int], after: str
-) -> Iterator[str]:
-    """What the template leaves out. Raises _Refused when a call does not come back."""
-    parsed = chat.parse(sampled, schemas, turn=0, after=after)
-    calls = [(call.name, call.arguments) for call in turn.calls]
-    found = [(call.name, call.arguments) for call in parsed.calls]
-    if calls != found or any(call.malformed for call in parsed.calls):
-        raise _Refused(
-            "the response schema does not read the calls that the template renders",
-            f"{_short(chat.decode(sampled))} parses to {_short(found)} instead of {_short(calls)}",
-            Misfit.response_schema,
-        )
-    if turn.content != parsed.content:
-        yield "the template leaves out content beside calls; the ledger keeps what was sampled"
-    if turn.reasoning and turn.reasoning != parsed.reasoning:
-        yield "the template leaves out reasoning; the ledger keeps what was sampled"
 
 
 def _short(value: object) -> str:

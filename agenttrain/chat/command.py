@@ -24,16 +24,6 @@ def main(arguments: Sequence[str]) -> int:
 
     Example: ``agenttrain templates my_model --chat-template hermes``
     """
-    options = _parser().parse_args(list(arguments))
-    try:
-        _check(options)
-        return _table(options) if options.folder is None else _certify(options)
-    except (ChatError, OSError, ValueError) as error:
-        print(f"agenttrain: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agenttrain templates", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
     parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
@@ -43,7 +33,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    return parser
+    options = parser.parse_args(list(arguments))
+    try:
+        _check(options)
+        if options.folder is not None:
+            return _certify(options)
+        table = rows()
+        print(markdown(table) if options.markdown else plain(table))
+        if shipped := sorted({row.certified for row in table if row.certified}):
+            families = [row.family for row in table if row.certified]
+            print(
+                f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
+                "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
+            )
+        if options.json:
+            options.json.write_text(to_json(table), encoding="utf-8")
+    except (ChatError, OSError, ValueError) as error:
+        print(f"agenttrain: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -74,20 +82,6 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _table(options: argparse.Namespace) -> int:
-    table = rows()
-    print(markdown(table) if options.markdown else plain(table))
-    if shipped := sorted({row.certified for row in table if row.certified}):
-        kept = [row.family for row in table if row.certified]
-        print(
-            f"\nNot certified now but on {shipped[0]}: {', '.join(kept)}. "
-            "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
-        )
-    if options.json:
-        options.json.write_text(to_json(table), encoding="utf-8")
-    return 0
-
-
 def _certify(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
@@ -107,7 +101,7 @@ def _certify(options: argparse.Namespace) -> int:
     if (changes := chat.fix.text()) and not options.markdown:
         print(f"\n{changes}", end="")
     if options.json:
-        found = {"folder": str(options.folder), **certificate.as_json()}
-        text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        record = {"folder": str(options.folder), **certificate.as_json()}
+        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         options.json.write_text(text, encoding="utf-8")
     return 0 if certificate.passed else 1

@@ -17,10 +17,10 @@ def completion_ids(
     *,
     prompt: Sequence[int] | None = None,
 ) -> list[int]:
-    """[T] What a model samples that answers `messages` with `turn`, its end of turn included.
+    """Return [T] the ids that a model samples to answer `messages` with `turn`, its end included.
 
-    It is what the template writes for the turn between the generation prompt and the suffix, in a
-    rendering of the whole conversation so far. `prompt` saves rendering the messages once more
+    They are what the template writes for the turn between the generation prompt and the suffix,
+    in a rendering of the whole conversation so far. `prompt` saves rendering the messages once more
     where they are rendered as these ids; where they are not it is not used. Example::
 
         <|im_start|>user … <|im_start|>assistant\\n     the prompt
@@ -29,7 +29,17 @@ def completion_ids(
 
     Raises ChatError where the template does not continue the prompt with the turn.
     """
-    replies = _replies(chat, turn)
+    # Empty messages behind the turn show how it ends. Nothing follows an answer, as many templates
+    # drop its reasoning once a user speaks; but where answers have no end of their own (GLM) it is
+    # the beginning of what the user says.
+    replies: list[Message] = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
+        for call in turn.calls
+    ]
+    if not replies:
+        end = chat.end_ids(turn, [], generation_prompt=True)
+        if not end or end[-1] not in chat.stop_token_ids:
+            replies = [{"role": "user", "content": ""}]
     full = chat.prompt_ids([*messages, turn.message(), *replies], schemas)
     if prompt is None or full[: len(prompt)] != list(prompt):
         prompt = chat.prompt_ids(messages, schemas)
@@ -50,18 +60,3 @@ def completion_ids(
         return ids
     # Harmony ends an answer by another token as soon as something follows.
     return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))
-
-
-def _replies(chat: Chat, turn: AssistantTurn) -> list[Message]:
-    """Empty messages behind the turn that show how it ends.
-
-    Nothing behind an answer, as many templates drop its reasoning once a user speaks; but where
-    answers have no end of their own (GLM) it is the beginning of what the user says.
-    """
-    if turn.calls:
-        return [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
-            for call in turn.calls
-        ]
-    end = chat.end_ids(turn, [], generation_prompt=True)
-    return [] if end and end[-1] in chat.stop_token_ids else [{"role": "user", "content": ""}]

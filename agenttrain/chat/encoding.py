@@ -69,23 +69,36 @@ class Encoder:
             )
         added = dict(sorted(core.get_added_tokens_decoder().items()))
         steering = {t.content for t in added.values() if t.special or t.content in template}
-        self.ordinary = {
-            token.content: reason
-            for token in added.values()
-            if (reason := _ordinary(token, plain or {}, steering)) is not None
-        }
+        self.ordinary = {}
+        for token in added.values():
+            if token.special:
+                continue
+            if not token.content.replace(SPACE, " ").strip():
+                self.ordinary[token.content] = "white space"
+            elif token.content not in steering and token.content in (plain or {}):
+                self.ordinary[token.content] = (plain or {})[token.content]
         ids = {token.content: token_id for token_id, token in added.items()}
         self.control = {text: ids[text] for text in ids if text not in self.ordinary}
         self.written = frozenset(ids[text] for text in steering if text in self.control)
         self._full = _copy(core, added, hidden=())
         self._plain = _copy(core, added, hidden=self.control)
+        # What the tokenizer makes from plain text stays text, unless it steers a model.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
-            self._except(forgeable)
+            for text in forgeable:
+                if self.control.pop(text) in self.written:
+                    raise ChatError(
+                        f"the tokenizer makes the control token {text!r} from plain text, so a "
+                        "tool could forge it; use a tokenizer with byte-level pieces"
+                    )
+                self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
             self._plain = _copy(core, added, hidden=self.control)
         self.unspecial = tuple(
             t.content for t in added.values() if t.content in self.control and not t.special
         )
-        self._control, self._pieces = _patterns(self.control)
+        texts = _alternatives(self.control) if self.control else "(?!)"
+        self._control = re.compile(texts)
+        # In a rendering: marked tokens, or bare ones, which are the template's.
+        self._pieces = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
         self._absorbing = {
             token.content: (token.lstrip, token.rstrip)
             for token in added.values()
@@ -95,45 +108,35 @@ class Encoder:
         self._known: dict[tuple[bool, str], tuple[int, ...]] = {}
         self._by_piece = self._encodes_by_piece()
 
-    def _except(self, forgeable: Sequence[str]) -> None:
-        """Leave what the tokenizer makes from plain text as text; refuse what steers a model."""
-        for text in forgeable:
-            if self.control.pop(text) in self.written:
-                raise ChatError(
-                    f"the tokenizer makes the control token {text!r} from plain text, so a tool "
-                    "could forge it; use a tokenizer with byte-level pieces"
-                )
-            self.ordinary[text] = "the tokenizer's pieces make it from plain text too"
-
     def encode(self, rendering: str) -> list[int]:
         """Ids of a rendering: control tokens are tokens, except those that `mark` wrapped.
 
         Example: ``encode("<|im_start|>user\\nhi<|im_end|>")`` is what the tokenizer itself gives.
         """
         if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
-            whole = self._full.encode(rendering, add_special_tokens=False).ids
+            ids = self._full.encode(rendering, add_special_tokens=False).ids
             # A normalizer can make a control token of a text that holds none, as of ＜think＞.
-            found = sum(token_id in self._control_ids for token_id in whole)
-            if found == sum(control for control, _ in self.pieces(rendering)):
-                return whole
-        ids: list[int] = []
+            count = sum(token_id in self._control_ids for token_id in ids)
+            if count == sum(control for control, _ in self.pieces(rendering)):
+                return ids
+        ids = []
         for control, piece in self.pieces(rendering):
             ids += self._piece_ids(control, piece)
         return ids
 
     def _piece_ids(self, control: bool, piece: str) -> tuple[int, ...]:
-        """Ids of a piece; what all prompts share (the tools, the system prompt) is kept."""
-        found = self._known.get((control, piece))
-        if found is None:
+        """Return the ids of a piece, from the cache for what all prompts share (tools, system)."""
+        ids = self._known.get((control, piece))
+        if ids is None:
             encode = self._full.encode if control else self._plain.encode
-            found = tuple(encode(unmark(piece), add_special_tokens=False).ids)
+            ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
             if len(self._known) >= KNOWN_PIECES:
                 self._known.clear()
-            self._known[control, piece] = found
-        return found
+            self._known[control, piece] = ids
+        return ids
 
     def _encodes_by_piece(self) -> bool:
-        """Whether a text behind a control token is encoded as it is at a text's beginning.
+        """Check that a text behind a control token is encoded as at a text's beginning.
 
         Some SentencePiece tokenizers put a blank before what begins a text, and only there.
         """
@@ -157,20 +160,20 @@ class Encoder:
         """The text of ids, control tokens included."""
         return self._full.decode(token_ids, skip_special_tokens=False)
 
-    def mark(self, value: Any, keep: Collection[str] = ()) -> Any:
-        """A copy of a message, schema or text whose control tokens are wrapped, None keys gone.
+    def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
+        """Copy a message, schema or text with its control tokens wrapped and None keys left out.
 
-        Those in `keep` are left as they are.
+        Control tokens in `bare` are left as they are.
         """
         if isinstance(value, str):
             return self._control.sub(
-                lambda found: found[0] if found[0] in keep else f"{OPEN}{found[0]}{CLOSE}",
+                lambda token: token[0] if token[0] in bare else f"{OPEN}{token[0]}{CLOSE}",
                 clean(value),
             )
         if isinstance(value, dict):
-            return {self.mark(k): self.mark(v, keep) for k, v in value.items() if v is not None}
+            return {self.mark(k): self.mark(v, bare) for k, v in value.items() if v is not None}
         if isinstance(value, list | tuple):
-            return [self.mark(item, keep) for item in value]
+            return [self.mark(item, bare) for item in value]
         return value
 
     def pieces(self, rendering: str) -> Iterator[tuple[bool, str]]:
@@ -198,25 +201,8 @@ def unmark(text: str) -> str:
     return text.translate(_MARKS)
 
 
-def _ordinary(token: AddedToken, plain: Mapping[str, str], steering: Collection[str]) -> str | None:
-    """Why an added token is ordinary text; None where it is a control token."""
-    if token.special:
-        return None
-    if not token.content.replace(SPACE, " ").strip():
-        return "white space"
-    if token.content in steering:
-        return None
-    return plain.get(token.content)
-
-
-def _patterns(control: Collection[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns of control tokens in a text, and of marked or bare ones in a rendering."""
-    texts = _alternatives(control) if control else "(?!)"
-    return re.compile(texts), re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
-
-
 def _alternatives(texts: Collection[str]) -> str:
-    """A pattern of the longest of the texts at a place, in time that does not grow with their
+    """Pattern of the longest of the texts at a place, in time that does not grow with their
     number: they share their beginnings. Example: of ab, abc and d it is ``(?:ab(?:c)?|d)``."""
     branches: dict[str, list[str]] = {}
     for text in texts:
@@ -235,7 +221,7 @@ def _alternatives(texts: Collection[str]) -> str:
 
 
 def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
-    """A tokenizer over the same model, in which the `hidden` added tokens are never found."""
+    """Build a tokenizer over the same model, in which the `hidden` added tokens are never found."""
     copy = Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if getattr(core, part) is not None:

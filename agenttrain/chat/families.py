@@ -37,7 +37,7 @@ class Edit:
     find: str = ""
     """Read without regard to blanks, kinds of quotes, dashes of tags, and `.key` or `['key']`."""
     why: str = ""
-    """What it is good for, said once per fix."""
+    """Purpose of the edit, given once per fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +53,19 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is known of one family."""
+    """A model family: its templates, their fixes and its tokens."""
 
     models: str = ""
     """Which models these are, for people."""
     response: str = "hermes"
     """Name of the response schema."""
     tools: bool = True
-    """Whether the template, fixed, renders tools."""
+    """The template, once fixed, renders tools."""
     marks: tuple[str, ...] = ()
-    """What the source of a template of this family holds, read as `Edit.find` is; without any,
+    """Texts in the source of every template of this family, read as `Edit.find` is; without any,
     the family is never recognised by its source."""
     absent: tuple[str, ...] = ()
-    """What it does not hold."""
+    """Texts that no template of this family holds."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
     """Ways of fixing its revisions; the first whose every edit applies is taken."""
     originals: tuple[str, ...] = ()
@@ -81,58 +81,61 @@ class Family:
 
 
 def pattern(find: str) -> re.Pattern[str]:
-    """What finds `find` in a template, whatever its blanks, quotes and dashes."""
+    """Compile a pattern of `find` in a template, whatever its blanks, quotes and dashes."""
     parts = []
-    for found in _TOKEN.finditer(find):
-        if tag := found["tag"]:
+    for token in _TOKEN.finditer(find):
+        if tag := token["tag"]:
             opens = tag.startswith("{")
             mark = re.escape(tag.strip().replace("-", ""))
             parts.append(rf"{mark}[-+]?\s*" if opens else rf"\s*[-+]?{mark}")
-        elif found["quote"]:
+        elif token["quote"]:
             parts.append("['\"]")
-        elif found["blank"]:
+        elif token["blank"]:
             parts.append(r"\s*")
-        elif key := found["key"]:
+        elif key := token["key"]:
             parts.append(rf"(?:\.{key}\b|\[['\"]{key}['\"]\])")
         else:
-            parts.append(re.escape(found["other"]))
+            parts.append(re.escape(token["other"]))
     return re.compile("".join(parts))
 
 
-def parse_family(name: str, found: Mapping[str, Any]) -> Family:
-    """A family from the YAML of its file. Raises ChatError with the key that is wrong."""
+def parse_family(name: str, content: Mapping[str, Any]) -> Family:
+    """Return the family that the YAML of its file describes.
+
+    Raises ChatError with the key that is wrong.
+    """
     known = {field.name for field in fields(Family)}
-    if unknown := sorted(set(map(str, found)) - known):
+    if unknown := sorted(set(map(str, content)) - known):
         raise ChatError(
             f"chat_template={name}: family.{unknown[0]} is no key; they are "
             f"{', '.join(sorted(known))}"
         )
     lists = {
-        key: tuple(found.get(key) or ())
+        key: tuple(content.get(key) or ())
         for key in ("marks", "absent", "originals", "control", "added")
     }
     try:
-        fixes = tuple(tuple(Edit(**edit) for edit in fix) for fix in found.get("fixes") or ())
+        fixes = tuple(tuple(Edit(**edit) for edit in fix) for fix in content.get("fixes") or ())
     except TypeError as error:
         raise ChatError(f"chat_template={name}: family.fixes: {error}") from error
     try:
         plain = tuple(
             Plain(why=str(entry["why"]), tokens=tuple(map(str, entry["tokens"])))
-            for entry in found.get("plain") or ()
+            for entry in content.get("plain") or ()
         )
     except (KeyError, TypeError) as error:
         raise ChatError(
             f"chat_template={name}: family.plain: must be a list of {{why: …, tokens: […]}}"
         ) from error
-    return Family(**{**found, **lists, "fixes": fixes, "plain": plain})
+    return Family(**{**content, **lists, "fixes": fixes, "plain": plain})
 
 
 @cache
 def families() -> dict[str, Family]:
-    """The families of ``conf/chat_template/`` by name."""
-    found = {}
+    """Read the families of ``conf/chat_template/``, by name."""
+    by_name = {}
     for file in sorted((conf_folder() / "chat_template").glob("*.yaml")):
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         if content and "family" in content:
-            found[content["name"]] = parse_family(content["name"], content["family"])
-    return found
+            by_name[content["name"]] = parse_family(content["name"], content["family"])
+    return by_name

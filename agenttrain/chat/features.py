@@ -1,4 +1,4 @@
-"""What a certificate looks at before any conversation: headers, ends, tools, system messages."""
+"""Probes of a certificate before any conversation: headers, ends, tools, system messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FEATURES = (
 )
 """Names of the probes below."""
 RENDERINGS = 8
-"""Of one conversation, to see whether they are all the same."""
+"""Renderings of one conversation that are compared with each other."""
 SYSTEM_TEXT = "Be brief, please."
 _CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
 _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
 
 class Status(StrEnum):
-    """What a probe found."""
+    """Result of a probe."""
 
     passed = "passed"
     """The ledger is what the template renders."""
@@ -51,17 +51,17 @@ class Probe:
     name: str
     status: Status
     reason: str = ""
-    """What was seen, or why the probe is refused, or what the fix is for."""
+    """Observation, cause of the refusal, or purpose of the fix."""
     detail: str = ""
     """The texts in which it was seen."""
     misfit: Misfit | None = None
-    """Of a refused probe: which group to change."""
+    """The group to change where the probe is refused."""
     token_ids: tuple[int, ...] = ()
-    """What the template writes between turns, end to end."""
+    """Ids that the template writes between turns, end to end."""
 
     @property
     def passed(self) -> bool:
-        """Whether the template can be used so."""
+        """Return True where the template can be used so."""
         return self.status is not Status.refused
 
     @property
@@ -78,14 +78,34 @@ def refused(name: str, reason: str, detail: str = "") -> Probe:
 
 def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     """The probes of FEATURES, in that order."""
-    return [
-        _generation_prompt(chat),
-        _same_each_time(chat),
-        _end_of_turn(chat),
-        _tools_shown(chat, schemas),
-        _system_message(chat, schemas),
-        _control_tokens(chat, schemas),
-    ]
+    probes = [_generation_prompt(chat), _same_each_time(chat)]
+
+    name = "end of turn"
+    if ends := [chat.decode([token_id]) for token_id in chat.stop_token_ids]:
+        reason = f"a completion ends with {' or '.join(ends)}"
+        stops = chat.stop_token_ids
+        probes.append(Probe(name=name, status=Status.passed, reason=reason, token_ids=stops))
+    else:
+        probes.append(refused(name, "no end-of-turn token"))
+
+    name = "tools in the prompt"
+    try:
+        text = chat.decode(chat.prompt_ids(_user(), schemas))
+    except ChatError as error:
+        probes.append(refused(name, str(error)))
+    else:
+        tools = [schema.get("function", schema)["name"] for schema in schemas]
+        if missing := [tool for tool in tools if tool not in text]:
+            reason = f"the template does not show the tools {', '.join(missing)}"
+            probes.append(refused(name, reason))
+        else:
+            probes.append(Probe(name=name, status=Status.passed))
+
+    # Never refused: the data may have no system messages.
+    problem = system_problem(chat, schemas)
+    reason = f"{problem}: the data must have none" if problem else ""
+    probes.append(Probe(name="system message", status=Status.passed, reason=reason))
+    return [*probes, _control_tokens(chat, schemas)]
 
 
 def _user() -> list[Message]:
@@ -115,47 +135,17 @@ def _same_each_time(chat: Chat) -> Probe:
             "is rendered twice: take it out, or leave the date alone",
         )
     try:
-        found = {chat.render(_user(), generation_prompt=True) for _ in range(RENDERINGS)}
+        renderings = {chat.render(_user(), generation_prompt=True) for _ in range(RENDERINGS)}
     except ChatError as error:
         return refused(name, str(error))
-    if len(found) > 1:
+    if len(renderings) > 1:
         return refused(name, "the template renders the same messages differently each time")
     return Probe(name=name, status=Status.passed)
 
 
 def clock_formats(template: str) -> list[str]:
-    """What a template asks the clock for. Example: ``["%d %b %Y"]`` of Llama 3.2."""
-    return [found["format"] for found in _CLOCK.finditer(template)]
-
-
-def _end_of_turn(chat: Chat) -> Probe:
-    name = "end of turn"
-    ends = [chat.decode([token_id]) for token_id in chat.stop_token_ids]
-    if not ends:
-        return refused(name, "no end-of-turn token")
-    reason = f"a completion ends with {' or '.join(ends)}"
-    return Probe(name=name, status=Status.passed, reason=reason, token_ids=chat.stop_token_ids)
-
-
-def _tools_shown(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    name = "tools in the prompt"
-    try:
-        ids = chat.prompt_ids(_user(), schemas)
-    except ChatError as error:
-        return refused(name, str(error))
-    text = chat.decode(ids)
-    tools = [schema.get("function", schema) for schema in schemas]
-    missing = [tool["name"] for tool in tools if tool["name"] not in text]
-    if missing:
-        return refused(name, f"the template does not show the tools {', '.join(missing)}")
-    return Probe(name=name, status=Status.passed)
-
-
-def _system_message(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    """Never refused: whether the data has system messages is not known here."""
-    problem = system_problem(chat, schemas)
-    reason = f"{problem}: the data must have none" if problem else ""
-    return Probe(name="system message", status=Status.passed, reason=reason)
+    """Formats in which a template asks for the time. Example: ``["%d %b %Y"]`` of Llama 3.2."""
+    return [match["format"] for match in _CLOCK.finditer(template)]
 
 
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
@@ -169,23 +159,6 @@ def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
 
 def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
     """No text of others becomes a control token, wherever in a prompt or after it it stands."""
-    name = "control tokens in prompts"
-    forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
-    control = frozenset(chat.encoder.control.values())
-    for place, ids_of in _places(chat, schemas).items():
-        try:
-            harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
-        except ChatError:  # the probes of this kind of message say so
-            continue
-        for token_id in control:
-            if ids[token_id] != harmless[token_id]:
-                token = chat.decode([token_id])
-                return refused(name, f"the text {token!r} in {place} becomes a control token")
-    return Probe(name=name, status=Status.passed, reason=_counted(chat))
-
-
-def _places(chat: Chat, schemas: Sequence[dict]) -> dict[str, Callable[[str], Sequence[int]]]:
-    """Where text of others stands in a context, and the ids of a context with a text there."""
 
     def described(text: str) -> list[dict]:
         function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
@@ -201,23 +174,31 @@ def _places(chat: Chat, schemas: Sequence[dict]) -> dict[str, Callable[[str], Se
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    system = {"role": "system", "content": ""}
-    return {
+    # Ids of a context with a text at each place where text of others may stand.
+    places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.prompt_ids(
             [{"role": "user", "content": text}], schemas
         ),
         "a system message": lambda text: chat.prompt_ids(
-            [{**system, "content": text}, *_user()], schemas
+            [{"role": "system", "content": text}, *_user()], schemas
         ),
         "a tool's description": lambda text: chat.prompt_ids(_user(), described(text)),
         "a reply": replied,
     }
-
-
-def _counted(chat: Chat) -> str:
-    """How many tokens are control tokens, and which added ones are not."""
+    name = "control tokens in prompts"
+    forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
+    control = frozenset(chat.encoder.control.values())
+    for place, ids_of in places.items():
+        try:
+            harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
+        except ChatError:  # the probes of this kind of message say so
+            continue
+        for token_id in control:
+            if ids[token_id] != harmless[token_id]:
+                token = chat.decode([token_id])
+                return refused(name, f"the text {token!r} in {place} becomes a control token")
     special = len(chat.encoder.control) - len(chat.encoder.unspecial)
     reason = f"{special} special tokens and {len(chat.encoder.unspecial)} other added ones"
     for why, count in Counter(chat.encoder.ordinary.values()).items():
         reason += f"; {count} added tokens stay text: {why}"
-    return reason
+    return Probe(name=name, status=Status.passed, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import unified_diff
 
@@ -15,7 +16,7 @@ REMEDY = "set chat_template=none, or chat_template=file with chat_template.path=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What became of a template.
+    """A template, and the changes that a fix made to it.
 
     Example: ``Fix(family="qwen3", stock="…", template="…", changes=("keeps past reasoning",))``
     """
@@ -26,11 +27,11 @@ class Fix:
     """The template as the model or the user's file has it."""
     template: str
     changes: tuple[str, ...] = ()
-    """What was changed, and why."""
+    """Reasons of the changes, one each."""
     problem: str | None = None
     """Why a fix that the family may need was not made."""
     chosen: str | None = None
-    """Which of the tokenizer's templates this is, where it carries several."""
+    """The one of the tokenizer's templates that this is, where it carries several."""
 
     def text(self) -> str:
         """The changes for people: a heading, the reasons, a unified diff; empty without any."""
@@ -57,9 +58,10 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
         for edit in fix:
             edited = _apply(edit, template)
             if edited is None:
+                text = " ".join(edit.find.split())
+                text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
                 problem = problem or (
-                    f"the model's template does not hold {_short(edit.find)!r}, which the fix of "
-                    f"{name} replaces"
+                    f"the model's template does not hold {text!r}, which the fix of {name} replaces"
                 )
                 break
             if edited != template:
@@ -78,20 +80,15 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
 
 
 def _apply(edit: Edit, template: str) -> str | None:
-    """The template with the edit; None where it does not apply."""
+    """Return the template with the edit; None where it does not apply."""
     if not edit.find:
         return template if edit.put in template else edit.put + template
     find = pattern(edit.find)
     held = bool(edit.put) and pattern(edit.put).search(template) is not None
     if held and find.search(edit.put):
         return template
-    found, count = find.subn(lambda _: edit.put, template)
-    return found if count else template if held else None
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
+    edited, count = find.subn(lambda _: edit.put, template)
+    return edited if count else template if held else None
 
 
 def recognise(
@@ -108,8 +105,11 @@ def recognise(
     names.sort(key=lambda name: -sum(map(len, known[name].marks)))
     for name in names:
         family = known[name]
-        if not family.tools or _reads_fixed(source, name, family, reads_back):
+        if not family.tools or reads_back(family, source):
             return name
+        with suppress(ChatError):
+            if reads_back(family, fixed(name, family, source).template):
+                return name
     for name, family in known.items():
         if family.tools and not family.marks and reads_back(family, source):
             return name
@@ -117,19 +117,7 @@ def recognise(
 
 
 def described(source: str, family: Family) -> bool:
-    """Whether a template holds the marks of a family."""
-    held = [bool(pattern(mark).search(source)) for mark in family.marks]
-    return (
-        bool(held) and all(held) and not any(pattern(text).search(source) for text in family.absent)
-    )
-
-
-def _reads_fixed(
-    source: str, name: str, family: Family, reads_back: Callable[[Family, str], bool]
-) -> bool:
-    if reads_back(family, source):
-        return True
-    try:
-        return reads_back(family, fixed(name, family, source).template)
-    except ChatError:
+    """Check that a template holds all marks of a family, and nothing that it must not hold."""
+    if not family.marks or any(pattern(mark).search(source) is None for mark in family.marks):
         return False
+    return not any(pattern(text).search(source) for text in family.absent)

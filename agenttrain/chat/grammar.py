@@ -1,4 +1,4 @@
-"""What a completion may be where calls must fit their tools, as a grammar for the engine.
+"""Grammars for the engine of completions whose calls must fit their tools.
 
 The grammar is a structural tag of xgrammar, which vLLM takes
 (https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Everything is free, any
@@ -48,7 +48,7 @@ _ANYTHING = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGlue:
-    """What the template writes around a call's name and arguments, between the marks.
+    """Texts that the template writes around a call's name and arguments, between the marks.
 
     Example: of Qwen's ``("\\n{\\"name\\": \\"", "\\", \\"arguments\\": ", "}\\n")``.
     """
@@ -63,7 +63,13 @@ class CallGrammar:
 
     def __init__(self, spec: ResponseSpec, render: Callable[[Sequence[Message]], str]) -> None:
         """`render` is the template's text for messages, without a generation prompt."""
-        if not (isinstance(spec, MarkedSpec) and _expressible(spec)):
+        if (
+            not isinstance(spec, MarkedSpec)
+            or not (spec.call_open and spec.call_close)
+            or spec.call_open_pattern
+            or spec.syntax != "json"
+            or spec.separator
+        ):
             raise ChatError(
                 f"{KEY}: the response schema does not read calls as JSON between two marks, as "
                 "response_schema=hermes and qwen do; leave structured_calls out"
@@ -73,7 +79,7 @@ class CallGrammar:
         self._known: dict[tuple[str, bool], str] = {}
 
     def of(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
-        """The grammar, JSON, of a completion that may call these tools.
+        """Return the grammar, JSON, of a completion that may call these tools.
 
         `in_reasoning`: it begins inside the reasoning.
         """
@@ -81,71 +87,63 @@ class CallGrammar:
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            found = {"type": "structural_tag", "format": self._completion(schemas, in_reasoning)}
-            self._known[key] = json.dumps(found)
+            tag = {"type": "structural_tag", "format": self._completion(schemas, in_reasoning)}
+            self._known[key] = json.dumps(tag)
         return self._known[key]
 
     def _completion(self, schemas: Sequence[Mapping[str, Any]], in_reasoning: bool) -> Format:
-        spec = self._spec
-        calls = [_or(*map(self._call, schemas))] if schemas else []
+        spec, glue = self._spec, self._glue
+        calls = []
+        for schema in schemas:
+            function = schema["function"]
+            name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+            parameters = function.get("parameters") or {}
+            if "type" not in parameters and not _ANYTHING & parameters.keys():
+                parameters = {"type": "object", **parameters}
+            call = _sequence(
+                _literal(f"{glue.before}{name}{glue.between}"),
+                {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS},
+                _literal(f"{glue.after}{spec.call_close}"),
+            )
+            calls.append(call)
         # Where there is no tool, no call can be right, and its mark is not written either.
         excluded = [] if calls else [spec.call_open]
-        answer = _dispatch([(spec.call_open, call) for call in calls], excluded, loop=True)
+        any_call = [(spec.call_open, _or(*calls))] if calls else []
+        answer = _dispatch(any_call, excluded, loop=True)
         if in_reasoning:
             return self._thought(answer)
         if not spec.reasoning_open:
             return answer
-        opened = [(spec.call_open, _sequence(call, answer)) for call in calls]
+        opened = [(mark, _sequence(call, answer)) for mark, call in any_call]
         opened.append((spec.reasoning_open, self._thought(answer)))
         return _dispatch(opened, excluded, loop=False)
 
     def _thought(self, answer: Format) -> Format:
-        """The rest of reasoning, and the answer behind it if it is closed."""
+        """Reasoning up to its end, and the answer behind it if it is closed."""
         close = self._spec.reasoning_close
         free = _text([close])
         return _or(_sequence(free, _literal(close), answer), free)
 
-    def _call(self, schema: Mapping[str, Any]) -> Format:
-        function, glue = schema["function"], self._glue
-        name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-        parameters = function.get("parameters") or {}
-        if "type" not in parameters and not _ANYTHING & parameters.keys():
-            parameters = {"type": "object", **parameters}
-        return _sequence(
-            _literal(f"{glue.before}{name}{glue.between}"),
-            {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS},
-            _literal(f"{glue.after}{self._spec.call_close}"),
-        )
-
-
-def _expressible(spec: MarkedSpec) -> bool:
-    marks = spec.call_open and spec.call_close and not spec.call_open_pattern
-    return bool(marks) and spec.syntax == "json" and not spec.separator
-
 
 def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
-    """What stands around the name and the arguments of `CALL`; raises ChatError."""
-    head, found, tail = rendering.partition(NAME)
+    """Return the texts around the name and the arguments of `CALL`; raises ChatError."""
+    head, name, tail = rendering.partition(NAME)
     arguments = _ARGUMENTS.search(tail)
     before = head.rpartition(spec.call_open)[2]
-    if found and arguments and spec.call_open in head and spec.call_close:
-        between, rest = tail[: arguments.start()], tail[arguments.end() :]
-        after, closed, _ = rest.partition(spec.call_close)
-        written = {spec.name_key: NAME, spec.arguments_key: ARGUMENTS}
-        if closed and _json(f"{before}{NAME}{between}{arguments[0]}{after}") == written:
+    if name and arguments and spec.call_open in head and spec.call_close:
+        between = tail[: arguments.start()]
+        after, closed, _ = tail[arguments.end() :].partition(spec.call_close)
+        try:
+            call = json.loads(f"{before}{NAME}{between}{arguments[0]}{after}")
+        except ValueError:
+            call = None
+        if closed and call == {spec.name_key: NAME, spec.arguments_key: ARGUMENTS}:
             return CallGlue(before=before, between=between, after=after)
     raise ChatError(
         f"{KEY}: the chat template does not write calls as the response schema reads them, "
         f"{spec.call_open}, JSON of {spec.name_key} and {spec.arguments_key}, {spec.call_close}; "
         "leave structured_calls out"
     )
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _literal(text: str) -> Format:
@@ -167,7 +165,7 @@ def _or(*elements: Format) -> Format:
 def _dispatch(
     rules: Sequence[tuple[str, Format]], excluded: Sequence[str], *, loop: bool
 ) -> Format:
-    """Free text; behind each text of a rule, what the rule says."""
+    """Free text, in which the text of a rule is followed by the rule's format."""
     if not rules:
         return _text(excluded)
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -50,7 +50,7 @@ def load_chat(
     *,
     tools: bool = True,
 ) -> Chat:
-    """The tokenizer's own chat template, fixed and parsed as the two groups say.
+    """Return the tokenizer's own chat template, fixed and parsed as the two groups say.
 
     `tools`: whether the run has any; a tokenizer may carry a template of its own for them. Raises
     ChatError that names the group and the key to change.
@@ -61,18 +61,31 @@ def load_chat(
     source, chosen = _source(tokenizer, template, known, tools=tools)
     fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
     _read_by(fix.template, template.kwargs)
-    calls = renders_calls(tokenizer, fix.template, template.kwargs)
     family = known.get(fix.family or "")
+    # The tokenizer's end of sequence, then those of the generation config beside it.
+    eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if tokenizer.name_or_path and path.is_file():
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    # Ordinary tokens of the family, and of those whose template the model has where another's
+    # tools were added to it.
+    taken = [other for other in known.values() if other == family or described(source, other)]
     make = partial(
         Chat,
         tokenizer,
         fix.template,
         kwargs=template.kwargs,
-        eos_token_ids=_eos_token_ids(tokenizer),
+        eos_token_ids=eos_token_ids,
         fix=fix,
-        plain=_plain(source, family, known),
+        plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
     )
-    spec = _response(tokenizer, response_schema, fix, family, calls)
+    response = family.response if family else None
+    if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
+        response = PLAIN
+    # What the tokenizer carries is for its own template, not for one that was put in its place.
+    replaced = family is not None and not family.marks and bool(fix.changes)
+    spec = resolve_spec(None if replaced else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
         # A checkpoint of ours carries its family's format in transformers' words, which say less.
         chat = make(load_spec(family.response))
@@ -81,17 +94,10 @@ def load_chat(
     return make(spec)
 
 
-def _plain(source: str, family: Family | None, known: Mapping[str, Family]) -> dict[str, str]:
-    """Added tokens that are ordinary text, and why: of the family, and of those whose template the
-    model has where another's tools were added to it."""
-    taken = [other for other in known.values() if other == family or described(source, other)]
-    return {text: plain.why for one in taken for plain in one.plain for text in plain.tokens}
-
-
 def make_fix(
     tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
 ) -> Fix:
-    """What the group makes of the source: recognised and fixed, left alone, or a given family's."""
+    """Fix the source as the group says: recognised, left alone, or as a given family's."""
 
     def reads(family: Family, template: str) -> bool:
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
@@ -123,9 +129,15 @@ def make_fix(
 def _source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """The template before fixes: the user's file, or what the tokenizer carries; and which of
-    several it is, in words."""
-    _known("chat_template.name", config.name, ["auto", "none", "file", *known])
+    """Return the template before fixes, the user's file or what the tokenizer carries, and in
+    words which of several it is."""
+    names = sorted(["auto", "none", "file", *known])
+    if config.name not in names:
+        close = get_close_matches(config.name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ChatError(
+            f"chat_template.name={config.name} is not known: it is one of {', '.join(names)}{hint}"
+        )
     if (config.path is not None) != (config.name == "file"):
         raise ChatError(
             f"chat_template.name={config.name} with chat_template.path={config.path}: a file is "
@@ -137,20 +149,20 @@ def _source(
 
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a template shows the assistant's tool calls."""
+    """Check that a template shows the assistant's tool calls."""
 
-    def draw(messages: Sequence[Message], generation_prompt: bool) -> str:
+    def rendering(messages: Sequence[Message], generation_prompt: bool) -> str:
         return render(
             tokenizer, template, messages, generation_prompt=generation_prompt, kwargs=kwargs
         )
 
-    return behaviour(draw).renders_calls
+    return behaviour(rendering).renders_calls
 
 
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the parser reads back a call that the template has rendered."""
+    """Check that the parser reads back a call that the template has rendered."""
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -172,7 +184,12 @@ def reads_back(
         return False
     # Behind the generation prompt, or from the header on where that has opened the reasoning.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
-    return any(_is_forecast(completion, response) for completion in completions or [rendering])
+    for completion in completions or [rendering]:
+        calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
+        read = [(call.name, call.arguments, call.malformed) for call in calls]
+        if read == [("forecast", CALL_ARGUMENTS, None)]:
+            return True
+    return False
 
 
 def formats(chat: Chat) -> list[str]:
@@ -182,24 +199,6 @@ def formats(chat: Chat) -> list[str]:
         for name in spec_names()
         if reads_back(chat.tokenizer, chat.template, load_spec(name), chat.kwargs)
     ]
-
-
-def _is_forecast(completion: str, response: ResponseSpec) -> bool:
-    calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
-    found = [(call.name, call.arguments, call.malformed) for call in calls]
-    return found == [("forecast", CALL_ARGUMENTS, None)]
-
-
-def _response(
-    tokenizer: Any, config: ResponseSchemaConfig, fix: Fix, family: Family | None, calls: bool
-) -> ResponseSpec:
-    """The parser; a template that renders no calls has the one of the tools that can be added."""
-    name = family.response if family else None
-    if not calls and name is None:
-        name = PLAIN
-    # What the tokenizer carries is for its own template, not for one that was put in its place.
-    replaced = family is not None and not family.marks and bool(fix.changes)
-    return resolve_spec(None if replaced else tokenizer, config, name)
 
 
 def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
@@ -214,21 +213,3 @@ def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
             raise ChatError(
                 f"chat_template.kwargs.{key}: the chat template reads no such variable; {hint}"
             )
-
-
-def _known(key: str, value: str, names: Iterable[str]) -> None:
-    names = sorted(names)
-    if value not in names:
-        close = get_close_matches(value, names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ChatError(f"{key}={value} is not known: it is one of {', '.join(names)}{hint}")
-
-
-def _eos_token_ids(tokenizer: Any) -> list[int]:
-    """The tokenizer's end of sequence, then those of the generation config beside it."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
-    if tokenizer.name_or_path and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        ids += found if isinstance(found, list) else [] if found is None else [found]
-    return ids

@@ -36,9 +36,9 @@ OWN = {
 
 
 def originals_folder() -> Path | None:
-    """Where the stock templates are; None when they are not installed."""
-    found = find_spec(TRL)
-    folders = list(found.submodule_search_locations or ()) if found else []
+    """The folder of the stock templates; None when they are not installed."""
+    package = find_spec(TRL)
+    folders = list(package.submodule_search_locations or ()) if package else []
     folder = Path(folders[0]) / TEMPLATES if folders else None
     return folder if folder and folder.is_dir() else None
 
@@ -48,21 +48,19 @@ def original(name: str) -> str | None:
     where it is not installed."""
     if name in OWN:
         return OWN[name]
-    if name.startswith(MISTRAL):
-        return _mistral(name.removeprefix(MISTRAL))
     folder = originals_folder()
-    file = folder / f"{name}.jinja" if folder else None
-    return file.read_text(encoding="utf-8") if file and file.is_file() else None
-
-
-def _mistral(revision: str) -> str | None:
-    """Of `v7`, or with thinking of `v13:thinking`; `v1` is that of SentencePiece."""
-    if originals_folder() is None or find_spec("mistral_common") is None:
+    if folder is None:
+        return None
+    if not name.startswith(MISTRAL):
+        file = folder / f"{name}.jinja"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    if find_spec("mistral_common") is None:
         return None
     from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
     from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
-    version, _, thinking = revision.partition(":")
+    # `v7`, or with thinking `v13:thinking`; `v1` is that of SentencePiece.
+    version, _, thinking = name.removeprefix(MISTRAL).partition(":")
     return generate_chat_template(
         spm=version == "v1",
         tokenizer_version=TokenizerVersion(version),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agenttrain.chat.template import Chat
@@ -31,16 +32,14 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     yield (
         "reasoning without a call",
         [
-            (_answer(reasoning="3 and 4"), _user("And 4 + 5?")),
-            (_answer(reasoning="4 and 5"), _user("Thanks.")),
+            (replace(answer, reasoning="3 and 4"), _user("And 4 + 5?")),
+            (replace(answer, reasoning="4 and 5"), _user("Thanks.")),
         ],
     )
     yield "control tokens in a user reply", [(answer, _user(controls))]
-    if schemas:
-        yield from _with_calls([schema.get("function", schema) for schema in schemas], controls)
-
-
-def _with_calls(tools: list[dict], controls: str) -> Iterator[tuple[str, list[Step]]]:
+    if not schemas:
+        return
+    tools = [schema.get("function", schema) for schema in schemas]
     for tool in tools:
         yield f"call of {tool['name']}", [_step(0, [tool], ["7"])]
     yield "parallel calls", [_step(0, [tools[0], tools[-1]], ["7", "\nseven\n"])]
@@ -51,12 +50,8 @@ def _with_calls(tools: list[dict], controls: str) -> Iterator[tuple[str, list[St
     yield "reasoning", [thought, _step(1, tools[:1], ["8"], reasoning="one more")]
     for name, text in {**REPLIES, "control tokens in a tool reply": controls}.items():
         yield name, [_step(0, tools[:1], [text]), turns[1]]
-    last = (_answer(reasoning="7 it is"), _user("And 4 + 5?"))
+    last = (replace(answer, reasoning="7 it is"), _user("And 4 + 5?"))
     yield "later user message", [thought, last, _step(2, tools[:1], ["9"], reasoning="4 and 5")]
-
-
-def _answer(reasoning: str | None) -> AssistantTurn:
-    return AssistantTurn(content="It is 7.", reasoning=reasoning, calls=())
 
 
 def _user(text: str) -> list[Message]:
@@ -66,23 +61,18 @@ def _user(text: str) -> list[Message]:
 def _step(
     turn: int, tools: list[dict], texts: list[str], content: str = "", reasoning: str | None = None
 ) -> Step:
-    calls = tuple(
-        ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=_arguments(tool))
-        for index, tool in enumerate(tools)
-    )
+    calls = []
+    for index, tool in enumerate(tools):
+        properties = (tool.get("parameters") or {}).get("properties", {})
+        examples = {name: _example(schema) for name, schema in properties.items()}
+        # In a message, what is None is as good as missing.
+        arguments = {name: value for name, value in examples.items() if value is not None}
+        calls.append(ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=arguments))
     replies: list[Message] = [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         for call, text in zip(calls, texts, strict=True)
     ]
-    return AssistantTurn(content=content, reasoning=reasoning, calls=calls), replies
-
-
-def _arguments(tool: dict) -> dict:
-    """An example of every argument, but of those that can only be null: in a message, what is None
-    is as good as missing."""
-    properties = (tool.get("parameters") or {}).get("properties", {})
-    found = {name: _example(schema) for name, schema in properties.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return AssistantTurn(content=content, reasoning=reasoning, calls=tuple(calls)), replies
 
 
 def _example(schema: Any) -> Any:

@@ -22,7 +22,7 @@ REFUSALS = (
     RecursionError,
     MemoryError,
 )
-"""What a template raises, in words or by what it computes, for messages that it cannot render."""
+"""Errors of a template, in words or by what it computes, for messages that it cannot render."""
 
 
 def render(

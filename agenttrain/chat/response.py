@@ -70,13 +70,30 @@ def parse_response(
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    found_calls = capped(parts.calls)
-    ids = _ids(found_calls, lambda index: spec.call_id.format(turn=turn, index=index))
-    calls = tuple(
-        _call(found, call_id, lenient=spec.lenient)
-        for found, call_id in zip(found_calls, ids, strict=True)
-    )
-    return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=calls)
+    written = capped(parts.calls)
+    ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
+    calls = []
+    for call, call_id in zip(written, ids, strict=True):
+        arguments, problem, loose = _arguments(call.arguments, call.arguments_label, spec.lenient)
+        name = call.name if isinstance(call.name, str) else ""
+        if call.problem is not None:
+            problem = call.problem
+        elif not name:
+            problem = f"{call.name_label} {NO_NAME}"
+        if not portable([name, arguments], call.text):
+            name = name if portable(name, call.text) else ""
+            problem = problem or "the call holds values that JSON text cannot carry"
+        calls.append(
+            ToolCall(
+                id=call_id,
+                name=name,
+                arguments=arguments if problem is None else {},
+                malformed=problem,
+                text=call.text,
+                lenient=problem is None and (loose or call.lenient),
+            )
+        )
+    return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=tuple(calls))
 
 
 def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
@@ -95,26 +112,6 @@ def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
             call_id = numbered(next(spare))
         ids.append(call_id)
     return ids
-
-
-def _call(found: Found, call_id: str, *, lenient: bool) -> ToolCall:
-    arguments, problem, loose = _arguments(found.arguments, found.arguments_label, lenient)
-    if found.problem is not None:
-        problem = found.problem
-    elif not isinstance(found.name, str) or not found.name:
-        problem = f"{found.name_label} {NO_NAME}"
-    name = found.name if isinstance(found.name, str) else ""
-    if not portable([name, arguments], found.text):
-        name = name if portable(name, found.text) else ""
-        problem = problem or "the call holds values that JSON text cannot carry"
-    return ToolCall(
-        id=call_id,
-        name=name,
-        arguments=arguments if problem is None else {},
-        malformed=problem,
-        text=found.text,
-        lenient=problem is None and (loose or found.lenient),
-    )
 
 
 def _arguments(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from agenttrain.chat.response_json import (
@@ -32,7 +31,7 @@ from agenttrain.chat.response_parts import MAX_CALLS, Found, unread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """What a syntax function is told; the fields of a spec's YAML."""
+    """Settings of a syntax function; the fields of a spec's YAML."""
 
     name_key: str = "name"
     """Key of a JSON call that holds the tool's name."""
@@ -43,20 +42,20 @@ class Syntax:
     footer: str | None = None
     """named_json: what stands after the arguments, e.g. a code fence; it may be missing."""
     lenient: bool = False
-    """Whether JSON may have keys without quotes, Python's literals, trailing commas, and arguments
-    without their braces."""
+    """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
+     their braces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """What a syntax function found at the beginning of a body."""
+    """Calls that a syntax function has read at the beginning of a body."""
 
     calls: Sequence[Found] = ()
     """`text` is empty where the call is the whole body."""
     end: int = 0
     """Position in the body after what was read."""
     cut: bool = False
-    """Whether the body ended inside a string, so that its closing mark may be part of it."""
+    """The body ended inside a string, so that its closing mark may be part of it."""
 
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -73,7 +72,7 @@ def _value(body: str, at: int, syntax: Syntax) -> Json:
 
 
 def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
-    """Whether the value at `at`, which was read, is no strict JSON."""
+    """Return True where the value at `at`, which could be read, is no strict JSON."""
     return syntax.lenient and read_json(text, at).problem is not None
 
 
@@ -122,17 +121,12 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     )
 
 
-@cache
-def _pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL)
-
-
 def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """A header with the name, then the arguments: ``f[ARGS]{"x": 1}``; or an array of calls."""
     start = skip_blank(body)
     if body.startswith("[", start) and not body.startswith("[ARGS]", start):
         return read_list(body, syntax, schemas)
-    header = _pattern(syntax.header or "").match(body, start)
+    header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
     if header is None:
         return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
     groups = header.groupdict()
@@ -165,16 +159,15 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
     if header.group().rstrip().endswith("{"):
         brace = body.rindex("{", 0, at)
         for text in (body, f"{body}}}"):
-            found = _value(text, brace, syntax)
-            if found.problem is None:
-                end = min(found.end, len(body))
+            value = _value(text, brace, syntax)
+            if value.problem is None:
+                end = min(value.end, len(body))
                 footer = footer.lstrip().removeprefix("}")
-                return found._replace(end=end), footer, _is_loose(text, syntax, brace)
+                return value._replace(end=end), footer, _is_loose(text, syntax, brace)
     if syntax.lenient and unbraced(body, at):
         inside = body[at:].rstrip()
         inside = inside.removesuffix(footer) if footer else inside
-        found = read_loose(inside)
-        return found._replace(end=at + len(inside)), footer, True
+        return read_loose(inside)._replace(end=at + len(inside)), footer, True
     return _value(body, at, syntax), footer, _is_loose(body, syntax, at)
 
 
@@ -223,9 +216,9 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         values.add(parameter["name"].strip(), body[start : max(start, end.start())])
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
-        found = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
-        return _problem(f"the call is not closed: </function> is missing{found}", name=name)
-    return Read(calls=[values.found()], end=closing.end())
+        actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
+        return _problem(f"the call is not closed: </function> is missing{actual}", name=name)
+    return Read(calls=[values.call()], end=closing.end())
 
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -247,9 +240,9 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         values.add(key["name"].strip(), body[key.end() : end.start()])
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
-        told = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
-        return _problem(f"the <arg_key> {told}", name=name)
-    return Read(calls=[values.found()], end=at)
+        fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
+        return _problem(f"the <arg_key> {fault}", name=name)
+    return Read(calls=[values.call()], end=at)
 
 
 @dataclass(slots=True)
@@ -266,7 +259,7 @@ class _Values:
             self.problem = f"the parameter {excerpt(key)} is given twice"
         self.values[key] = typed(text, self.schema.get(key))
 
-    def found(self) -> Found:
+    def call(self) -> Found:
         label = "the text of the call's head"
         call = Found(text="", name=self.name, arguments=self.values, name_label=label)
         return replace(call, problem=self.problem)
@@ -326,16 +319,12 @@ _ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
 def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     """``[f(x=1, y='a'), g()]``; an array of JSON calls is read too."""
     start = skip_blank(body)
-    if body.startswith("[", start):
-        inner = skip_blank(body, start + 1)
-        if body.startswith("{", inner):
-            return read_list(body, syntax, schemas)
-        return _python_list(body, inner)
-    call, end, cut = _python_call(body, start)
-    return Read(calls=[replace(call, text="")], end=end, cut=cut)
-
-
-def _python_list(body: str, at: int) -> Read:
+    if not body.startswith("[", start):
+        call, end, cut = _python_call(body, start)
+        return Read(calls=[replace(call, text="")], end=end, cut=cut)
+    at = skip_blank(body, start + 1)
+    if body.startswith("{", at):
+        return read_list(body, syntax, schemas)
     calls: list[Found] = []
     while not body.startswith("]", at):
         if len(calls) >= MAX_CALLS:
@@ -360,25 +349,24 @@ def _python_call(body: str, at: int) -> tuple[Found, int, bool]:
         end = _next_call(body, at)
         problem = f"expected NAME(KEY=VALUE, …), found {excerpt(body[at:end][:80])}"
         return Found(text=body[at:end], problem=problem), end, False
-    arguments: dict[str, Any] = {}
     try:
-        end = _python_arguments(body, header.end(), arguments)
+        arguments, end = _python_arguments(body, header.end())
     except LiteralError as error:
         end = len(body) if error.cut else _next_call(body, header.end())
         problem = f"invalid arguments: {error}"
-        found = Found(text=body[at:end], name=header["name"], problem=problem)
-        return found, end, error.cut
-    found = Found(text=body[at:end], name=header["name"], arguments=arguments)
-    return found, end, False
+        return Found(text=body[at:end], name=header["name"], problem=problem), end, error.cut
+    return Found(text=body[at:end], name=header["name"], arguments=arguments), end, False
 
 
-def _python_arguments(body: str, at: int, arguments: dict[str, Any]) -> int:
+def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
+    """Read arguments up to their closing parenthesis: (arguments, end). Raises LiteralError."""
+    arguments: dict[str, Any] = {}
     at = skip_blank(body, at)
     while not body.startswith(")", at):
         key = _ARGUMENT.match(body, at)
         if key is None:
-            what = f"expected KEY=VALUE, found {excerpt(body[at : at + 60])}"
-            raise LiteralError(what, cut=at == len(body))
+            problem = f"expected KEY=VALUE, found {excerpt(body[at : at + 60])}"
+            raise LiteralError(problem, cut=at == len(body))
         if key["key"] in arguments:
             raise LiteralError(f"the argument {excerpt(key['key'])} is given twice")
         arguments[key["key"]], at = take_literal(body, key.end(), PYTHON)
@@ -386,9 +374,9 @@ def _python_arguments(body: str, at: int, arguments: dict[str, Any]) -> int:
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
         elif not body.startswith(")", at):
-            what = f"expected ',' or ')', found {excerpt(body[at : at + 60])}"
-            raise LiteralError(what, cut=at == len(body))
-    return at + 1
+            problem = f"expected ',' or ')', found {excerpt(body[at : at + 60])}"
+            raise LiteralError(problem, cut=at == len(body))
+    return arguments, at + 1
 
 
 _NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")

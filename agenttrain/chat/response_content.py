@@ -1,4 +1,4 @@
-"""What stands inside a region of a `response_template`, and the shape that it is given."""
+"""Content of the regions of a `response_template`, and the shape that it is given."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class ContentError(ValueError):
-    """What is wrong with a region's text; never leaves this folder."""
+    """A problem of a region's text; never leaves this folder."""
 
     def __init__(self, problem: str, *, cut: bool = False) -> None:
         super().__init__(problem)
         self.cut = cut
-        """Whether the text ends inside a value."""
+        """The text ends inside a value."""
 
 
 def captures_inside(pattern: str) -> bool:
-    """Whether an expression captures what stands behind an opening brace, without the brace.
+    """Check that an expression captures what stands behind an opening brace, without the brace.
 
     Example: ``"arguments": \\{(?P<arguments>.*)\\}``
     """
@@ -51,10 +51,6 @@ def _number(text: str, args: Mapping[str, Any]) -> int | float:
     if problem is not None or isinstance(value, bool) or not isinstance(value, int | float):
         raise ContentError(f"not a number: {excerpt(text)}")
     return value
-
-
-def _bool(text: str, args: Mapping[str, Any]) -> bool:
-    return text.strip().lower() in ("true", "1")
 
 
 def _json(text: str, args: Mapping[str, Any]) -> Any:
@@ -88,31 +84,31 @@ def _tags(source: str) -> Pattern:
 
 
 def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for tag in _tags(args["tag_pattern"]).matches(text):
         value = _inner(tag["value"] or "", args.get("value_parser"))
-        _put(found, tag["key"], value, merge=bool(args.get("merge_duplicates")))
-    return found
+        _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
+    return parameters
 
 
-def _put(found: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
-    if key in found and not merge:
+def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
+    if key not in parameters:
+        parameters[key] = value
+        return
+    if not merge:
         raise ContentError(f"the parameter {excerpt(key)} is given twice")
-    if key in found:
-        held = found[key] if isinstance(found[key], list) else [found[key]]
-        found[key] = [*held, value]
-    else:
-        found[key] = value
+    held = parameters[key]
+    parameters[key] = [*(held if isinstance(held, list) else [held]), value]
 
 
 def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
         key, separator, value = _text(line, args).partition(args.get("kv_sep", ":"))
         if separator:
             value = _inner(_text(value, args), args.get("value_parser"))
-            _put(found, _text(key, args), value, merge=False)
-    return found
+            _put(parameters, _text(key, args), value, merge=False)
+    return parameters
 
 
 def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
@@ -125,7 +121,7 @@ CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "text": _text,
     "int": _number,
     "float": _number,
-    "bool": _bool,
+    "bool": lambda text, args: text.strip().lower() in ("true", "1"),
     "json": _json,
     "xml-inline": _xml_inline,
     "kv-lines": _kv_lines,
@@ -144,7 +140,13 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
         if not {"key", "value"} <= set(names):
             raise ValueError(f"{scope}.content_args.tag_pattern: needs (?P<key>…) and (?P<value>…)")
     if name == "json":
-        _check_quotes(args.get("string_delims", []), f"{scope}.content_args.string_delims")
+        quotes = args.get("string_delims", [])
+        for pair in quotes if isinstance(quotes, list) else [quotes]:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
+                raise ValueError(
+                    f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
+                    f"not {quotes!r}"
+                )
     for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
         if not isinstance(text := args.get(key, ":"), str) or not text:
             raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
@@ -154,13 +156,6 @@ def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
             raise ValueError(f"{inner}: must be a mapping, as {{name: json}}, not {parser!r}")
         check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
     _check_transform(transform, scope)
-
-
-def _check_quotes(pairs: Any, scope: str) -> None:
-    found = pairs if isinstance(pairs, list) else [pairs]
-    for pair in found:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
-            raise ValueError(f"{scope}: must be a list of [opening, closing], not {pairs!r}")
 
 
 def _check_transform(transform: Any, scope: str) -> None:
@@ -173,10 +168,10 @@ def _check_transform(transform: Any, scope: str) -> None:
 
 
 def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
-    """The value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
-    given = {key: found for key, found in captures.items() if found is not None}
+    """Return the value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
     if transform is None:
         return value
+    given = {key: text for key, text in captures.items() if text is not None}
     if not each:
         return _filled(transform, {**given, "content": value})
     if not isinstance(value, list):
@@ -193,14 +188,14 @@ def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -
         return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
     if isinstance(transform, list):
         return [_filled(part, scope, partly=partly) for part in transform]
-    found = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
-    if found is None:
+    placeholder = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if placeholder is None:
         return transform
     value: Any = scope
-    for key in found[1].split("."):
+    for key in placeholder[1].split("."):
         if not isinstance(value, Mapping) or key not in value:
             if partly:
                 return None
-            raise ContentError(f"the call has no {found[1].removeprefix('content.')}")
+            raise ContentError(f"the call has no {placeholder[1].removeprefix('content.')}")
         value = value[key]
     return value

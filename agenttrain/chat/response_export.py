@@ -61,8 +61,28 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
     """
     if isinstance(chat.response, TemplateSpec):
         return dict(chat.response.source)
-    anchors = _anchors(chat)
-    stops = "|".join(re.escape(chat.decode([token])) for token in _dropped(chat))
+    # Beginnings of the assistant's turn, after a user's message and after a tool's.
+    user: Message = {"role": "user", "content": BODY}
+    reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
+    beginnings = []
+    for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
+        with suppress(ChatError):
+            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
+            opening = getattr(chat.response, "reasoning_open", "").rstrip()
+            header = after.partition(opening)[0] if opening else after
+            pieces = list(chat.encoder.pieces(header))
+            last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
+            beginnings.append("".join(text for _, text in pieces[last:]))
+    anchors = [text for text in dict.fromkeys(beginnings) if text.strip()]
+    # Control tokens of a turn that are no part of the message: its ends, and what stands before
+    # them (Cohere's <|END_RESPONSE|>).
+    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
+    dropped = list(chat.stop_token_ids)
+    for turn in _turns(chat):
+        with suppress(ChatError):
+            ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
+            dropped += [i for i in ids if i in chat.encoder.written and i not in marks]
+    stops = "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(dropped))
     if not anchors or not stops:
         return None
     for fields in _fields(chat, stops):
@@ -72,39 +92,30 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
     return None
 
 
-def _anchors(chat: Chat) -> list[str]:
-    """What the assistant's turn begins with, after a user's message and after a tool's."""
-    user: Message = {"role": "user", "content": BODY}
-    reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
-    found = []
-    for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
-        with suppress(ChatError):
-            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
-            opening = getattr(chat.response, "reasoning_open", "").rstrip()
-            header = after.partition(opening)[0] if opening else after
-            pieces = list(chat.encoder.pieces(header))
-            last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
-            found.append("".join(text for _, text in pieces[last:]))
-    return [text for text in dict.fromkeys(found) if text.strip()]
-
-
-def _dropped(chat: Chat) -> list[int]:
-    """Control tokens of a turn that are no part of the message: its ends, and what stands before
-    them (Cohere's ``<|END_RESPONSE|>``)."""
-    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
-    found = list(chat.stop_token_ids)
-    for turn in _turns(chat):
-        with suppress(ChatError):
-            ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
-            found += [i for i in ids if i in chat.encoder.written and i not in marks]
-    return list(dict.fromkeys(found))
-
-
 def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
     """The fields of the message, in each form that the format may have."""
     spec = chat.response
     if isinstance(spec, HarmonySpec):
-        yield _harmony()
+        start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
+        end = r"\s*<\|(?:end|return|call)\|>"
+        joined = {"repeats": True, "join": "\n"}
+        yield {
+            "reasoning_content": {
+                "open_pattern": rf"{start}analysis<\|message\|>",
+                "close_pattern": end,
+                **joined,
+            },
+            "tool_calls": {
+                **_between(_HARMONY_CALL, end, "json"),
+                "repeats": True,
+                "transform": {"type": "function", "function": FUNCTION},
+            },
+            "content": {
+                "open_pattern": rf"{start}(?:final|commentary)<\|message\|>",
+                "close_pattern": end,
+                **joined,
+            },
+        }
     if not isinstance(spec, MarkedSpec):
         return
     # Blanks beside a mark are part of it: as content they would be a region of their own.
@@ -177,31 +188,8 @@ def _between(opening: str, closing: str, content: str) -> Field:
     return {"open_pattern": opening, "close_pattern": closing, "content": content}
 
 
-def _harmony() -> dict[str, Field]:
-    start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
-    end = r"\s*<\|(?:end|return|call)\|>"
-    joined = {"repeats": True, "join": "\n"}
-    return {
-        "reasoning_content": {
-            "open_pattern": rf"{start}analysis<\|message\|>",
-            "close_pattern": end,
-            **joined,
-        },
-        "tool_calls": {
-            **_between(_HARMONY_CALL, end, "json"),
-            "repeats": True,
-            "transform": {"type": "function", "function": FUNCTION},
-        },
-        "content": {
-            "open_pattern": rf"{start}(?:final|commentary)<\|message\|>",
-            "close_pattern": end,
-            **joined,
-        },
-    }
-
-
 def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
-    """Whether transformers reads in completions what our parser reads in them."""
+    """Check that transformers reads in completions what our parser reads in them."""
     user: Message = {"role": "user", "content": USER_TEXT}
     prompt = chat.prompt_ids([user], [FORECAST])
     read = 0

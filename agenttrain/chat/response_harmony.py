@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from agenttrain.chat.response_json import excerpt, read_json
@@ -81,30 +82,26 @@ def _joined(texts: list[str]) -> str:
 
 
 def _messages(text: str) -> Iterator[_Message]:
+    """Split a completion at the marks that begin and end messages, and at its end."""
     start, body = 0, None
-    for mark in _MARK.finditer(text):
-        kind = mark[1]
+    for mark in chain(_MARK.finditer(text), (None,)):
+        kind = mark[1] if mark else "end of text"
         if kind == "message":
             body = mark if body is None else body
             continue
-        end = mark.start() if kind == "start" else mark.end()
-        yield from _message(text, start, body, mark.start(), end, closed=kind != "start")
+        closed = mark is not None and kind != "start"
+        stop = mark.start() if mark else len(text)
+        # An ending mark is part of its message, a starting one of the next.
+        end = mark.end() if mark and closed else stop
+        header = text[start : body.start() if body else stop]
+        if body is not None or header.strip():
+            yield _Message(
+                header=header,
+                body=text[body.end() : stop] if body else None,
+                closed=closed and body is not None,
+                text=text[start:end],
+            )
         start, body = end, None
-    yield from _message(text, start, body, len(text), len(text), closed=False)
-
-
-def _message(
-    text: str, start: int, body: re.Match[str] | None, stop: int, end: int, *, closed: bool
-) -> Iterator[_Message]:
-    """The message between `start` and `end`, if there is one."""
-    header = text[start : body.start() if body else stop]
-    if body is not None or header.strip():
-        yield _Message(
-            header=header,
-            body=text[body.end() : stop] if body else None,
-            closed=closed and body is not None,
-            text=text[start:end],
-        )
 
 
 def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 64
@@ -32,7 +31,7 @@ class Json(NamedTuple):
     """Position after the value; 0 beside a problem."""
     problem: str | None = None
     cut: bool = False
-    """Whether the problem is that the text ends inside the value."""
+    """The problem is that the text ends inside the value."""
 
 
 def read_json(text: str, start: int = 0) -> Json:
@@ -45,12 +44,15 @@ def read_json(text: str, start: int = 0) -> Json:
         value, end = _DECODER.raw_decode(text, skip_blank(text, start))
     except json.JSONDecodeError as error:
         # Python's message names the string's start, which the position already does.
-        what = error.msg.replace(" starting at", "") + _hint(text, error.pos)
+        problem = error.msg.replace(" starting at", "")
+        for python, write in _PYTHON.items():
+            if text.startswith(python, error.pos):
+                problem += f" (write {write}, not {python})"
         line = text.count("\n", start, error.pos) + 1
         column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
         began = skip_blank(text, start) < error.pos
         cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
-        return Json(problem=f"invalid JSON at line {line} column {column}: {what}", cut=cut)
+        return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=cut)
     except RecursionError:
         return Json(problem="invalid JSON: nested too deeply")
     except ValueError as error:
@@ -65,7 +67,7 @@ class Item(NamedTuple):
     value: Any = None
     problem: str | None = None
     name: str = ""
-    """What the head of an item that cannot be read says that it is."""
+    """The name in the head of an item that cannot be read."""
 
 
 Read = Callable[[str, int], Json]
@@ -107,27 +109,18 @@ _OTHER = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
 MAX_NAME = 128
 
 
-@cache
-def _named(key: str) -> re.Pattern[str]:
-    name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
-    return re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
-
-
 def written_name(text: str, key: str = "name") -> str:
     """The name in the head of a call that is no JSON, or empty: what a text begins with.
 
     Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
     """
     start = text.find("{")
-    found = _named(key).match(text, start) if start >= 0 else None
-    return found["name"] if found else ""
-
-
-def _hint(text: str, position: int) -> str:
-    for python, write in _PYTHON.items():
-        if text.startswith(python, position):
-            return f" (write {write}, not {python})"
-    return ""
+    if start < 0:
+        return ""
+    name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
+    head = re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
+    match = head.match(text, start)
+    return match["name"] if match else ""
 
 
 def _reject(literal: str) -> float:
@@ -141,19 +134,21 @@ def _finite(literal: str) -> float:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The mapping of the pairs. Raises ValueError for a key given twice: which one was meant?"""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {excerpt(twice)} is given twice")
-    return found
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {excerpt(key)} is given twice")
+            seen.add(key)
+    return mapping
 
 
 _DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite, object_pairs_hook=unique)
 
 
 def portable(value: Any, text: str) -> bool:
-    """Whether other code can write the value: no lone surrogates, no extreme nesting.
+    """Check that other code can write the value: no lone surrogates, no extreme nesting.
 
     Both come from text that is valid JSON (``"\\ud800"``, a thousand brackets) and would raise far
     from here, in a template or a rollouts file.
@@ -174,7 +169,7 @@ def _shallow(value: Any, depth: int) -> bool:
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Name the kind of a JSON value, in words."""
     kinds = {bool: "a boolean", dict: "an object", list: "an array", str: "a string"}
     return "null" if value is None else kinds.get(type(value), "a number")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,12 +23,12 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c
 
 
 class LiteralError(ValueError):
-    """What is wrong with a value; never leaves this folder."""
+    """A problem of a value; never leaves this folder."""
 
     def __init__(self, problem: str, *, cut: bool = False) -> None:
         super().__init__(problem)
         self.cut = cut
-        """Whether the text ends inside the value."""
+        """The text ends inside the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +36,13 @@ class Dialect:
     """How values are written where JSON's own rules do not hold."""
 
     raw_quotes: Sequence[tuple[str, str]] = ()
-    """What opens and closes strings without escapes, beside double quotes."""
+    """Openings and closings of strings without escapes, beside double quotes."""
     single_quotes: bool = False
     bare_keys: bool = False
-    """Whether keys may stand without quotes."""
+    """Keys may stand without quotes."""
     trailing_commas: bool = False
     unbraced: bool = False
-    """Whether a mapping inside another may lack its opening brace, and its closing one."""
+    """A mapping inside another may lack its opening brace, and its closing one."""
     words: Mapping[str, Any]
 
 
@@ -98,7 +99,7 @@ def read_loose(text: str) -> Json:
 
 
 def unbraced(text: str, at: int) -> bool:
-    """Whether a key stands where a value should: the inside of an object without its braces."""
+    """Check that a key stands where a value should: an object's inside without its braces."""
     return _KEY_AHEAD.match(text, skip_blank(text, at)) is not None
 
 
@@ -115,16 +116,13 @@ class _Reader:
             return self._scalar(at)
         if first == "{":
             return self._mapping(at + 1, depth)
-        if first == "[":
-            return self._items(at + 1, depth)
-        return self._string(at) or self._scalar(at)
-
-    def _items(self, at: int, depth: int) -> tuple[list[Any], int]:
+        if first != "[":
+            return self._string(at) or self._scalar(at)
         items: list[Any] = []
-        at, comma = skip_blank(self.text, at), False
+        at, comma = skip_blank(self.text, at + 1), False
         while self.text[at : at + 1] != "]" or self._lacks_value(at, comma):
-            value, at = self.value(at, depth - 1)
-            items.append(value)
+            item, at = self.value(at, depth - 1)
+            items.append(item)
             at, comma = self._after_item(at, "]", len(items))
         return items, at + 1
 
@@ -132,7 +130,13 @@ class _Reader:
         pairs: list[tuple[str, Any]] = []
         at, comma = skip_blank(self.text, at), False
         while self.text[at : at + 1] != "}" or self._lacks_value(at, comma):
-            key, at = self._key(at)
+            if (string := self._string(at)) is not None:
+                key, at = string
+            else:
+                word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
+                if word is None:
+                    self._expected("a key in quotes", at)
+                key, at = word.group(), word.end()
             at = skip_blank(self.text, at)
             if self.text[at : at + 1] != ":":
                 self._expected("':'", at)
@@ -159,10 +163,9 @@ class _Reader:
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)
-        found = self.text[at : at + 1]
-        if found == ",":
+        if self.text[at : at + 1] == ",":
             return skip_blank(self.text, at + 1), True
-        if found != bracket:
+        if self.text[at : at + 1] != bracket:
             self._expected(f"',' or '{bracket}'", at)
         return at, False
 
@@ -171,14 +174,6 @@ class _Reader:
         if comma and not self.dialect.trailing_commas:
             self._expected("a value", at)
         return False
-
-    def _key(self, at: int) -> tuple[str, int]:
-        if (string := self._string(at)) is not None:
-            return string
-        word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
-        if word is None:
-            self._expected("a key in quotes", at)
-        return word.group(), word.end()
 
     def _string(self, at: int) -> tuple[str, int] | None:
         for opening, closing in self.dialect.raw_quotes:
@@ -189,19 +184,38 @@ class _Reader:
                     raise LiteralError("a string is not closed", cut=True)
                 return self.text[start:end], end + len(closing)
         quote = self.text[at : at + 1]
-        if quote == '"' or (quote == "'" and self.dialect.single_quotes):
-            return self._quoted(at, quote)
-        return None
-
-    def _quoted(self, at: int, quote: str) -> tuple[str, int]:
+        if quote != '"' and (quote != "'" or not self.dialect.single_quotes):
+            return None
         string = _QUOTED[quote].match(self.text, at)
         if string is None:
             raise LiteralError("a string is not closed", cut=True)
-        return _unescape(string.group()[1:-1]), string.end()
+        text = string.group()[1:-1]
+        if "\\" in text:
+            text = _ESCAPE.sub(
+                lambda escape: (
+                    chr(int(escape[1][1:], 16))
+                    if len(escape[1]) > 1
+                    else _ESCAPED.get(escape[1], escape[0])
+                ),
+                text,
+            )
+            with suppress(UnicodeDecodeError):
+                # Two escaped halves of one character become that character.
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+        return text, string.end()
 
     def _scalar(self, at: int) -> tuple[Any, int]:
         if (number := _NUMBER.match(self.text, at)) is not None:
-            return _number(number.group()), number.end()
+            literal = number.group()
+            if len(literal) < SHORT and literal.isdigit():
+                return int(literal), number.end()
+            try:
+                value = json.loads(literal)
+            except ValueError as error:  # over the limit of digits that Python converts
+                raise LiteralError(str(error)) from None
+            if value in (float("inf"), float("-inf")):
+                raise LiteralError(f"{literal} is not a finite number")
+            return value, number.end()
         word = _WORD.match(self.text, at)
         if word is None or word.group() not in self.dialect.words:
             self._expected("a value", at)
@@ -209,44 +223,15 @@ class _Reader:
 
     def _expected(self, what: str, at: int) -> NoReturn:
         cut = at >= len(self.text)
-        found = "the end" if cut else excerpt(self.text[at : at + 60])
-        raise LiteralError(f"expected {what}, found {found}", cut=cut)
+        actual = "the end" if cut else excerpt(self.text[at : at + 60])
+        raise LiteralError(f"expected {what}, found {actual}", cut=cut)
 
 
 MAX_ITEMS = 65_536
-"""Of a list or mapping that is no JSON; what is JSON has no such limit."""
+"""Items of a list or mapping that is no JSON; what is JSON has no such limit."""
 SHORT = 16
-"""Digits of a number that needs no further look."""
+"""Digits of a number that needs no further check."""
 _DIGITS = "0123456789-"
 _QUOTED = {
     quote: re.compile(rf"{quote}(?:[^{quote}\\]++|\\.)*+{quote}", re.DOTALL) for quote in "\"'"
 }
-
-
-def _number(literal: str) -> Any:
-    if len(literal) < SHORT and literal.isdigit():
-        return int(literal)
-    try:
-        number = json.loads(literal)
-    except ValueError as error:  # over the limit of digits that Python converts
-        raise LiteralError(str(error)) from None
-    if number in (float("inf"), float("-inf")):
-        raise LiteralError(f"{literal} is not a finite number")
-    return number
-
-
-def _unescape(text: str) -> str:
-    if "\\" not in text:
-        return text
-    text = _ESCAPE.sub(_escaped, text)
-    try:  # two escaped halves of one character become that character
-        return text.encode("utf-16", "surrogatepass").decode("utf-16")
-    except UnicodeDecodeError:
-        return text
-
-
-def _escaped(match: re.Match[str]) -> str:
-    code = match.group(1)
-    if len(code) > 1:
-        return chr(int(code[1:], 16))
-    return _ESCAPED.get(code, match.group())

@@ -36,7 +36,7 @@ class MarkedSpec(Syntax):
     call_close: str | None = None
     """None: a call ends where its arguments do."""
     syntax: str = "json"
-    """What stands between the marks; one of `response_calls.READERS`."""
+    """Syntax of the text between the marks; one of `response_calls.READERS`."""
     separator: str = ""
     """A character that may stand between calls, part of neither them nor the content."""
     ignored: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class MarkedSpec(Syntax):
         return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
 
     def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
-        """(reasoning, the rest); reasoning that is not closed reaches to the end."""
+        """(reasoning, all else); reasoning that is not closed reaches to the end."""
         if not self.reasoning_close:
             return None, text
         before, opened, after = text.partition(self.reasoning_open)
@@ -80,20 +80,24 @@ class MarkedSpec(Syntax):
             before, opened, after = "", "", text
         if inside:  # some models open again what the prompt has opened
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
-        thought, closed, rest = after.partition(self.reasoning_close)
+        thought, closed, behind = after.partition(self.reasoning_close)
         if not closed and not opened and not inside:
             return None, text
         if not opened and not inside and self._opens_call(thought):
             # A stray closing mark after a call must not turn that call into reasoning.
             return None, text
-        return thought.strip(), before + rest
+        return thought.strip(), before + behind
 
     def _opens_call(self, text: str) -> bool:
         return any(mark["_open"] is not None for mark in self._marks.finditer(text))
 
     def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[Found]]:
         """(content outside calls, calls)."""
-        marks = self._found(text)
+        marks: list[re.Match[str]] = []
+        for mark in self._marks.finditer(text):
+            # A mark without width, right behind another, is the same opening again.
+            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
+                marks.append(mark)
         content: list[str] = []
         calls: list[Found] = []
         position = index = 0
@@ -110,51 +114,64 @@ class MarkedSpec(Syntax):
             while index < len(marks) and marks[index].start() < end:
                 index += 1
             following = marks[index] if index < len(marks) else None
-            position, problem = self._end(text, end, read, following)
-            calls += _spans(read, self._stripped(text[mark.start() : position], read), problem)
-        rest = self._between(text[position:], calls)
-        if calls and (cut := self._cut_head(rest)) is not None:
-            return "".join(content), [*calls, cut]
-        return "".join([*content, rest]), calls
+            region, position = self._region(text, mark.start(), end, read, following)
+            calls += region
+        behind = self._between(text[position:], calls)
+        if calls and self._partial is not None:
+            # Where no mark opens calls, the last one may end before it can be seen.
+            head = behind.strip(self.separator + " \t\r\n")
+            match = self._partial.match(head, partial=True) if head else None
+            if match is not None and match.partial and match.end() == len(head):
+                name = written_name(head, self.name_key)
+                cut = Found(text=head, name=name, problem="the call is not closed")
+                return "".join(content), [*calls, cut]
+        return "".join([*content, behind]), calls
+
+    def _region(
+        self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
+    ) -> tuple[list[Found], int]:
+        """(calls of one region with the text that each came from, position behind the region).
+
+        `start`: of the opening mark; `end`: of what was read; `following`: the next mark.
+        """
+        bad = any(call.problem is not None for call in read.calls)
+        limit = following.start() if following is not None else len(text)
+        problem = None
+        if self.call_close is None:
+            position = limit if bad else end
+        elif following is None or following["_open"] is not None:
+            position, problem = limit, f"the call is not closed: {self.call_close} is missing"
+        else:
+            position = following.end()
+            if not bad and text[end:limit].strip():
+                problem = f"text after the call: {excerpt(text[end:limit])}"
+        region = text[start:position]
+        if bad and self.separator:  # the separator behind a bad call is not part of it
+            region = region.rstrip(self.separator + " \t\r\n")
+        if len(read.calls) == 1 and not read.calls[0].text:
+            (call,) = read.calls
+            return [replace(call, text=region, problem=problem or call.problem)], position
+        calls = [call if call.text else replace(call, text=region) for call in read.calls]
+        if problem is not None and calls[-1].problem is None:
+            # Complete calls of a list that is cut stay good.
+            behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
+            calls.append(Found(text=behind, problem=problem))
+        return calls, position
 
     def _between(self, text: str, calls: Sequence[Found]) -> str:
         """Content beside calls, without the separator that stands alone there."""
         return "" if calls and self.separator and text.strip() == self.separator else text
 
-    def _stripped(self, text: str, read: Read) -> str:
-        """The text of a region; the separator behind a bad call is not part of it."""
-        bad = self.separator and any(call.problem is not None for call in read.calls)
-        return text.rstrip(self.separator + " \t\r\n") if bad else text
-
-    def _cut_head(self, rest: str) -> Found | None:
-        """A call behind others, where no mark opens calls, that ends before it can be seen."""
-        if self._partial is None:
-            return None
-        head = rest.strip(self.separator + " \t\r\n")
-        found = self._partial.match(head, partial=True) if head else None
-        if found is None or not found.partial or found.end() < len(head):
-            return None
-        name = written_name(head, self.name_key)
-        return Found(text=head, name=name, problem="the call is not closed")
-
     @cached_property
     def _partial(self) -> Any:
-        """What tells whether a text could go on to open a call; None where a mark does."""
+        """Pattern of a text that could go on to open a call; None where a mark opens calls."""
         unmarked = self.call_open_pattern is not None and self.call_close is None
         return regex.compile(self.call_open_pattern, regex.DOTALL) if unmarked else None
-
-    def _found(self, text: str) -> list[re.Match[str]]:
-        marks: list[re.Match[str]] = []
-        for mark in self._marks.finditer(text):
-            # A mark without width, found right behind another, is the same opening again.
-            if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
-                marks.append(mark)
-        return marks
 
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas
     ) -> Read:
-        """What the syntax finds at `start`; `index`: the first mark after it.
+        """Read the calls at `start`; `index`: the first mark after it.
 
         A mark inside a string argument is part of the string, so a string that runs into one is
         read again with more text. That is bounded, so parsing stays linear.
@@ -176,39 +193,12 @@ class MarkedSpec(Syntax):
                 break
         return first or read
 
-    def _end(
-        self, text: str, end: int, read: Read, following: re.Match[str] | None
-    ) -> tuple[int, str | None]:
-        """(position after the call, what is wrong with its end)."""
-        bad = any(call.problem is not None for call in read.calls)
-        limit = following.start() if following is not None else len(text)
-        if self.call_close is None:
-            return (limit if bad else end), None
-        if following is None or following["_open"] is not None:
-            return limit, f"the call is not closed: {self.call_close} is missing"
-        rest = text[end:limit]
-        problem = f"text after the call: {excerpt(rest)}" if not bad and rest.strip() else None
-        return following.end(), problem
-
-
-def _spans(read: Read, text: str, problem: str | None) -> list[Found]:
-    """The calls of one region with the text that each came from; `problem`: of the region's end."""
-    if len(read.calls) == 1 and not read.calls[0].text:
-        (call,) = read.calls
-        return [replace(call, text=text, problem=problem or call.problem)]
-    calls = [call if call.text else replace(call, text=text) for call in read.calls]
-    if problem is not None and calls[-1].problem is None:
-        # Complete calls of a list that is cut stay good.
-        rest = text[text.rfind(calls[-1].text) + len(calls[-1].text) :]
-        calls.append(Found(text=rest, problem=problem))
-    return calls
-
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
     """Tool name -> parameter name -> JSON schema."""
-    found = {}
+    by_tool = {}
     for schema in schemas:
         function = schema.get("function", schema)
         properties = (function.get("parameters") or {}).get("properties")
-        found[function.get("name")] = properties or {}
-    return found
+        by_tool[function.get("name")] = properties or {}
+    return by_tool

@@ -65,12 +65,12 @@ class Node:
     def split(self, text: str) -> dict[str, Any] | None:
         """Property -> the text it is to read; None where the root's expression does not match."""
         try:
-            found = self.inner(text)
+            inner = self.inner(text)
         except ContentError:
             return None
-        if isinstance(found, str):
-            return dict.fromkeys(self.properties, found)
-        return found
+        if isinstance(inner, str):
+            return dict.fromkeys(self.properties, inner)
+        return inner
 
     def inner(self, value: Any) -> Any:
         """The value after substitutions and ``x-regex``; None where that does not match."""
@@ -85,7 +85,7 @@ class Node:
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
-        """What the node makes of a value. Raises ContentError.
+        """Read a value as the node says. Raises ContentError.
 
         `raw`: text that is only perhaps JSON stays text.
         """
@@ -99,8 +99,31 @@ class Node:
         return self.parsed(value, raw=raw)
 
     def parsed(self, value: Any, *, raw: bool = False) -> Any:
-        """What the node makes of a value that ``x-regex`` has found already."""
-        value = self._parse(self._matches(value), raw=raw)
+        """Read a value that is already the match of ``x-regex``. Raises ContentError."""
+        pattern = self.iterator or self.key_value
+        if pattern is not None:
+            if not isinstance(value, str):
+                raise ContentError(f"expected text, found {kind(value)}")
+            matches = [groups(match) for match in pattern.matches(value)]
+            if self.iterator is not None:
+                value = matches or None
+            else:
+                pairs: dict[str, Any] = {}
+                for pair in matches:
+                    if pair["key"] in pairs:
+                        raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
+                    pairs[pair["key"]] = pair.get("value", "")
+                value = pairs or None
+        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
+            if not isinstance(value, str):
+                raise ContentError(f"expected JSON text, found {kind(value)}")
+            args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
+            value = CONTENT["json"](value, {**args, **self.json_args})
+        if self.transform is not None:
+            try:
+                value = self.transform(value)
+            except (jmespath.exceptions.JMESPathError, RecursionError, TypeError) as error:
+                raise ContentError(f"the call does not fit the schema: {error}") from error
         if value is None:
             return None
         if self.type == "object":
@@ -109,55 +132,25 @@ class Node:
             return self._array(value, raw=raw)
         return _scalar(self.type, value)
 
-    def _matches(self, value: Any) -> Any:
-        pattern = self.iterator or self.key_value
-        if pattern is None:
-            return value
-        if not isinstance(value, str):
-            raise ContentError(f"expected text, found {kind(value)}")
-        found = [groups(match) for match in pattern.matches(value)]
-        if self.iterator is not None:
-            return found or None
-        pairs: dict[str, Any] = {}
-        for pair in found:
-            if pair["key"] in pairs:
-                raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
-            pairs[pair["key"]] = pair.get("value", "")
-        return pairs or None
-
-    def _parse(self, value: Any, *, raw: bool) -> Any:
-        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
-            if not isinstance(value, str):
-                raise ContentError(f"expected JSON text, found {kind(value)}")
-            args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
-            args |= self.json_args
-            value = CONTENT["json"](value, args)
-        if self.transform is None:
-            return value
-        try:
-            return self.transform(value)
-        except (jmespath.exceptions.JMESPathError, RecursionError, TypeError) as error:
-            raise ContentError(f"the call does not fit the schema: {error}") from error
-
     def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
         if isinstance(value, str):
             value = dict.fromkeys(self.properties, value)
         elif not isinstance(value, dict):
             raise ContentError(f"expected a JSON object, found {kind(value)}")
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, node in self.properties.items():
             read = node.value(value.get(key), raw=raw)
             if read is None and node.default is not NOTHING:
                 read = node.default
             if read is not None:
-                found[key] = read
+                fields[key] = read
         if self.additional is not None:
             extra = {k: v for k, v in value.items() if k not in self.properties}
-            found |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}
-        missing = [key for key in self.required if key not in found]
+            fields |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}
+        missing = [key for key in self.required if key not in fields]
         if missing:
             raise ContentError(f"the call has no {', '.join(missing)}")
-        return found
+        return fields
 
     def _array(self, value: Any, *, raw: bool) -> list[Any]:
         if not isinstance(value, list):
@@ -172,7 +165,7 @@ class Node:
 
 
 def groups(match: Any) -> Any:
-    """What a match is worth: its named groups, its only group, or all of it."""
+    """Return the named groups of a match, its only group, or all of it."""
     if match.re.groupindex:
         return {key: text for key, text in match.groupdict().items() if text is not None}
     return match.group(1) if match.re.groups else match.group()
@@ -195,72 +188,65 @@ def _scalar(name: str | None, value: Any) -> Any:
 
 
 def node_of(
-    found: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
+    schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
 ) -> Node:
     """Compile a node and those below it, all with these `json_args`.
 
     Raises ValueError with the key that is wrong.
     """
-    below = partial(node_of, json_args=json_args)
-    if found is True or found is None:
+    if schema is True or schema is None:
         return Node()
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{scope}: must be a mapping, not {found!r}")
-    if found.get("type") not in _TYPES:
-        raise ValueError(f"{scope}.type: {found['type']!r} is not one of {_TYPES[:-1]}")
-    if (parser := found.get("x-parser")) not in (None, *_PARSERS):
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {schema!r}")
+    if schema.get("type") not in _TYPES:
+        raise ValueError(f"{scope}.type: {schema['type']!r} is not one of {_TYPES[:-1]}")
+    if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
         raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
-    args = _given(found, "x-parser-args", Mapping, "a mapping", scope) or {}
-    properties = _given(found, "properties", Mapping, "a mapping", scope) or {}
-    additional = found.get("additionalProperties", {})
+
+    def given(key: str, kind: type, word: str) -> Any:
+        value = schema.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
+        return value
+
+    def pattern(key: str) -> Pattern | None:
+        return Pattern(schema[key], f"{scope}.{key}") if key in schema else None
+
+    below = partial(node_of, json_args=json_args)
+    args = given("x-parser-args", Mapping, "a mapping") or {}
+    properties = given("properties", Mapping, "a mapping") or {}
+    additional = schema.get("additionalProperties", {})
+    substitutions = []
+    for pair in given("x-regex-substitutions", list, "a list") or ():
+        key = f"{scope}.x-regex-substitutions"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
+        substitutions.append((Pattern(pair[0], key), str(pair[1])))
+    regex, iterator = pattern("x-regex"), pattern("x-regex-iterator")
+    key_value = pattern("x-regex-key-value")
+    if key_value is not None and not {"key", "value"} <= set(key_value.names):
+        raise ValueError(f"{scope}.x-regex-key-value: needs (?P<key>…) and (?P<value>…)")
     return Node(
-        type=found.get("type"),
-        const=found.get("const", NOTHING),
-        default=found.get("default", NOTHING),
-        substitutions=tuple(_substitutions(found, scope)),
-        regex=_pattern(found, "x-regex", scope),
-        iterator=_pattern(found, "x-regex-iterator", scope),
-        key_value=_key_value(found, scope),
+        type=schema.get("type"),
+        const=schema.get("const", NOTHING),
+        default=schema.get("default", NOTHING),
+        substitutions=tuple(substitutions),
+        regex=regex,
+        iterator=iterator,
+        key_value=key_value,
         parser=parser,
         allow_non_json=bool(args.get("allow_non_json")),
         transform=_transform(args.get("transform"), scope),
         properties={str(key): below(value, f"{scope}.{key}") for key, value in properties.items()},
         additional=None if additional is False else below(additional or None, scope),
-        items=below(found["items"], f"{scope}.items") if "items" in found else None,
+        items=below(schema["items"], f"{scope}.items") if "items" in schema else None,
         prefix_items=tuple(
             below(value, f"{scope}.prefixItems")
-            for value in _given(found, "prefixItems", list, "a list", scope) or ()
+            for value in given("prefixItems", list, "a list") or ()
         ),
-        required=tuple(_given(found, "required", list, "a list", scope) or ()),
+        required=tuple(given("required", list, "a list") or ()),
         json_args=json_args or {},
     )
-
-
-def _given(found: Mapping[str, Any], key: str, kind: type, word: str, scope: str) -> Any:
-    """The value of a key that may be missing. Raises ValueError where it is of another kind."""
-    value = found.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
-    return value
-
-
-def _pattern(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
-    return Pattern(found[key], f"{scope}.{key}") if key in found else None
-
-
-def _key_value(found: Mapping[str, Any], scope: str) -> Pattern | None:
-    pattern = _pattern(found, "x-regex-key-value", scope)
-    if pattern is not None and not {"key", "value"} <= set(pattern.names):
-        raise ValueError(f"{scope}.x-regex-key-value: needs (?P<key>…) and (?P<value>…)")
-    return pattern
-
-
-def _substitutions(found: Mapping[str, Any], scope: str) -> Iterator[tuple[Pattern, str]]:
-    key = "x-regex-substitutions"
-    for pair in _given(found, key, list, "a list", scope) or ():
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{scope}.{key}: {pair!r} is no pair of [pattern, replacement]")
-        yield Pattern(pair[0], f"{scope}.{key}"), str(pair[1])
 
 
 def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:

@@ -1,4 +1,4 @@
-"""What a parser of completions gives back, and what it is asked for."""
+"""Results of a parser of completions, and the protocol that it follows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Found:
     id: str | None = None
     """The id that the model wrote, in formats that have one."""
     name_label: str = '"name"'
-    """What the model reads the name to be called, in a problem's text."""
+    """Term for the name in a problem's text, which the model reads."""
     arguments_label: str = '"arguments"'
     lenient: bool = False
     """Only a lenient spec reads it."""
 
 
 def unread(text: str) -> Found:
-    """The rest of a completion of too many calls, as one malformed call."""
+    """Return the end of a completion of too many calls as one malformed call."""
     return Found(text=text, problem=TOO_MANY)
 
 
@@ -66,7 +66,7 @@ class ResponseSpec(Protocol):
 
     @property
     def lenient(self) -> bool:
-        """Whether arguments that are almost JSON are read."""
+        """Arguments that are almost JSON are read."""
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class ResponseSpec(Protocol):
         ...
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a completion of this prompt begins inside the reasoning."""
+        """Check that a completion of this prompt begins inside the reasoning."""
         ...
 
     def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:

@@ -68,14 +68,14 @@ class Pattern:
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
         if self._literal:
-            found = self._compiled.search(text, start)
-            return None if found is None else Hit(found.start(), found.end(), {})
-        found = self.match(text, start)
-        if found is None:
+            match = self._compiled.search(text, start)
+            return None if match is None else Hit(match.start(), match.end(), {})
+        match = self.match(text, start)
+        if match is None:
             return None
         if self._ahead:
             return Hit(start, start, {})
-        return Hit(found.start(), found.end(), found.groupdict())
+        return Hit(match.start(), match.end(), match.groupdict())
 
     def match(self, text: str, start: int = 0) -> Any:
         """The library's own match object, for groups without names."""
@@ -86,25 +86,25 @@ class Pattern:
         return self._limited(work, "search", text, start)
 
     def starts(self, text: str) -> list[int]:
-        """Where the matches begin, as `matches` finds them."""
+        """Positions at which the matches begin, as `matches` returns them."""
         if self._text is None:
             return [match.start() for match in self.matches(text)]
-        found = []
+        positions = []
         at = text.find(self._text)
         while at >= 0:
-            found.append(at)
+            positions.append(at)
             at = text.find(self._text, at + len(self._text))
-        return found
+        return positions
 
     def matches(self, text: str) -> list[Any]:
         """All matches; they end early when the search takes too long."""
-        found: list[Any] = []
+        matches: list[Any] = []
 
         def work(seconds: float) -> list[Any]:
             # Collected at once: the limit would count what the caller does between matches.
             with suppress(TimeoutError):
-                found.extend(self._compiled.finditer(text, timeout=seconds))
-            return found
+                matches.extend(self._compiled.finditer(text, timeout=seconds))
+            return matches
 
         return cast(list[Any], self._limited(work, "all", text, 0) or [])
 
@@ -114,36 +114,28 @@ class Pattern:
         def work(seconds: float) -> str:
             return self._compiled.sub(replacement, text, timeout=seconds)
 
-        found = self._limited(work, replacement, text, 0)
-        return text if found is None else cast(str, found)
+        replaced = self._limited(work, replacement, text, 0)
+        return text if replaced is None else cast(str, replaced)
 
     def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
-        """What `work` finds in the time that the expression has left; None when that is over."""
+        """Run `work` in the time that the expression has left; None when that is over."""
         budget = _LEFT.get()
         left = SECONDS if budget is None else budget.get(self.source, SECONDS)
         if left <= 0:
             return None
         key = (self.source, *about)
-        found, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
+        result, spent = _SLOW.get(key, (None, 0.0)) if _SLOW else (None, 0.0)
         if not spent:
-            found, spent = _timed(work, left)
+            started = time.thread_time()
+            try:
+                result = work(left)
+                spent = time.thread_time() - started
+            except TimeoutError:
+                result, spent = None, left
             if spent > NOTED:
-                _remember(key, found, spent)
+                if len(_SLOW) >= REMEMBERED:
+                    _SLOW.pop(next(iter(_SLOW)))
+                _SLOW[key] = (result, spent)
         if budget is not None:
             budget[self.source] = left - spent
-        return found
-
-
-def _timed(work: Callable[[float], Any], left: float) -> tuple[Any, float]:
-    """(what was found, seconds of this thread); all that is left where it was not enough."""
-    started = time.thread_time()
-    try:
-        return work(left), time.thread_time() - started
-    except TimeoutError:
-        return None, left
-
-
-def _remember(key: tuple, found: Any, spent: float) -> None:
-    if len(_SLOW) >= REMEMBERED:
-        _SLOW.pop(next(iter(_SLOW)))
-    _SLOW[key] = (found, spent)
+        return result

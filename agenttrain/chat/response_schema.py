@@ -43,7 +43,7 @@ class SchemaSpec:
     loose: Node
     """The same, but for JSON that may be almost JSON."""
     inside: bool = False
-    """Whether an expression captures the inside of an object's braces."""
+    """An expression captures the inside of an object's braces."""
     call_id: str = CALL_ID
     lenient: bool = False
 
@@ -58,13 +58,25 @@ class SchemaSpec:
 
     def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
         """See ResponseSpec."""
-        whole = self._reasoning[0] + text if in_reasoning else text
-        found = self.root.split(whole)
-        if found is None:
-            return self._piecewise(whole, parameters(schemas))
-        calls = self._calls(found.get(CALLS), whole, parameters(schemas))
-        content = self._text(found, CONTENT_FIELD)
-        return Parts(content=content or "", reasoning=self._thoughts(found), calls=calls)
+        text = self._reasoning[0] + text if in_reasoning else text
+        fields, beside = self.root.split(text), ""
+        if fields is not None:
+            calls = self._calls(fields.get(CALLS), text, parameters(schemas))
+        else:
+            # The root's expression reads what stands before the first call outside the reasoning.
+            opening, closing = self._reasoning
+            before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
+            start = len(before)
+            if opened and closing and opening in before:
+                # A stray closing mark after a call does not turn that call into reasoning.
+                start = text.find(self._opener, max(text.find(closing), 0))
+                start = len(text) if start < 0 else start
+            fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
+            calls, beside = self._each(text[start:], parameters(schemas))
+        content = (self._text(fields, CONTENT_FIELD) or "") + beside
+        thoughts = (self._text(fields, name) for name in REASONING)
+        reasoning = next((text for text in thoughts if text is not None), None)
+        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
     def _patterns(self) -> str:
@@ -83,61 +95,49 @@ class SchemaSpec:
     @cached_property
     def _opener(self) -> str:
         """The text that every call begins with, if there is one."""
-        literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", self._iterator_source)
-        # A last character that may be missing, or repeated, is not part of it.
+        source = self._iterator.source if self._iterator is not None else ""
+        literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
             return ""
-        rest = self._iterator_source[literal.end() :]
-        found = literal[1][:-1] if rest[:1] in ("?", "*", "+", "{") else literal[1]
-        return found.replace("\\", "") if len(found) > 2 else ""
+        # A last character that may be missing, or repeated, is not part of it.
+        repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
+        text = literal[1][:-1] if repeated else literal[1]
+        return text.replace("\\", "") if len(text) > 2 else ""
 
-    @property
-    def _iterator_source(self) -> str:
-        return self._iterator.source if self._iterator is not None else ""
-
-    def _thoughts(self, found: Mapping[str, Any]) -> str | None:
-        names = (name for name in REASONING if name in self.root.properties)
-        texts = (self._text(found, name) for name in names)
-        return next((text for text in texts if text is not None), None)
-
-    def _text(self, found: Mapping[str, Any], name: str) -> str | None:
+    def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
         node = self.root.properties.get(name)
         try:
-            value = node.value(found.get(name)) if node is not None else None
+            value = node.value(fields.get(name)) if node is not None else None
         except ContentError:
             return None
         return value.strip() if isinstance(value, str) else None
 
-    def _piecewise(self, text: str, schemas: Schemas) -> Parts:
-        """The parts of a text that the root's expression does not match as a whole."""
-        start = self._first_call(text)
-        found = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
-        calls, rest = self._each(text[start:], schemas)
-        content = (self._text(found, CONTENT_FIELD) or "") + rest
-        return Parts(content=content.strip(), reasoning=self._thoughts(found), calls=calls)
-
-    def _first_call(self, text: str) -> int:
-        """Where the first call outside the reasoning opens, or the text's end."""
-        if not self._opener:
-            return len(text)
-        opening, closing = self._reasoning
-        before, found, _ = text.partition(self._opener)
-        if found and opening in before and closing:
-            start = text.find(self._opener, max(text.find(closing), 0))
-        else:  # a stray closing mark after a call does not turn that call into reasoning
-            start = text.find(self._opener)
-        return len(text) if start < 0 else start
-
-    def _calls(self, value: Any, whole: str, schemas: Schemas) -> list[Found]:
+    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[Found]:
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
-        if node.iterator is None:
-            return self._parsed(node, value, schemas)
+        if node.iterator is not None:
+            inner = node.inner(value)
+            calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
+            # Substitutions leave no span of the completion behind.
+            return [c if c.text in completion else replace(c, text=completion) for c in calls]
+        # Calls that are read as one value: all of a list, or item by item where it is broken.
+        loose = False
+        try:
+            read = node.value(value)
+        except ContentError as error:
+            try:
+                if not self.lenient:
+                    raise
+                read, loose = self.loose.properties[CALLS].value(value), True
+            except ContentError:
+                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
         inner = node.inner(value)
-        calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
-        # Substitutions leave no span of the completion behind.
-        return [call if call.text in whole else replace(call, text=whole) for call in calls]
+        text = inner if isinstance(inner, str) else value
+        values = read if isinstance(read, list) else [] if read is None else [read]
+        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
+        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        return [replace(call, lenient=loose) for call in calls]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
         """(calls, the text that is in none of them)."""
@@ -160,9 +160,9 @@ class SchemaSpec:
             return
         before, *opened = text.split(self._opener, MAX_CALLS + 1)
         outside.append(before)
-        for rest in opened:
-            text = self._opener + rest
-            yield Found(text=text, name=written_name(rest), problem="the call is not closed")
+        for inside in opened:
+            text = self._opener + inside
+            yield Found(text=text, name=written_name(inside), problem="the call is not closed")
 
     def _item(self, match: Any, schemas: Schemas) -> list[Found]:
         """The call of one match; an opening inside it that is better read alone is a second."""
@@ -195,33 +195,29 @@ class SchemaSpec:
         return replace(call_of(value, text, {}, inside=self.inside), lenient=loose)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
+        """Read a call, with the parameters typed whose type the tool's schema tells."""
         items = root.properties[CALLS].items
         if items is None:
             return given
         value = items.value(given)
         name = call_of(value, "", {}).name
-        if isinstance(name, str) and schemas.get(name):
-            return _typed(value, items.value(given, raw=True), schemas[name])
-        return value
-
-    def _parsed(self, node: Node, value: str, schemas: Schemas) -> list[Found]:
-        """Calls that are read as one value: all of a list, or item by item where it is broken."""
-        loose = False
-        try:
-            read = node.value(value)
-        except ContentError as error:
-            try:
-                if not self.lenient:
-                    raise
-                read, loose = self.loose.properties[CALLS].value(value), True
-            except ContentError:
-                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
-        inner = node.inner(value)
-        text = inner if isinstance(inner, str) else value
-        values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
-        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
-        return [replace(call, lenient=loose) for call in calls]
+        if not isinstance(name, str) or not schemas.get(name):
+            return value
+        raw = items.value(given, raw=True)
+        if not isinstance(value, dict) or not isinstance(raw, dict):
+            return value
+        inner, texts = value.get("function", value), raw.get("function", raw)
+        if not isinstance(inner, dict) or not isinstance(texts, dict):
+            return value
+        arguments, written = inner.get("arguments"), texts.get("arguments")
+        if not isinstance(arguments, dict) or not isinstance(written, dict):
+            return value
+        typed_arguments = {
+            key: typed(text, schemas[name][key])
+            for key, text in written.items()
+            if isinstance(text, str) and key in schemas[name]
+        }
+        return {**inner, "arguments": arguments | typed_arguments}
 
     def _repaired(self, node: Node, value: str) -> list[Found]:
         try:
@@ -244,31 +240,13 @@ class SchemaSpec:
         return calls
 
 
-def _typed(guessed: Any, raw: Any, schema: Mapping[str, Any]) -> Any:
-    """The call as guessed, but for the parameters whose type the tool's schema tells."""
-    if not isinstance(guessed, dict) or not isinstance(raw, dict):
-        return guessed
-    inner, texts = guessed.get("function", guessed), raw.get("function", raw)
-    if not isinstance(inner, dict) or not isinstance(texts, dict):
-        return guessed
-    arguments, written = inner.get("arguments"), texts.get("arguments")
-    if not isinstance(arguments, dict) or not isinstance(written, dict):
-        return guessed
-    told = {
-        key: typed(text, schema[key])
-        for key, text in written.items()
-        if isinstance(text, str) and key in schema
-    }
-    return {**inner, "arguments": arguments | told}
-
-
-def schema_spec(found: Mapping[str, Any]) -> SchemaSpec:
+def schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
-    root = node_of(found)
+    root = node_of(schema)
     inside = any(captures_inside(source) for source in root.sources())
     spec = SchemaSpec(
-        root=node_of(found, json_args={INSIDE: True}) if inside else root,
-        loose=node_of(found, json_args={INSIDE: inside, LOOSE: True}),
+        root=node_of(schema, json_args={INSIDE: True}) if inside else root,
+        loose=node_of(schema, json_args={INSIDE: inside, LOOSE: True}),
         inside=inside,
     )
     if spec.root.type not in ("object", None) or not spec.root.properties:

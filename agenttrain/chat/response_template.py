@@ -88,13 +88,13 @@ class TemplateSpec:
     fields: tuple[_Field, ...]
     anchor: Pattern
     source: Mapping[str, Any]
-    """What it was made from."""
+    """The `response_template` that it was made from."""
     call_id: str = CALL_ID
     lenient: bool = False
 
     @cached_property
     def _inside(self) -> bool:
-        """Whether a mark captures the inside of an object's braces."""
+        """Check that a mark captures the inside of an object's braces."""
         calls = (field for field in self.fields if field.name == CALLS)
         marks = (mark for field in calls for mark in (field.open, field.close))
         return any(mark is not None and captures_inside(mark.source) for mark in marks)
@@ -122,12 +122,23 @@ class TemplateSpec:
         inside = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._regions(text, inside=inside if in_reasoning else None)
         known = parameters(schemas)
-        calls = [
-            call
-            for region in regions
-            if region.field.name == CALLS
-            for call in _calls(region, text[region.start : region.end], known, self._inside)
-        ]
+        calls: list[Found] = []
+        for region in regions:
+            field = region.field
+            if field.name != CALLS:
+                continue
+            span, problem = text[region.start : region.end], region.problem
+            if problem is None and not region.closed and field.close is not None:
+                problem = "the call is not closed"
+            if problem is not None:
+                name = region.captures.get("name") or written_name(span)
+                calls.append(Found(text=span, name=name, problem=problem))
+                continue
+            values = region.value if isinstance(region.value, list) else [region.value]
+            types = known if field.content in ("xml-inline", "kv-lines") else {}
+            for value in values[: MAX_CALLS + 1]:  # `capped` reports what is beyond
+                call = call_of(value, span, types, inside=self._inside)
+                calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return Parts(
             content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
@@ -153,21 +164,19 @@ class TemplateSpec:
                 calls += field.name == CALLS
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
-                    return [*regions, self._unread(region, text)]
+                    # All that follows is one malformed call.
+                    calls_field = next((f for f in self.fields if f.name == CALLS), field)
+                    region = replace(region, field=calls_field, problem=TOO_MANY)
+                    return [*regions, replace(region, stop=len(text), end=len(text))]
                 regions.append(_close(region, marks))
             end = regions[-1].end if field is not None else hit.end
-            # A mark of no width that nothing follows must not be found again.
+            # A mark of no width that nothing follows must not match again.
             at = end if end > at else at + 1
         return regions
 
-    def _unread(self, region: _Region, text: str) -> _Region:
-        """The rest of a text of too many regions, as one malformed call."""
-        field = next((field for field in self.fields if field.name == CALLS), region.field)
-        return replace(region, field=field, stop=len(text), end=len(text), problem=TOO_MANY)
-
 
 class _Marks:
-    """Where fields open and close, each searched once: again only behind what was found."""
+    """Marks that open and close fields, each searched once: again only behind its last hit."""
 
     def __init__(
         self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
@@ -178,7 +187,7 @@ class _Marks:
         ]
         if outside is not None and outside.close is not None:
             self._searches.append((None, outside.close))
-        self._found: dict[Pattern, Hit | None] = {}
+        self._hits: dict[Pattern, Hit | None] = {}
         self._openings: list[int] | None = None
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
@@ -199,54 +208,52 @@ class _Marks:
         return None if field.close is None else self._hit(field.close, at)
 
     def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
-        """Where the next `count` calls open, from `at` on."""
+        """Positions where the next `count` calls open, from `at` on."""
         if self._openings is None:
             self._openings = field.open.starts(self.text) if field.open is not None else []
         first = bisect_left(self._openings, at)
         return self._openings[first : first + count]
 
     def _hit(self, pattern: Pattern, at: int) -> Hit | None:
-        known = self._found.get(pattern)
-        if pattern not in self._found or (known is not None and known.start < at):
-            self._found[pattern] = known = pattern.search(self.text, at)
-        return known
+        hit = self._hits.get(pattern)
+        if pattern not in self._hits or (hit is not None and hit.start < at):
+            self._hits[pattern] = hit = pattern.search(self.text, at)
+        return hit
 
 
 def _close(region: _Region, marks: _Marks) -> _Region:
-    """The region with its end."""
-    close = region.field.close
-    hit = None if close is None else marks.close(region.field, region.body)
-    region.closed = hit is not None or close is None
+    """Return the region with its end.
+
+    A closing mark inside a string of a call's value is part of it; a call that is not closed ends
+    where the next one opens.
+    """
+    field = region.field
+    hit = None if field.close is None else marks.close(field, region.body)
+    region.closed = hit is not None or field.close is None
     region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
     region.captures = {**region.captures, **(hit.groups if hit else {})}
-    return _close_call(region, marks) if region.field.name == CALLS else region
-
-
-def _close_call(first: _Region, marks: _Marks) -> _Region:
-    """A closing mark inside a string of the call's value is part of it; a call that is not closed
-    ends where the next one opens."""
-    opening = marks.opening(first.field, first.body, count=MARKS_IN_STRINGS[-1] + 1)
+    if field.name != CALLS:
+        return region
+    opening = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
     limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
-    cut = _read(first, marks) if first.stop <= limit else True
-    found = first
+    cut = _read(region, marks) if region.stop <= limit else True
+    longer = region
     for _ in range(MARKS_IN_STRINGS[-1]):
-        hit = first.field.close and first.field.close.search(marks.text, found.end)
-        if not cut or not hit or not found.closed or hit.start > limit or hit.end <= found.end:
+        hit = field.close.search(marks.text, longer.end) if field.close else None
+        if not cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
             break
-        found = replace(found, stop=hit.start, end=hit.end, problem=None)
-        cut = _read(found, marks)
-    if found.problem is None and not cut:
-        return found
-    if opening and opening[0] < first.stop:
+        longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
+        cut = _read(longer, marks)
+    if longer.problem is None and not cut:
+        return longer
+    if opening and opening[0] < region.stop:
         problem = "the call is not closed"
-        return replace(first, stop=opening[0], end=opening[0], closed=False, problem=problem)
-    return first
+        return replace(region, stop=opening[0], end=opening[0], closed=False, problem=problem)
+    return region
 
 
 def _read(region: _Region, marks: _Marks) -> bool:
-    """Fill in the region's value or problem; whether its text ends inside a value."""
-    if region.field.name != CALLS:
-        return False
+    """Fill in the value or problem of a call's region; return whether it ends inside a value."""
     field, text = region.field, marks.text[region.body : region.stop]
 
     def value(args: Mapping[str, Any]) -> Any:
@@ -272,24 +279,6 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
     return regions[0].field.join.join(bodies).strip()
 
 
-def _calls(region: _Region, text: str, schemas: Schemas, inside: bool) -> list[Found]:
-    if not region.closed and region.field.close is not None:
-        problem = region.problem or "the call is not closed"
-        return [Found(text=text, name=_name(region, text), problem=problem)]
-    if region.problem is not None:
-        return [Found(text=text, name=_name(region, text), problem=region.problem)]
-    values = region.value if isinstance(region.value, list) else [region.value]
-    values = values[: MAX_CALLS + 1]  # what is beyond is told by `capped`
-    by_text = region.field.content in ("xml-inline", "kv-lines")
-    calls = [call_of(value, text, schemas if by_text else {}, inside=inside) for value in values]
-    return [replace(call, lenient=True) for call in calls] if region.loose else calls
-
-
-def _name(region: _Region, text: str) -> str:
-    """The name of a call that cannot be read, where its mark or its head has it."""
-    return region.captures.get("name") or written_name(text)
-
-
 def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> Found:
     """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
 
@@ -311,37 +300,37 @@ def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) ->
     return Found(text=text, name=name, arguments=arguments, id=written)
 
 
-def template_spec(found: Mapping[str, Any]) -> TemplateSpec:
+def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
-    _only(found, _TEMPLATE_KEYS, "response_template")
-    if found.get("version", 1) != 1:
-        raise ValueError(f"version: {found['version']!r} is not known: it is 1")
-    described = found["fields"]
+    _only(template, _TEMPLATE_KEYS, "response_template")
+    if template.get("version", 1) != 1:
+        raise ValueError(f"version: {template['version']!r} is not known: it is 1")
+    described = template["fields"]
     if not isinstance(described, Mapping) or not described:
         raise ValueError("fields: must hold at least one field")
     fields = tuple(_field(str(name), value) for name, value in described.items())
     if sum(field.open is None for field in fields) > 1:
         raise ValueError("fields: only one of them may have neither open nor open_pattern")
-    anchor = _anchor(found, "start_anchor", "response_template")
+    anchor = _anchor(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
-    return TemplateSpec(fields=fields, anchor=anchor, source=found)
+    return TemplateSpec(fields=fields, anchor=anchor, source=template)
 
 
-def _only(found: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
-    for key in found:
+def _only(settings: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
+    for key in settings:
         if key not in known:
             raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(known)}")
 
 
-def _field(name: str, found: Any) -> _Field:
+def _field(name: str, settings: Any) -> _Field:
     scope = f"fields.{name}"
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{scope}: must be a mapping, not {found!r}")
-    _only(found, _FIELD_KEYS, scope)
-    content, arguments = found.get("content", "text"), found.get("content_args") or {}
-    check_content(content, arguments, found.get("transform"), scope)
-    opening, closing = _anchor(found, "open", scope), _anchor(found, "close", scope)
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {settings!r}")
+    _only(settings, _FIELD_KEYS, scope)
+    content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
+    check_content(content, arguments, settings.get("transform"), scope)
+    opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
     # The marks may have taken the braces of what stands between them.
     taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     return _Field(
@@ -350,15 +339,15 @@ def _field(name: str, found: Any) -> _Field:
         close=closing,
         content=content,
         content_args={**arguments, INSIDE: True} if taken and content == "json" else arguments,
-        transform=found.get("transform"),
-        each=bool(found.get("transform_each")),
-        join=str(found.get("join") or ""),
+        transform=settings.get("transform"),
+        each=bool(settings.get("transform_each")),
+        join=str(settings.get("join") or ""),
     )
 
 
-def _anchor(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
+def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
     """The pattern of a mark that is given as text, as a list of texts, or as a pattern."""
-    texts, source = found.get(key), found.get(f"{key}_pattern")
+    texts, source = settings.get(key), settings.get(f"{key}_pattern")
     if texts is not None and source is not None:
         raise ValueError(f"{scope}: {key} and {key}_pattern exclude each other")
     if source is not None:
@@ -368,9 +357,8 @@ def _anchor(found: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
         raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
-    source = "|".join(map(_escape, sorted(texts, key=len, reverse=True)))
-    return Pattern(source, f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)
-
-
-def _escape(text: str) -> str:
-    return "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)
+    escaped = (
+        "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)
+        for text in sorted(texts, key=len, reverse=True)
+    )
+    return Pattern("|".join(escaped), f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)

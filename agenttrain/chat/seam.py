@@ -40,7 +40,7 @@ def placeholder(index: int) -> str:
 
 
 class Seam:
-    """Splits what follows an assistant's own text into the end of its turn and the rest.
+    """Splits the text behind an assistant's own into the end of its turn and what follows that.
 
     An answer's end is known from an answer that nothing follows. A turn with calls ends the same
     way, or by the last control token of what closes its calls (``<|call|>`` of harmony,
@@ -55,12 +55,21 @@ class Seam:
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[str, str]:
-        """(end of turn, the rest) in marked text, e.g. ``("<|im_end|>", "\\n<|im_start|>user…")``.
+        """(end of turn, text behind it) in marked text: ``("<|im_end|>", "\\n<|im_start|>…")``.
 
         The end is empty where the template writes no control token there. Raises ChatError where
         the seam is not to be found.
         """
-        assistant = _stand_in(turn)
+        # A short message of the turn's shape whose text ends with BODY and little after it. Content
+        # and reasoning beside calls stay out: a model writes them before its calls, but some
+        # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
+        assistant: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
+        if turn.calls:
+            functions = [{"name": call.name, "arguments": {"a": BODY}} for call in turn.calls]
+            assistant["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(turn.calls, functions, strict=True)
+            ]
         closing, end = self._closing(assistant)
         text = _after_body(self._render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):
@@ -84,7 +93,7 @@ class Seam:
         return self._to_last_control(answer)
 
     def _closing(self, assistant: Message) -> tuple[str, str]:
-        """(what closes the turn's calls, the end of turn) where nothing follows."""
+        """(text that closes the turn's calls, the end of turn) where nothing follows."""
         end = self.answer_end()
         if not assistant.get("tool_calls"):
             return "", end
@@ -94,7 +103,8 @@ class Seam:
         closed = self._to_last_control(text)
         if not closed.endswith(end):
             # Calls end by a token of their own.
-            end = self._last_control(closed)
+            pieces = list(self._encoder.pieces(closed))
+            end = pieces[-1][1] if pieces else ""
         return closed.removesuffix(end), end
 
     def _to_last_control(self, text: str) -> str:
@@ -102,10 +112,6 @@ class Seam:
         while pieces and not pieces[-1][0]:
             pieces.pop()
         return "".join(piece for _, piece in pieces)
-
-    def _last_control(self, text: str) -> str:
-        pieces = list(self._encoder.pieces(text))
-        return pieces[-1][1] if pieces else ""
 
     def _first_control(self, text: str) -> str:
         """Up to the control token that begins a text after nothing but blanks."""
@@ -119,28 +125,9 @@ class Seam:
         return ""
 
 
-def _stand_in(turn: AssistantTurn) -> Message:
-    """A short message of the turn's shape whose text ends with BODY and little after it.
-
-    Content and reasoning beside calls stay out: a model writes them before its calls, but some
-    templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
-    """
-    message: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
-    if turn.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": {"a": BODY}},
-            }
-            for call in turn.calls
-        ]
-    return message
-
-
 def _after_body(rendering: str) -> str:
-    _, found, after = rendering.rpartition(BODY)
-    if not found:
+    _, body, after = rendering.rpartition(BODY)
+    if not body:
         raise ChatError(
             "the chat template does not render the assistant's tool calls or content; set "
             "chat_template to a template that does (hermes adds tools to any)"
@@ -149,7 +136,7 @@ def _after_body(rendering: str) -> str:
 
 
 class ReplyTexts:
-    """What the template makes of a reply's text; most leave it alone, which is found out once."""
+    """Texts of replies as the template writes them; most leave them alone, which is probed once."""
 
     def __init__(self, seam: Seam, encoder: Encoder) -> None:
         self._seam = seam
@@ -175,7 +162,7 @@ class ReplyTexts:
         return self._seam.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
-        """What stands between the constant text before and after a reply."""
+        """Return what stands between the constant text before and after a reply."""
         if role not in self._frames:
             _, frame = self.after_turn(role, placeholder(0))
             before, _, after = frame.partition(placeholder(0))

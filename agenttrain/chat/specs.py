@@ -42,8 +42,8 @@ _OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
 
 def spec_names() -> list[str]:
     """Names of the formats in conf/response_schema/, sorted."""
-    found = (file.stem for file in (conf_folder() / GROUP).glob("*.yaml"))
-    return sorted(name for name in found if name not in CHOICES)
+    names = (file.stem for file in (conf_folder() / GROUP).glob("*.yaml"))
+    return sorted(name for name in names if name not in CHOICES)
 
 
 @cache
@@ -103,9 +103,9 @@ def carried_spec(tokenizer: Any) -> ResponseSpec | None:
     """The schema that a tokenizer's own configuration holds, in either dialect."""
     own = getattr(tokenizer, "init_kwargs", None) or {}
     for key in ("response_template", "response_schema"):
-        found = getattr(tokenizer, key, None) or own.get(key)
-        if found:
-            return spec_of(found, source=f"the tokenizer's {key}")
+        carried = getattr(tokenizer, key, None) or own.get(key)
+        if carried:
+            return spec_of(carried, source=f"the tokenizer's {key}")
     return None
 
 
@@ -122,60 +122,54 @@ def read_spec(path: Path) -> ResponseSpec:
 def _load(path: Path, source: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ChatError(f"{source} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ChatError(f"{source} must hold a mapping, not {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
+    return content
 
 
-def spec_of(found: Any, *, source: str) -> ResponseSpec:
+def spec_of(content: Any, *, source: str) -> ResponseSpec:
     """The schema that a mapping describes, in whichever of the forms. Raises ChatError."""
-    if not isinstance(found, Mapping):
-        raise ChatError(f"{source} must hold a mapping, not {type(found).__name__}")
+    if not isinstance(content, Mapping):
+        raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
     try:
-        if "fields" in found:
-            return template_spec(found)
-        if "properties" in found or any(str(key).startswith("x-") for key in found):
-            return schema_spec(found)
-        return _ours(dict(found))
+        if "fields" in content:
+            return template_spec(content)
+        if "properties" in content or any(str(key).startswith("x-") for key in content):
+            return schema_spec(content)
+        return _ours(dict(content))
     except (ValueError, re.error) as error:  # the latter: our own patterns
         raise ChatError(f"{source}: {error}") from error
 
 
-def _ours(found: dict[str, Any]) -> ResponseSpec:
-    kind = found.pop("format", "marked")
-    _check_id(found.get("call_id", CALL_ID))
-    if kind == "harmony":
-        _known(found, ["call_id", "lenient"])
-        if not isinstance(found.get("lenient", False), bool):
-            raise ValueError(f"lenient: must be true or false, not {found['lenient']!r}")
-        return HarmonySpec(**found)
-    if kind != "marked":
-        raise ValueError(f"format: {kind!r} is not known: it is marked or harmony")
-    _known(found, [field.name for field in fields(MarkedSpec)])
-    for key, value in found.items():
+def _ours(settings: dict[str, Any]) -> ResponseSpec:
+    form = settings.pop("format", "marked")
+    call_id: Any = settings.get("call_id", CALL_ID)
+    # Twice as many ids as there may be calls: those with ids of the model's are skipped.
+    most = 2 * MAX_CALLS + 2
+    try:
+        distinct = len({call_id.format(turn=0, index=index) for index in range(most)}) == most
+    except (AttributeError, LookupError, ValueError):
+        distinct = False
+    if not distinct:
+        raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
+    if form == "harmony":
+        _known(settings, ["call_id", "lenient"])
+        if not isinstance(settings.get("lenient", False), bool):
+            raise ValueError(f"lenient: must be true or false, not {settings['lenient']!r}")
+        return HarmonySpec(**settings)
+    if form != "marked":
+        raise ValueError(f"format: {form!r} is not known: it is marked or harmony")
+    _known(settings, [field.name for field in fields(MarkedSpec)])
+    for key, value in settings.items():
         kind, word = _KINDS.get(key, (str, "text"))
         if not isinstance(value, kind) and (value is not None or key not in _OPTIONAL):
             raise ValueError(f"{key}: must be {word}, not {value!r}")
         if isinstance(value, list):
-            found[key] = tuple(str(item) for item in value)
-    spec = MarkedSpec(**found)
-    _check(spec)
-    return spec
-
-
-def _known(found: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in found:
-        if key not in known:
-            close = get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{key} is no key of a response schema: they are {known}{hint}")
-
-
-def _check(spec: MarkedSpec) -> None:
+            settings[key] = tuple(str(item) for item in value)
+    spec = MarkedSpec(**settings)
     if not spec.call_open and not spec.call_open_pattern:
         raise ValueError("call_open or call_open_pattern is missing: what does a call begin with?")
     if bool(spec.reasoning_open) != bool(spec.reasoning_close):
@@ -191,6 +185,16 @@ def _check(spec: MarkedSpec) -> None:
         raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
     if "_open" in re.compile(pattern).groupindex:
         raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
+    return spec
+
+
+def _known(keys: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{key} is no key of a response schema: they are {known}{hint}")
 
 
 def _check_lenient(spec: ResponseSpec) -> None:
@@ -198,14 +202,3 @@ def _check_lenient(spec: ResponseSpec) -> None:
         raise ValueError(
             f"lenient: has no effect on calls of syntax {spec.syntax}, which no JSON is"
         )
-
-
-def _check_id(call_id: Any) -> None:
-    try:
-        # Twice as many as there may be calls: those with ids of the model's are skipped.
-        ids = {call_id.format(turn=0, index=index) for index in range(2 * MAX_CALLS + 2)}
-        if len(ids) == 2 * MAX_CALLS + 2:
-            return
-    except (AttributeError, LookupError, ValueError):
-        pass
-    raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")

@@ -1,4 +1,4 @@
-"""What a template writes between the end of a completion and the next one.
+"""Text that a template writes between the end of a completion and the next one.
 
 `seam.py` gives the text that follows a turn of one shape, with a placeholder for each reply. What
 surrounds the placeholders is constant and is tokenised once; per call only the replies are, each

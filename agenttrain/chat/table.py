@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -50,7 +50,7 @@ EXAMPLE_TOOLS = (
     _tool("add", a="integer", b="number"),
     _tool("search", query="string", exact="boolean", fields="array", options="object"),
 )
-"""What a family is certified with when no run's own tools are at hand."""
+"""Tools to certify a family with when no run's own are at hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +61,12 @@ class Row:
     models: str
     tools: bool
     prefix_preserving: bool | None
-    """Of the stock template; None where it is not at hand."""
+    """The stock template renders past turns always the same; None where it is not at hand."""
     fix: str
-    """What the fix changes; empty: nothing."""
+    """Changes of the fix; empty: none."""
     parser: str
     reasoning: str
-    """What becomes of past reasoning: kept, dropped, `kept by the fix`, or none."""
+    """Fate of past reasoning: kept, dropped, `kept by the fix`, or none."""
     certificate: str
     certified: str | None = None
     """When and with which versions, where that was not now but in the table that is shipped."""
@@ -86,10 +86,10 @@ def rows() -> list[Row]:
 @cache
 def recorded() -> dict[str, Row]:
     """The shipped table, by family."""
-    found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
-    versions = ", ".join(f"{name} {text}" for name, text in found.get("versions", {}).items())
-    certified = f"{found.get('date')} with {versions}"
-    return {row["family"]: Row(**row, certified=certified) for row in found["rows"]}
+    shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
+    versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())
+    certified = f"{shipped.get('date')} with {versions}"
+    return {row["family"]: Row(**row, certified=certified) for row in shipped["rows"]}
 
 
 def record() -> None:
@@ -100,20 +100,32 @@ def record() -> None:
             if original(source) is None:
                 raise ChatError(f"{name}: the template {source} is missing; install the test extra")
     certified = [asdict(_row(name, family)) for name, family in families().items()]
-    found = {
+    content = {
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in PACKAGES},
         "rows": [{k: v for k, v in row.items() if k != "certified"} for row in certified],
     }
-    RECORD.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _row(name: str, family: Family) -> Row:
-    found = [(chat, certify(chat, _tools(family))) for chat in _chats(name, family)]
-    certificates = [certificate for _, certificate in found]
+    certificates: list[Certificate] = []
+    reasoning: dict[str, None] = {}
+    for source, owner in _sources(family).items():
+        if (text := original(source)) is None:
+            continue
+        tokenizer = copy.copy(small_tokenizer(owner))
+        tokenizer.chat_template = text
+        template = ChatTemplateConfig(name="auto" if family.marks else name)
+        chat = load_chat(tokenizer, template, ResponseSchemaConfig())
+        certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
+        certificates.append(certificate)
+        reasoning[_reasoning_of(chat, certificate)] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
-    worst = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
     why = dict.fromkeys(edit.why for edit in (family.fixes or ((),))[0] if edit.why)
+    status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
+    note = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
+    note += ", on templates of ours" if any(source in OWN for source in family.originals) else ""
     return Row(
         family=name,
         models=family.models,
@@ -121,18 +133,9 @@ def _row(name: str, family: Family) -> Row:
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
         fix="; ".join(changes or ({} if certificates else why)),
         parser=family.response,
-        reasoning=_reasoning(found),
-        certificate=str(worst) + _note(family, certificates),
+        reasoning=" or ".join(reasoning) if reasoning else "unknown",
+        certificate=str(status) + note,
     )
-
-
-def _tools(family: Family) -> Sequence[dict]:
-    return EXAMPLE_TOOLS if family.tools else ()
-
-
-def _note(family: Family, certificates: Sequence[Certificate]) -> str:
-    one = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
-    return one + ", on templates of ours" * any(source in OWN for source in family.originals)
 
 
 def _sources(family: Family) -> dict[str, Family]:
@@ -142,25 +145,6 @@ def _sources(family: Family) -> dict[str, Family]:
         return dict.fromkeys(family.originals, family)
     others = [other for other in families().values() if not other.tools]
     return {source: other for other in others for source in other.originals}
-
-
-def _chats(name: str, family: Family) -> Iterator[Chat]:
-    """The family's templates, each with a small tokenizer; those that are not installed are left
-    out."""
-    for source, owner in _sources(family).items():
-        if (text := original(source)) is not None:
-            yield _chat(owner, text, "auto" if family.marks else name)
-
-
-def _chat(family: Family, template: str, name: str) -> Chat:
-    tokenizer = copy.copy(small_tokenizer(family))
-    tokenizer.chat_template = template
-    return load_chat(tokenizer, ChatTemplateConfig(name=name), ResponseSchemaConfig())
-
-
-def _reasoning(found: Sequence[tuple[Chat, Certificate]]) -> str:
-    words = {_reasoning_of(chat, certificate): None for chat, certificate in found}
-    return " or ".join(words) if words else "unknown"
 
 
 def _reasoning_of(chat: Chat, certificate: Certificate) -> str:
@@ -208,7 +192,5 @@ def _cell(value: object) -> str:
 
 def to_json(table: Sequence[Row]) -> str:
     """The table as a list of objects, of the fields of `Row` but `models`."""
-    found = [asdict(row) for row in table]
-    for row in found:
-        del row["models"]
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    families = [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
+    return json.dumps(families, indent=2, ensure_ascii=False) + "\n"

@@ -36,12 +36,12 @@ class Chat:
     """
 
     stop_token_ids: tuple[int, ...]
-    """What a completion may end with: end-of-sequence ids, then what the template ends turns by."""
+    """Ends of a completion: end-of-sequence ids, then those by which the template ends turns."""
     template: str
     """The template's source, after fixes: what must be saved with the model."""
     tokenizer: Any
     fix: Fix
-    """What became of the model's own template."""
+    """The model's own template, and the changes made to it."""
     thinking_is_off: bool
     """The generation prompt holds a finished thought, so that the model writes none."""
     one_call_per_turn: bool
@@ -70,16 +70,32 @@ class Chat:
         self.eos_token_ids = tuple(eos_token_ids)
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
-        self._behaviour = behaviour(self._render_raw)
+
+        def render_raw(messages: Sequence[Message], generation_prompt: bool) -> str:
+            # `render` adapts messages to the behaviour, which is not known yet.
+            return render(
+                tokenizer,
+                template,
+                messages,
+                generation_prompt=generation_prompt,
+                kwargs=self.kwargs,
+            )
+
+        def render_marked(messages: Sequence[Message], generation_prompt: bool) -> str:
+            return self.render(messages, generation_prompt=generation_prompt)
+
+        self._behaviour = behaviour(render_raw)
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._seam = Seam(self._render_marked, self.encoder)
+        self._seam = Seam(render_marked, self.encoder)
         self._reply_text = ReplyTexts(self._seam, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
         self._in_reasoning = {role: self._opens_reasoning(role) for role in ("user", "tool")}
-        self.thinking_is_off = self._thinking_is_off()
+        prompt = self.render([USER], generation_prompt=True)
+        thought = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
+        self.thinking_is_off = thought is not None and not self.opens_reasoning()
 
     @property
     def saved_template(self) -> str:
@@ -94,16 +110,16 @@ class Chat:
 
     @property
     def renders_calls(self) -> bool:
-        """Whether the template shows the assistant's tool calls."""
+        """True where the template shows the assistant's tool calls."""
         return self._behaviour.renders_calls
 
     @property
     def renders_reasoning(self) -> bool:
-        """Whether the template shows an assistant's reasoning anywhere."""
+        """True where the template shows an assistant's reasoning anywhere."""
         return self._behaviour.reasoning_key is not None
 
     def opens_reasoning(self, after: str = "user") -> bool:
-        """Whether a completion after a message of the role `after` begins inside its reasoning."""
+        """Check that a completion after a message of the role `after` begins inside reasoning."""
         return self._in_reasoning.get(after, self._in_reasoning["user"])
 
     def stock(self) -> Chat:
@@ -125,7 +141,14 @@ class Chat:
         that is no text, and when the template refuses the messages.
         """
         for message in messages:
-            _refuse_media(message)
+            content = message.get("content")
+            for part in content if isinstance(content, list | tuple) else ():
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                if kind != "text":
+                    raise ChatError(
+                        f"a message of the role {message.get('role')} holds a part of type "
+                        f"{kind!r}: only text is supported; remove it from the data"
+                    )
         marked = [
             self.encoder.mark(m, self._marks if m.get("role") == "assistant" else ())
             for m in messages
@@ -173,7 +196,7 @@ class Chat:
         )
 
     def grammar(self, schemas: Sequence[dict], *, after: str = "user") -> str:
-        """What a completion may be whose calls fit these tools, for `Sampling.grammar`.
+        """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
 
         `after`: as in `parse`. Raises ChatError where the format of calls has no grammar.
         """
@@ -224,7 +247,7 @@ class Chat:
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[int, ...]:
-        """What the template ends this turn by; empty where it writes no control token there."""
+        """Ids that the template ends this turn by; empty where it writes no control token."""
         turn, replies = self.shown(turn, replies)
         return self._suffix(turn, replies, generation_prompt).end_ids
 
@@ -263,25 +286,25 @@ class Chat:
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
         """The suffix of this turn's shape: all of it that may change what surrounds the replies."""
-        ids = {call.id: index for index, call in enumerate(turn.calls)}
-        shown = self._behaviour.shows_ids
-        shape = (
-            generation_prompt,
-            tuple((call.name, call.id if shown else "") for call in turn.calls),
-            tuple(
-                tuple(
-                    (key, ids.get(value, value) if key == "tool_call_id" else _hashable(value))
-                    for key, value in reply.items()
-                    if key != "content"
-                )
-                for reply in replies
-            ),
-        )
-        if shape not in self._suffixes:
+        indices = {call.id: index for index, call in enumerate(turn.calls)}
+        shows_ids = self._behaviour.shows_ids
+        shapes = []
+        for reply in replies:
+            shape: list[tuple[str, Any]] = []
+            for key, value in reply.items():
+                if key == "tool_call_id":
+                    shape.append((key, indices.get(value, value)))
+                elif key != "content":
+                    # Values that are no text become one in a tuple, which no text equals.
+                    shape.append((key, value if isinstance(value, str) else (repr(value),)))
+            shapes.append(tuple(shape))
+        calls = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        known = (generation_prompt, calls, tuple(shapes))
+        if known not in self._suffixes:
             if len(self._suffixes) >= CACHED_SHAPES:
                 self._suffixes.clear()
-            self._suffixes[shape] = self._build(turn, replies, generation_prompt)
-        return self._suffixes[shape]
+            self._suffixes[known] = self._build(turn, replies, generation_prompt)
+        return self._suffixes[known]
 
     def _build(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
@@ -303,38 +326,23 @@ class Chat:
         same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
         return replace(suffix, last_end_ids=() if same else last)
 
-    def _render_marked(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        return self.render(messages, generation_prompt=generation_prompt)
-
-    def _render_raw(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """As `render`, before it is known how messages must be adapted."""
-        return render(
-            self.tokenizer,
-            self.template,
-            messages,
-            generation_prompt=generation_prompt,
-            kwargs=self.kwargs,
-        )
-
     def _turn_ends(self) -> list[int]:
         """Ids of the control tokens that follow a turn, before replies of either role; not of one
         that may stand inside a turn, as harmony's <|end|> does behind the reasoning."""
+        inside: list[int] = []
+        with suppress(ChatError):
+            # Between a generation prompt and an answer with reasoning before it.
+            answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
+            prompt = self.render([USER], generation_prompt=True)
+            before = self.render([USER, answer]).partition(BODY)[0]
+            if before.startswith(prompt):
+                inside = self.encoder.encode(before[len(prompt) :])
         ids = []
-        inside = self._inside_turn()
         for role in ("tool", "user"):
             with suppress(ChatError):  # a template without tools ends turns all the same
                 end, _ = self._reply_text.after_turn(role, "r")
                 ids += self.encoder.encode(end)[-1:]
         return [token_id for token_id in ids if token_id not in inside]
-
-    def _inside_turn(self) -> list[int]:
-        """Ids that stand between a generation prompt and an answer, with reasoning before it."""
-        answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
-        with suppress(ChatError):
-            prompt = self.render([USER], generation_prompt=True)
-            before = self.render([USER, answer]).partition(BODY)[0]
-            return self.encoder.encode(before[len(prompt) :]) if before.startswith(prompt) else []
-        return []
 
     def _opens_reasoning(self, after: str) -> bool:
         messages = [USER]
@@ -345,14 +353,9 @@ class Chat:
             return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
         return False
 
-    def _thinking_is_off(self) -> bool:
-        prompt = self.render([USER], generation_prompt=True)
-        thought = self.response.parse(prompt, in_reasoning=False, schemas=()).reasoning
-        return thought is not None and not self.opens_reasoning()
-
 
 def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:
-    """What of the end of turn is still to be written after the actual end of a completion.
+    """Return the part of the end of turn that a completion lacks at its actual end.
 
     Example: of ``(5, 6)`` all of it after ``[1, 2]``, ``(6,)`` after ``[1, 5]``, nothing after
     ``[1, 5, 6]``. A text that was cut has no end, whatever its last token. An answer that ended as
@@ -368,19 +371,3 @@ def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) 
         if tuple(completion_ids[-length:]) == tuple(end[:length]):
             return end[length:]
     return end
-
-
-def _hashable(value: Any) -> Any:
-    """A text as it is; anything else as a text that is told from it."""
-    return value if isinstance(value, str) else (repr(value),)
-
-
-def _refuse_media(message: Message) -> None:
-    content = message.get("content")
-    for part in content if isinstance(content, list | tuple) else ():
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise ChatError(
-                f"a message of the role {message.get('role')} holds a part of type {kind!r}: only "
-                "text is supported; remove it from the data"
-            )
