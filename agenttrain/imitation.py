@@ -6,7 +6,6 @@ loss is then the cross entropy, -log p, averaged over exactly the tokens that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +13,7 @@ from agenttrain.clock import Clock
 from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
 from agenttrain.config.schema import OnBadRow, RunConfig
 from agenttrain.data.source import TaskSource
-from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
+from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.checkpoint import Checkpoints
@@ -31,7 +30,6 @@ CROSS_ENTROPY = AlgorithmConfig(
     aggregation=Aggregation.token_mean,
 )
 """With a reward of 1 for each demonstration: sum of -log p / number of tokens of the update."""
-REMEDY = "Correct the row, or leave such rows out with data.on_bad_row=skip"
 SAMPLER = "sampling/"
 """Metrics that compare with the engine that sampled; nothing was sampled here."""
 
@@ -170,20 +168,3 @@ class Imitation:
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.done % every == 0 and self.done < self.config.steps
-
-
-def try_rows(
-    demonstrator: Demonstrator, sources: Sequence[tuple[str, TaskSource]], config: RunConfig
-) -> None:
-    """Demonstrate the first rows of each source, so that what is wrong with all is told at once.
-
-    Raises BadDemonstration naming the key and the row.
-    """
-    if config.data.on_bad_row is not OnBadRow.error:
-        return
-    for key, source in sources:
-        for task in source.tasks(0, min(len(source), config.sft.batch_size)):
-            try:
-                demonstrator(task, task.task_id)
-            except BadDemonstration as error:
-                raise BadDemonstration(f"{key}: {error}. {REMEDY}") from error

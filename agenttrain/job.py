@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-from agenttrain.chat.certificate import Certificate
-from agenttrain.chat.template import Chat
 from agenttrain.config.schema import RunConfig
-from agenttrain.fingerprints import Parts as Made
+from agenttrain.runs.setup import Components
 from agenttrain.signals import StopRequest
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.tracking.silent import Silent
@@ -60,35 +58,13 @@ class Job:
         return (self.folder.parent if self.sweep else self.folder) / "trackio"
 
 
-class Checked(Made, Protocol):
-    """What every verb's preparation finds out."""
-
-    @property
-    def chat(self) -> Chat:
-        """The model's chat."""
-        ...
-
-    @property
-    def certificate(self) -> Certificate:
-        """Of its template."""
-        ...
-
-    @property
-    def data_notes(self) -> tuple[str, ...]:
-        """What to tell of the rows."""
-        ...
-
-
-Parts = TypeVar("Parts", bound=Checked)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Generic[Parts]):
+class Work:
     """What a verb does in its run folder."""
 
-    prepare: Callable[[RunConfig], Parts]
+    prepare: Callable[[RunConfig], Components]
     """What needs no weights."""
-    run: Callable[[Job, Parts], Coroutine[Any, Any, None]]
+    run: Callable[[Job, Components], Coroutine[Any, Any, None]]
 
 
 def checkpoints_of(job: Job, tokenizer: Any) -> Checkpoints:

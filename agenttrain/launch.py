@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.build import Prepared, curriculum_of, first_prompt, load, prepare
 from agenttrain.clock import Clock
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import DONE, FAILED
@@ -23,13 +22,15 @@ from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
 from agenttrain.ending import failed, interrupted, preempted, record, told
 from agenttrain.evaluate import Best, Evaluation, from_json, to_json
-from agenttrain.fingerprints import check_unchanged, fingerprints
-from agenttrain.fingerprints import write as write_fingerprints
 from agenttrain.guards import Guards
-from agenttrain.job import Checked, Job, Parts, Work, checkpoints_of, restored, tracker_of
+from agenttrain.job import Job, Work, checkpoints_of, restored, tracker_of
 from agenttrain.rollout.collect import Collected, NoRewards, unrewarded
 from agenttrain.rollout.deal import Costs
 from agenttrain.rollout.declared import write_declared
+from agenttrain.runs.fingerprints import check_unchanged, fingerprints
+from agenttrain.runs.fingerprints import write as write_fingerprints
+from agenttrain.runs.loading import curriculum_of, make_engine, make_policy
+from agenttrain.runs.setup import Components, prepare
 from agenttrain.signals import Preempted, listening
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
@@ -65,7 +66,7 @@ def launch(
     run_folder: Path,
     verb: str,
     sweep: bool = False,
-    work: Work[Any] | None = None,
+    work: Work | None = None,
     world: World | None = None,
 ) -> int:
     """Run `verb`, `train` or `eval`, or another whose `work` is given; the process's exit code.
@@ -84,7 +85,7 @@ def launch(
         return _launch(job, verb, work or WORK[verb])
 
 
-def _launch(job: Job, verb: str, work: Work[Any]) -> int:
+def _launch(job: Job, verb: str, work: Work) -> int:
     """`launch` where signals are heard."""
     if not job.world.is_main:
         return _run(job, verb, work)
@@ -112,7 +113,7 @@ def _refuse_other_verb(folder: Path, summary: dict[str, Any], verb: str) -> None
         )
 
 
-def _run(job: Job, verb: str, work: Work[Any]) -> int:
+def _run(job: Job, verb: str, work: Work) -> int:
     """`launch` in a folder that is held; errors are told and recorded by the main process."""
     try:
         with Watchdog(job.folder, job.config.watchdog, job.world) as watchdog:
@@ -132,7 +133,7 @@ def _run(job: Job, verb: str, work: Work[Any]) -> int:
     return DONE
 
 
-def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
+def _prepare(job: Job, prepare: Callable[[RunConfig], Components]) -> Components:
     """The run's parts; config.yaml stands before anything slow, so that a stopped run can go on."""
     if not job.world.is_main:
         return prepare(job.config)
@@ -150,20 +151,20 @@ def _prepare(job: Job, prepare: Callable[[RunConfig], Parts]) -> Parts:
     write_config(job.folder, job.plain, prepared.certificate.hash)
     write_declared(job.folder, prepared.toolbox, prepared.environments)
     record_fix(job.folder, prepared)
-    for note in prepared.data_notes:
+    for note in prepared.tasks.notes:
         print(note, flush=True)
     return prepared
 
 
-def _same_as_before(job: Job, prepared: Checked) -> None:
+def _same_as_before(job: Job, prepared: Components) -> None:
     """Raise ConfigError where a run that has learnt something would go on with another thing."""
-    now = fingerprints(job.config, prepared)
+    now = fingerprints(prepared)
     if job.config.resume is not None and done_steps(job.folder):
         check_unchanged(job.folder, now, job.config.resume_changed)
     write_fingerprints(job.folder, now)
 
 
-def record_fix(folder: Path, prepared: Checked) -> None:
+def record_fix(folder: Path, prepared: Components) -> None:
     """Say once which chat template it is and what was changed in it, and keep that with the run."""
     fix = prepared.chat.fix
     if fix.chosen:
@@ -176,7 +177,7 @@ def record_fix(folder: Path, prepared: Checked) -> None:
         print(f"  {warning}")
 
 
-def record_kernel(job: Job, prepared: Checked, policy: Policy) -> None:
+def record_kernel(job: Job, prepared: Components, policy: Policy) -> None:
     """Record in config.yaml which kernels compute the attention of training; on a GPU print it."""
     if not job.world.is_main:
         return
@@ -185,7 +186,7 @@ def record_kernel(job: Job, prepared: Checked, policy: Policy) -> None:
         print(f"attention: training/kernel={policy.kernel}", flush=True)
 
 
-async def _train(job: Job, prepared: Prepared) -> None:
+async def _train(job: Job, prepared: Components) -> None:
     with timed(job) as clock:
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
@@ -230,7 +231,7 @@ def timed(job: Job) -> Iterator[Clock]:
         record(job, **{name: earlier.get(name, 0.0) + value for name, value in names.items()})
 
 
-async def _evaluate(job: Job, prepared: Prepared) -> None:
+async def _evaluate(job: Job, prepared: Components) -> None:
     with timed(job):
         async with AsyncExitStack() as stack:
             trainer = await make_trainer(job, prepared, stack)
@@ -248,39 +249,46 @@ async def _evaluate(job: Job, prepared: Prepared) -> None:
     _report(job, prepared, trainer.tracker, {}, evaluations)
 
 
-async def make_trainer(job: Job, prepared: Prepared, stack: AsyncExitStack) -> Trainer:
+async def make_trainer(job: Job, prepared: Components, stack: AsyncExitStack) -> Trainer:
     """A trainer at the run's newest checkpoint, or at its start; the stack closes what it uses."""
     config = job.config
-    loaded = load(config, prepared, job.world, job.folder)
-    stack.push_async_callback(loaded.engine.aclose)
-    stack.push_async_callback(prepared.toolbox.aclose)
-    stack.push_async_callback(prepared.environments.aclose)
-    record_kernel(job, prepared, loaded.policy)
-    job.watchdog.watch(loaded.collector, loaded.policy.model.get_input_embeddings())
+    policy = make_policy(
+        config,
+        config.algorithm,
+        temperature=config.rollout.temperature,
+        reward_weights=prepared.rubric.weights,
+        world=job.world,
+    )
+    engine = make_engine(config, policy, job.folder)
+    collector = prepared.collector(engine)
+    stack.push_async_callback(engine.aclose)
+    stack.push_async_callback(prepared.aclose)
+    record_kernel(job, prepared, policy)
+    job.watchdog.watch(collector, policy.model.get_input_embeddings())
     checkpoints = checkpoints_of(job, prepared.tokenizer)
-    state = restored(job, checkpoints, loaded.policy)
+    state = restored(job, checkpoints, policy)
     done = 0 if state is None else state["step"]
     # One engine may compile minutes longer than another.
     job.world.exchange((), "the engine in every process", patient=True)
     with job.world.collective("the first weight sync"):
         probed = await sync(
-            loaded.policy,
-            loaded.engine,
+            policy,
+            engine,
             done,
             config.weight_sync,
-            prompt_ids=first_prompt(prepared),
+            prompt_ids=prepared.probe_prompt(),
         )
     tracker = tracker_of(job, done)
     stack.enter_context(tracker)
     trainer = Trainer(
         config=config,
-        collector=replace(loaded.collector, stop=job.stop, progress=tracker.progress.rollouts),
-        policy=loaded.policy,
+        collector=replace(collector, stop=job.stop, progress=tracker.progress.rollouts),
+        policy=policy,
         train_tasks=prepared.train_tasks,
         test_tasks=prepared.test_tasks,
         tracker=tracker,
         checkpoints=checkpoints,
-        evidence=Evidence(folder=job.folder, policy=loaded.policy, checkpoints=checkpoints),
+        evidence=Evidence(folder=job.folder, policy=policy, checkpoints=checkpoints),
         guards=Guards(config=config.guards),
         watchdog=job.watchdog,
         curriculum=curriculum_of(config, prepared.train_tasks),
@@ -310,7 +318,7 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
 
 def _report(
     job: Job,
-    prepared: Prepared,
+    prepared: Components,
     tracker: Tracker,
     before: dict[str, Any],
     after: Sequence[Evaluation],
@@ -342,7 +350,7 @@ def _telling(evaluations: Sequence[Evaluation]) -> list[Rollout]:
     return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]
 
 
-WORK: dict[str, Work[Any]] = {
+WORK: dict[str, Work] = {
     "train": Work(prepare=prepare, run=_train),
-    "eval": Work(prepare=partial(prepare, training=False), run=_evaluate),
+    "eval": Work(prepare=partial(prepare, verb="eval"), run=_evaluate),
 }

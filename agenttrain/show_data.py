@@ -10,14 +10,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import (
-    Certified,
-    certified,
-    check_rows,
-    context_of,
-    rewards_of,
-    splits_of,
-)
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import Splits
@@ -25,6 +17,7 @@ from agenttrain.data.required import column_names
 from agenttrain.data.source import LOOKED_AT, TaskSource
 from agenttrain.rollout.episode import begin, end
 from agenttrain.rollout.seeds import derive_seed
+from agenttrain.runs.setup import Components, context_of
 from agenttrain.types import AgenttrainError, Rollout, Task
 
 MEASURED = 500
@@ -64,48 +57,45 @@ def show(config: RunConfig, options: Options) -> int:
     A run refuses a template without its certificate and a reward without its columns.
     """
     try:
-        found = certified(config)
-        tasks = splits_of(config)
-        rewards = rewards_of(config, found, check_rows(found, tasks.by_key)).columns
-        context = context_of(config)
-        for line in _summary(tasks, found, config, context):
+        components = Components(config)
+        certificate, tasks = components.certificate, components.tasks
+        rewards = components.rubric.columns
+        for line in _summary(components, context_of(config)):
             print(line)
         missing = list(_rewards(rewards, tasks))
         print("\n".join(missing))
         shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
-        for task in asyncio.run(_begun(shown, found, config.seed)):
-            print(_prompt(task, found))
+        for task in asyncio.run(_begun(shown, components)):
+            print(_prompt(task, components))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if not found.certificate.passed:
+    if not certificate.passed:
         print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
     refused = any(line.endswith("MISSING") for line in missing)
-    return int(refused or not found.certificate.passed)
+    return int(refused or not certificate.passed)
 
 
-async def _begun(tasks: Sequence[Task], found: Certified, seed: int) -> list[Task]:
+async def _begun(tasks: Sequence[Task], components: Components) -> list[Task]:
     """The tasks with the prompts that rollouts of theirs begin with: an environment's reset may
     give a part of them, or all.
 
     Raises ToolUnavailable where it fails, or where nobody asks anything.
     """
-    begun = []
+    begun, seed = [], components.config.seed
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
             seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
-            episode = await begin(rollout, found.environments, **seeds)
+            episode = await begin(rollout, components.environments, **seeds)
             begun.append(rollout.task)
             await end(rollout, episode)
     finally:
-        await found.toolbox.aclose()
-        await found.environments.aclose()
+        await components.aclose()
     return begun
 
 
-def _summary(
-    tasks: Splits, found: Certified, config: RunConfig, context: int | None
-) -> Iterator[str]:
+def _summary(components: Components, context: int | None) -> Iterator[str]:
+    config, tasks = components.config, components.tasks
     yield from tasks.notes
     for key, source in tasks.by_key.items():
         endless = len(source) == sys.maxsize
@@ -113,7 +103,7 @@ def _summary(
         target = section.get("_target_", "held out of data.train")
         yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
         yield f"  columns  {', '.join(_columns(source))}"
-        yield from _lengths(source, found, config, context)
+        yield from _lengths(source, components, context)
 
 
 def _columns(source: TaskSource) -> list[str]:
@@ -128,15 +118,13 @@ def _columns(source: TaskSource) -> list[str]:
     return told or ["none beside the messages"]
 
 
-def _lengths(
-    source: TaskSource, found: Certified, config: RunConfig, context: int | None
-) -> Iterator[str]:
+def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:
     first = source.tasks(0, min(len(source), MEASURED))
-    lengths = sorted(len(prompt_ids(task, found)) for task in first if task.messages)
+    lengths = sorted(len(components.prompt_ids(task)) for task in first if task.messages)
     if not lengths:
         yield "  prompts are given by the environment's reset"
         return
-    resets = any(kind.resets for kind in found.environments.kinds.values())
+    resets = any(kind.resets for kind in components.environments.kinds.values())
     ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
     spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
     of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
@@ -145,18 +133,13 @@ def _lengths(
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)
-    room = config.rollout.max_turn_tokens
+    room = components.config.rollout.max_turn_tokens
     tight = sum(length < context < length + room for length in lengths)
     if overlong:
         yield f"  overlong  {overlong} of {len(first):,} fill the context of {context} and are left"
         yield "            out; shorten them, or raise engine.max_context"
     if tight:
         yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
-
-
-def prompt_ids(task: Task, found: Certified) -> list[int]:
-    """The ids that a rollout of the task begins with."""
-    return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
 def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:
@@ -170,8 +153,8 @@ def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[st
             yield f"reward.{reward}  column {name} {where}"
 
 
-def _prompt(task: Task, found: Certified) -> str:
-    ids = prompt_ids(task, found)
+def _prompt(task: Task, components: Components) -> str:
+    ids = components.prompt_ids(task)
     later = "".join(f"\n(later) {text}" for text in task.user_turns)
     rule = f"── task {task.task_id}, {len(ids)} tokens "
-    return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{found.chat.decode(ids)}{later}"
+    return f"\n{rule}{'─' * max(100 - len(rule), 2)}\n{components.chat.decode(ids)}{later}"

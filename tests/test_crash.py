@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agenttrain.build import prepare
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.launch import Job, make_trainer
+from agenttrain.runs.setup import prepare
 from agenttrain.tracking.run_folder import write_config
 from agenttrain.trainer import Trainer
 from agenttrain.types import Completion, NotFinite, Sampling

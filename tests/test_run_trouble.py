@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
-from agenttrain.build import seed_all
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 from agenttrain.launch import launch
+from agenttrain.runs.loading import seed_all
 from agenttrain.tracking.run_folder import held, read_summary, update_summary
 
 SHORT = ("debug=tiny", "steps=1", "tracker=none", "eval.questions=0")

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import harness
 
-from agenttrain.build import prepare
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.launch import Job, make_trainer
+from agenttrain.runs.setup import prepare
 from agenttrain.tracking.rollouts_file import write_step
 from agenttrain.trainer import Trainer
 from agenttrain.training.blame import check_logprobs, check_weights
