@@ -36,13 +36,9 @@ def _do(composed: Composed, folder: Path, verb: str, *, sweep: bool) -> int:
 
         adopt(composed, ())
         return lead(Order.of(composed, folder, verb, sweep=sweep))
-    if verb == "sft":
-        from agenttrain.launch_sft import launch_sft
+    from agenttrain.runs.run import Run
 
-        return launch_sft(config, plain, folder, sweep=sweep)
-    from agenttrain.launch import launch
-
-    return launch(config, plain, folder, verb, sweep=sweep)
+    return Run(verb=verb, config=config, plain=plain, folder=folder, sweep=sweep).execute()
 
 
 def as_rank(command: Callable[[], int]) -> int:

@@ -76,9 +76,17 @@ def serve(order: Order, world: World) -> int:
         _write_to(folder / "logs" / f"rank-{world.rank}.log")
     composed = order.composed()
     config, plain = composed.config, composed.plain
-    from agenttrain.launch import launch
+    from agenttrain.runs.run import Run
 
-    return launch(config, plain, folder, order.verb, order.sweep, world=world)
+    run = Run(
+        verb=order.verb,
+        config=config,
+        plain=plain,
+        folder=folder,
+        sweep=order.sweep,
+        world=world,
+    )
+    return run.execute()
 
 
 def _write_to(path: Path) -> None:

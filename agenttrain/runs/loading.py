@@ -6,7 +6,6 @@ The checks need no weights: a model's architecture is built without them.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, base_of, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
-from agenttrain.training.random_states import random_states, set_random_states
+from agenttrain.training.random_states import random_states, seed_random, set_random_states
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
 
@@ -83,16 +82,6 @@ def _check_shards(folder: Path, model: ModelConfig) -> None:
             )
 
 
-def seed_all(seed: int) -> None:
-    """Seed the generators that tools, rewards and data may draw from."""
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def curriculum_of(config: RunConfig, tasks: TaskSource) -> Curriculum | None:
     """Return what chooses among the training tasks, at its start; None: their own order."""
     settings = config.data.curriculum
@@ -106,10 +95,11 @@ def make_policy(
     temperature: float,
     reward_weights: Mapping[str, float] | None = None,
     world: World | None = None,
+    sampled: bool = True,
 ) -> Policy:
     """Build model and optimizer, every generator seeded: in each process of `world` differently."""
     world = world or World()
-    seed_all(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
+    seed_random(derive_seed(config.seed, world.rank) % 2**32 if world.rank else config.seed)
     model = _model(config)
     if config.model.lora.rank or is_adapted(model):
         add_lora(model, config.model.lora)
@@ -127,7 +117,7 @@ def make_policy(
         reward_weights=reward_weights,
         world=world,
         sharding=sharding,
-        sampled=config.engine.name == "transformers",
+        sampled=sampled and config.engine.name == "transformers",
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:
