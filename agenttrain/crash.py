@@ -115,6 +115,7 @@ def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
     saved = [
         {
             "rollout_id": row.rollout.rollout_id,
+            "trajectory": row.trajectory.index,
             "advantage": row.rollout.advantage,
             **{name: getattr(row, name) for name in TENSORS},
         }
@@ -131,5 +132,7 @@ def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
         rollout = by_id[saved["rollout_id"]]
         rollout.advantage = saved["advantage"]
         tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
-        rows.append(Row(rollout=rollout, **tensors))
+        # Bundles of the first edition do not name it.
+        trajectory = rollout.trajectories[saved.get("trajectory", 0)]
+        rows.append(Row(rollout=rollout, trajectory=trajectory, **tensors))
     return rows

@@ -178,27 +178,41 @@ def difference(
     """Where a replayed rollout first differs from its record, with both texts; None: nowhere."""
     made = json.loads(dumps(rollout_record(rollout)))
     where = f"rollout {record['rollout_id']}: DIFFERS"
-    if record["token_ids"] != made["token_ids"]:
-        return where + _first_id(record, made, decode)
-    if _mask(record) != _mask(made):
-        return f"{where}: the ids are the same, the mask is not"
-    said, says = record["messages"], made["messages"]
-    for index, (before, after) in enumerate(zip(said, says, strict=False)):
-        if before != after:
-            return f"{where} in message {index}\n  recorded  {before}\n  replayed  {after}"
-    if len(said) != len(says):
-        return f"{where}: {len(said)} messages were recorded, {len(says)} replayed"
+    recorded, replayed = record["trajectories"], made["trajectories"]
+    for before, after in zip(recorded, replayed, strict=False):
+        if text := _trajectory_difference(before, after, decode, made.get("error")):
+            return where + text
+    if len(recorded) != len(replayed):
+        return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
     stops = record["stop_reason"], made["stop_reason"]
     if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
         return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
     return None
 
 
-def _first_id(record: Record, made: Record, decode: Callable[[Sequence[int]], str]) -> str:
+def _trajectory_difference(
+    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
+) -> str | None:
+    if record["token_ids"] != made["token_ids"]:
+        return _first_id(record, made, decode, error)
+    if _mask(record) != _mask(made):
+        return ": the ids are the same, the mask is not"
+    old, new = record["messages"], made["messages"]
+    for index, (before, after) in enumerate(zip(old, new, strict=False)):
+        if before != after:
+            return f" in message {index}\n  recorded  {before}\n  replayed  {after}"
+    if len(old) != len(new):
+        return f": {len(old)} messages were recorded, {len(new)} replayed"
+    return None
+
+
+def _first_id(
+    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
+) -> str:
     old, new = record["token_ids"], made["token_ids"]
     pairs = enumerate(zip(old, new, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
-    error = f"\n  {made['error']}" if "error" in made else ""
+    error = "" if error is None else f"\n  {error}"
     return (
         f" at position {position} of {len(old)} ({_place(record, position)}){error}\n"
         f"  recorded  {_around(old, position, decode)}\n"
@@ -234,12 +248,12 @@ def _mask(record: Record) -> list[tuple[int, int]]:
 
 
 def _identical(record: Record) -> str:
-    turns = len({s["turn"] for s in record["spans"] if s["origin"] == Origin.sampled})
+    tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
     note = ""
     if record["stop_reason"] in UNREPEATABLE:
         note = f" up to its end by {record['stop_reason']}"
     return (
-        f"rollout {record['rollout_id']}: identical{note}: {len(record['token_ids'])} ids, mask, "
-        f"messages, stop reason {record['stop_reason']} ({turns} turns, "
+        f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, "
+        f"messages, stop reason {record['stop_reason']} ({len(completions(record))} turns, "
         f"{len(record['tool_calls'])} calls)"
     )

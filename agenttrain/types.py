@@ -1,6 +1,6 @@
-"""The nouns of agenttrain: Task, Span, Rollout and what they are made of.
+"""The nouns of agenttrain: Task, Span, Trajectory, Rollout and what they are made of.
 
-Everything else imports from here and this file imports nothing of ours. A rollout of two turns::
+Everything else imports from here and this file imports nothing of ours. A trajectory of two turns::
 
     prompt    <|im_start|>user … <|im_start|>assistant\\n     mask 0  (rendered once)
     sampled   <tool_call>…</tool_call><|im_end|>              mask 1  (its own ids and logprobs)
@@ -21,6 +21,9 @@ from typing import Any
 Message = dict[str, Any]
 """One chat message: role, content, and where they apply reasoning_content, tool_calls,
 tool_call_id, name."""
+
+MAIN = "main"
+"""Role of the trajectory that attempts the task itself."""
 
 
 class Origin(StrEnum):
@@ -81,10 +84,10 @@ class AgenttrainError(Exception):
 
 
 class LedgerError(AgenttrainError):
-    """A rollout's tokens, mask, logprobs and messages disagree.
+    """The tokens, mask, logprobs and messages of a trajectory disagree.
 
-    The message names the rollout, the turn and the token position, with both decodings where two
-    texts differ.
+    The message names the rollout, the trajectory, the turn and the token position, with both
+    decodings where two texts differ.
     """
 
 
@@ -326,40 +329,38 @@ class Span:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rollout:
-    """One complete attempt at a Task. Grows only through `append_sampled` and `append_context`.
+class Trajectory:
+    """One append-only sequence of token ids that the model saw: its spans, and their messages.
 
-    ``token_ids``, ``loss_mask``, ``rollout_logprobs`` and ``prompt_length`` are derived from the
-    spans, so they cannot disagree.
+    Grows only through `append_sampled` and `append_context`. ``token_ids``, ``loss_mask``,
+    ``rollout_logprobs`` and ``prompt_length`` are derived from the spans, so they cannot disagree.
+    Example::
+
+        trajectory.append_context([7, 8, 9], Origin.prompt)
+        sent = trajectory.token_ids
+        trajectory.append_sampled(await engine.generate(sent, sampling, session="r-0"), sent)
     """
 
-    task: Task
     rollout_id: str
-    group_id: str = ""
-    sample: int = 0
-    """Position in the group, 0 … G-1."""
+    """Names the trajectory in errors, together with `index`."""
+    index: int = 0
+    """Position among the trajectories of the rollout."""
+    role: str = MAIN
+    """Purpose of the trajectory: `main` for the attempt at the task itself."""
+    parent: tuple[int, int] | None = None
+    """(index, position) of the trajectory that this one branches from; None: it has a prompt of its
+    own."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    tool_results: list[ToolResult] = field(default_factory=list)
+    prompt_messages: int = 0
+    """Number of messages, from the first, that the prompt renders."""
     turns: int = 0
     """Sampled completions so far."""
-    stop_reason: StopReason | None = None
-    error: str | None = None
-    """What failed, when stop_reason is `error`; or why a reward function could not score it."""
-    environment_reward: float | None = None
-    """What the environment's own `reward` gave, perhaps NaN; None: not applicable, or it has
-    none."""
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    """By reward function; None: not applicable."""
-    reward: float | None = None
-    """The rubric's weighted sum; None: no reward function applies."""
-    advantage: float | None = None
     trainer_logprobs: array[float] | None = None
     """[S] The trainer's logprobs of the sampled tokens, before its first update with them; None:
-    the rollout was not trained on, and nothing else asked for them."""
+    the trajectory was not trained on, and nothing else asked for them."""
     entropies: array[float] | None = None
     """[S] In nats, of the trainer's distribution that each of these tokens stands for; likewise."""
-    seconds: float = 0.0
     _ids: array[int] = field(default_factory=lambda: array("q"))
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
@@ -373,8 +374,8 @@ class Rollout:
         total = sum(count for _, count in completion.versions)
         if total != len(completion.token_ids) or not completion.token_ids:
             raise LedgerError(
-                f"rollout {self.rollout_id} turn {self.turns}: {len(completion.token_ids)} sampled "
-                f"tokens, but their policy versions cover {total}"
+                f"{self.name} turn {self.turns}: {len(completion.token_ids)} sampled tokens, but "
+                f"their policy versions cover {total}"
             )
         start = 0
         for index, (version, count) in enumerate(completion.versions):
@@ -395,13 +396,23 @@ class Rollout:
     def append_context(self, token_ids: Sequence[int], origin: Origin) -> None:
         """Append ids that the policy did not sample (mask 0); nothing for an empty sequence."""
         if origin is Origin.sampled:
-            raise LedgerError(f"rollout {self.rollout_id}: context cannot be of origin `sampled`")
+            raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
         if token_ids:
             self._append(Span(origin, tuple(token_ids), turn=max(self.turns - 1, 0)))
 
     def _append(self, span: Span) -> None:
         self.spans.append(span)
         self._ids.extend(span.token_ids)
+
+    @property
+    def name(self) -> str:
+        """The trajectory in an error's text, e.g. ``rollout train-3-0-1 trajectory 0``."""
+        return f"rollout {self.rollout_id} trajectory {self.index}"
+
+    @property
+    def added_messages(self) -> list[Message]:
+        """The messages after the prompt's: the policy's, tool replies and later user turns."""
+        return self.messages[self.prompt_messages :]
 
     @property
     def token_ids(self) -> array[int]:
@@ -425,7 +436,7 @@ class Rollout:
 
     @property
     def sampled_length(self) -> int:
-        """Number of sampled tokens: what length metrics and loss normalisers count."""
+        """Number of sampled tokens."""
         return sum(len(s.token_ids) for s in self.sampled_spans())
 
     @property
@@ -433,24 +444,73 @@ class Rollout:
         """Number of all tokens."""
         return len(self._ids)
 
-    @property
-    def truncated(self) -> bool:
-        """Whether a token limit cut the rollout, by stop reason and not by its last token."""
-        return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
-
     def sampled_spans(self) -> Iterator[Span]:
         """The sampled spans, in order."""
         return (span for span in self.spans if span.origin is Origin.sampled)
 
 
-def _sent_difference(rollout: Rollout, sent: Sequence[int]) -> str:
-    ledger = rollout.token_ids
+def _sent_difference(trajectory: Trajectory, sent: Sequence[int]) -> str:
+    ledger = trajectory.token_ids
     position = next(
         (i for i, (a, b) in enumerate(zip(sent, ledger, strict=False)) if a != b),
         min(len(sent), len(ledger)),
     )
     return (
-        f"rollout {rollout.rollout_id} turn {rollout.turns}: the engine was sent {len(sent)} ids "
+        f"{trajectory.name} turn {trajectory.turns}: the engine was sent {len(sent)} ids "
         f"that differ from the {len(ledger)} ids of the ledger at position {position}: "
         f"sent {list(sent[position:][:4])}, ledger {list(ledger[position:][:4])}"
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollout:
+    """One complete attempt at a Task: its trajectories, why it stopped, and its rewards.
+
+    Token ids, spans and messages are those of the trajectories. Lengths and turns of a rollout
+    count all its trajectories together.
+    """
+
+    task: Task
+    rollout_id: str
+    group_id: str = ""
+    sample: int = 0
+    """Position in the group, 0 … G-1."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """At least one: a rollout made without any gets an empty `main` one."""
+    tool_results: list[ToolResult] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    error: str | None = None
+    """What failed, when stop_reason is `error`; or why a reward function could not score it."""
+    environment_reward: float | None = None
+    """What the environment's own `reward` gave, perhaps NaN; None: not applicable, or it has
+    none."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By reward function; None: not applicable."""
+    reward: float | None = None
+    """The rubric's weighted sum; None: no reward function applies."""
+    advantage: float | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            self.trajectories = [Trajectory(rollout_id=self.rollout_id)]
+
+    @property
+    def turns(self) -> int:
+        """Sampled completions so far."""
+        return sum(trajectory.turns for trajectory in self.trajectories)
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of sampled tokens: what length metrics and loss normalisers count."""
+        return sum(trajectory.sampled_length for trajectory in self.trajectories)
+
+    @property
+    def length(self) -> int:
+        """Number of all tokens."""
+        return sum(trajectory.length for trajectory in self.trajectories)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit cut the rollout, by stop reason and not by its last token."""
+        return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)

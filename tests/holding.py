@@ -15,7 +15,7 @@ async def reward(rollout, **columns) -> float:
     if kind == "train" and int(step) >= STEP and _held():
         Path("held").touch()
         await asyncio.sleep(3600)
-    return len(rollout.token_ids) % 3 / 2
+    return len(rollout.trajectories[0].token_ids) % 3 / 2
 
 
 def _held() -> bool:

@@ -105,7 +105,9 @@ def blamed(mode: str, world: World, folder: Path) -> dict:
     trained = make(Case(), mode, world)
     made = random_groups(0, groups=3)
     mine = [g if i % world.size == world.rank else [] for i, g in enumerate(made)]
-    (span,) = [span for span in made[1][2].spans if span.turn == 1 and span.logprobs]
+    (span,) = [
+        span for span in made[1][2].trajectories[0].spans if span.turn == 1 and span.logprobs
+    ]
     object.__setattr__(span, "logprobs", (math.nan,) * len(span.token_ids))
     checkpoints = keeping(folder / "checkpoints", world)
     if world.is_main:

@@ -39,13 +39,14 @@ def made(
     """A finished rollout: a prompt of two tokens, `sampled` tokens, `tool_tokens` of a reply."""
     task = Task(task_id="t", messages=(QUESTION,), columns=columns)
     rollout = Rollout(task=task, rollout_id="r", tool_results=list(results), stop_reason=stop)
-    rollout.messages = [QUESTION]
+    (trajectory,) = rollout.trajectories
+    trajectory.messages, trajectory.prompt_messages = [QUESTION], 1
     if text is not None:
         message = {"role": "assistant", "content": text}
-        rollout.messages.append(
+        trajectory.messages.append(
             message if reasoning is None else {**message, "reasoning_content": reasoning}
         )
-    rollout.append_context([5, 6], Origin.prompt)
+    trajectory.append_context([5, 6], Origin.prompt)
     if sampled:
         completion = Completion(
             token_ids=(8,) * sampled,
@@ -53,8 +54,8 @@ def made(
             finish=Finish.stop,
             versions=((0, sampled),),
         )
-        rollout.append_sampled(completion, [5, 6])
-    rollout.append_context([9] * tool_tokens, Origin.tool)
+        trajectory.append_sampled(completion, [5, 6])
+    trajectory.append_context([9] * tool_tokens, Origin.tool)
     return rollout
 
 

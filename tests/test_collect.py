@@ -179,7 +179,9 @@ class _Lying(ScriptedEngine):
 
 
 def test_a_broken_ledger_stops_the_run_or_drops_the_group():
-    with pytest.raises(LedgerError, match=r"rollout test-1-0-0 turn 0 .* no stop token"):
+    with pytest.raises(
+        LedgerError, match=r"rollout test-1-0-0 trajectory 0 turn 0 .* no stop token"
+    ):
         asyncio.run(acollect(collector(_Lying([ids(BYE)])), tasks(2)))
     engine = _Lying([ids(BYE)])
     kept = asyncio.run(acollect(collector(engine, on_break=OnBreak.drop), tasks(2), samples=2))
@@ -250,17 +252,21 @@ def test_the_ledger_holds_whatever_the_model_writes(answers, budget, turn_tokens
     )
     verify(done, parts.chat(), tools.schemas())
     assert done.stop_reason is not None and done.stop_reason is not StopReason.error
-    assert done.length - done.prompt_length <= budget
-    assert len(done.loss_mask) == len(done.rollout_logprobs) == len(done.token_ids)
-    assert sum(done.loss_mask) == done.sampled_length > 0
-    replies = sum(message["role"] == "tool" for message in done.messages)
+    assert done.length - done.trajectories[0].prompt_length <= budget
+    assert (
+        len(done.trajectories[0].loss_mask)
+        == len(done.trajectories[0].rollout_logprobs)
+        == len(done.trajectories[0].token_ids)
+    )
+    assert sum(done.trajectories[0].loss_mask) == done.sampled_length > 0
+    replies = sum(message["role"] == "tool" for message in done.trajectories[0].messages)
     assert replies == len(done.tool_results)
 
 
 def test_rewards_see_the_replies_of_stop_tools():
     def handed_in(rollout) -> float:
         """What the stop tool answered, as a reward."""
-        last = rollout.messages[-1]
+        last = rollout.trajectories[0].messages[-1]
         return float(
             (last["role"], last["name"], last["content"]) == ("tool", "final_answer", "ok")
         )

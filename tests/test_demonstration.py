@@ -39,7 +39,7 @@ def demonstrate(*messages: Message, limits: RolloutConfig = parts.LIMITS) -> Rol
 
 
 def spans(rollout: Rollout) -> list[tuple[str, list[int]]]:
-    return [(str(span.origin), list(span.token_ids)) for span in rollout.spans]
+    return [(str(span.origin), list(span.token_ids)) for span in rollout.trajectories[0].spans]
 
 
 def test_a_demonstration_is_the_rollout_of_a_model_that_did_the_same() -> None:
@@ -62,10 +62,10 @@ def test_a_demonstration_is_the_rollout_of_a_model_that_did_the_same() -> None:
         reply("ok"),
     )
     assert spans(shown) == spans(acted)
-    assert shown.messages == acted.messages
-    assert shown.loss_mask == acted.loss_mask
+    assert shown.trajectories[0].messages == acted.trajectories[0].messages
+    assert shown.trajectories[0].loss_mask == acted.trajectories[0].loss_mask
     assert shown.stop_reason is acted.stop_reason is StopReason.stop_tool
-    assert set(shown.rollout_logprobs) == {0.0}
+    assert set(shown.trajectories[0].rollout_logprobs) == {0.0}
     assert shown.turns == 3
 
 
@@ -74,7 +74,7 @@ def test_what_stands_before_the_first_assistant_message_is_the_prompt() -> None:
     assert [message["role"] for message in rollout.task.messages] == ["user"]
     #                           7 <|im_end|>
     sampled = parts.ids("7") + parts.ids("<|im_end|>")
-    assert [list(s.token_ids) for s in rollout.sampled_spans()] == [list(sampled)]
+    assert [list(s.token_ids) for s in rollout.trajectories[0].sampled_spans()] == [list(sampled)]
     assert rollout.stop_reason is StopReason.completed
 
 
@@ -85,7 +85,10 @@ def test_replies_are_put_in_the_order_of_the_calls_by_their_ids() -> None:
         reply("7", "x"),
         {"role": "assistant", "content": "done"},
     )
-    assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == ["7", "2"]
+    assert [m["content"] for m in rollout.trajectories[0].messages if m["role"] == "tool"] == [
+        "7",
+        "2",
+    ]
 
 
 def test_a_long_reply_is_clipped_as_the_loop_clips_it() -> None:
@@ -93,9 +96,11 @@ def test_a_long_reply_is_clipped_as_the_loop_clips_it() -> None:
     call = calling(said("add", {"a": 3, "b": 4}))
     limits = RolloutConfig(max_result_tokens=12)
     rollout = demonstrate(call, reply("word " * 100), answer, limits=limits)
-    tool = [len(span.token_ids) for span in rollout.spans if span.origin is Origin.tool]
+    tool = [
+        len(span.token_ids) for span in rollout.trajectories[0].spans if span.origin is Origin.tool
+    ]
     assert sum(tool) <= 12
-    assert len(rollout.messages[2]["content"]) < 100
+    assert len(rollout.trajectories[0].messages[2]["content"]) < 100
 
 
 ANSWER = {"role": "assistant", "content": "7"}

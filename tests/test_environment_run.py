@@ -52,7 +52,7 @@ def test_the_environment_of_the_readme_runs(tmp_path: Path) -> None:
     for record in records:
         answers = [
             message["content"]
-            for message in record["messages"]
+            for message in record["trajectories"][0]["messages"]
             if message["role"] == "tool" and message["content"] in SAID
         ]
         right = "right" in answers

@@ -85,7 +85,7 @@ async def arun(
         environments=worlds_,
         group_seed=group_seed,
     )
-    if done.spans:
+    if done.trajectories[0].spans:
         verify(done, chat, RowTools(done.task, tools, worlds_).schemas)
     return done
 
@@ -103,15 +103,18 @@ def life() -> list[str]:
 def test_a_rollout_through_an_environment():
     done = run(move(1), move(2), worlds_=environments())
     assert done.stop_reason is StopReason.environment_done
-    assert [m["content"] for m in done.messages if m["role"] == "user"] == [
+    assert [m["content"] for m in done.trajectories[0].messages if m["role"] == "user"] == [
         "Find the exit.",
         "The exit is 3 steps to the right.",
     ]
-    assert [m["content"] for m in done.messages if m["role"] == "tool"] == ["at 1", "out"]
+    assert [m["content"] for m in done.trajectories[0].messages if m["role"] == "tool"] == [
+        "at 1",
+        "out",
+    ]
     assert done.environment_reward == 1.0
     assert life() == ["made", "reset", "closed"]
     # What reset said belongs to the prompt: it is not trained on and not counted.
-    assert done.spans[0].origin is Origin.prompt
+    assert done.trajectories[0].spans[0].origin is Origin.prompt
     assert len(done.task.messages) == 2
 
 
@@ -132,7 +135,7 @@ def test_calls_of_an_environment_run_in_order_and_none_after_the_end():
     assert done.tool_results[3].error is ToolError.limit
     assert "the episode is over" in done.tool_results[3].content
     assert done.stop_reason is StopReason.environment_done
-    assert len([m for m in done.messages if m["role"] == "tool"]) == 4
+    assert len([m for m in done.trajectories[0].messages if m["role"] == "tool"]) == 4
 
 
 def test_what_a_method_raises_is_a_reply_and_the_episode_goes_on():
@@ -165,7 +168,7 @@ def test_seeds_repeat_and_a_group_shares_one():
 
 def test_a_row_without_a_prompt_is_asked_by_the_reset():
     done = run("7<|im_end|>", worlds_=environments(worlds.Guesser), the_task=task(prompt=None))
-    assert done.messages[0] == {"role": "user", "content": "guess a number"}
+    assert done.trajectories[0].messages[0] == {"role": "user", "content": "guess a number"}
 
 
 def test_nobody_asks_anything():
@@ -177,12 +180,12 @@ def test_nobody_asks_anything():
 
 def test_the_environment_answers_as_a_user():
     done = run("5<|im_end|>", "6<|im_end|>", "7<|im_end|>", worlds_=environments(worlds.Guesser))
-    said = [m["content"] for m in done.messages]
+    said = [m["content"] for m in done.trajectories[0].messages]
     assert said[2:] == ["5", "wrong, again", "6", "wrong, again", "7", "right"]
     assert done.stop_reason is StopReason.environment_done
     assert done.environment_reward == 1.0
     # The last user message opens no turn of the assistant.
-    assert parts.chat().decode(done.token_ids[-12:]).endswith("right<|im_end|>\n")
+    assert parts.chat().decode(done.trajectories[0].token_ids[-12:]).endswith("right<|im_end|>\n")
 
 
 def test_a_user_that_says_nothing_ends_the_conversation():
@@ -196,13 +199,18 @@ def test_scripted_user_turns_come_before_the_environment():
     done = run(
         "5<|im_end|>", "7<|im_end|>", worlds_=environments(worlds.Guesser), the_task=the_task
     )
-    assert [m["content"] for m in done.messages[2:]] == ["5", "and now?", "7", "right"]
+    assert [m["content"] for m in done.trajectories[0].messages[2:]] == [
+        "5",
+        "and now?",
+        "7",
+        "right",
+    ]
 
 
 def test_a_user_reply_at_the_turn_limit():
     done = run("5<|im_end|>", worlds_=environments(worlds.Guesser), max_turns=1)
     assert done.stop_reason is StopReason.max_turns
-    assert done.messages[-1]["role"] == "assistant"
+    assert done.trajectories[0].messages[-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize(
@@ -525,8 +533,8 @@ def test_each_row_has_the_environment_that_it_names():
 
     collecting = collector(Environments(kinds), answer)
     collected = asyncio.run(parts.acollect(collecting, tasks))
-    assert [m["content"] for m in collected.rollouts[0].messages][-1] == "out"
-    assert [m["content"] for m in collected.rollouts[1].messages][-1] == "right"
+    assert [m["content"] for m in collected.rollouts[0].trajectories[0].messages][-1] == "out"
+    assert [m["content"] for m in collected.rollouts[1].trajectories[0].messages][-1] == "right"
     with pytest.raises(ValueError, match="several environments: maze, guess; add the column"):
         asyncio.run(parts.acollect(collecting, [task()]))
     with pytest.raises(ValueError, match=r"environment='maz': .*did you mean 'maze'"):
@@ -661,5 +669,5 @@ def test_whatever_models_do_every_world_is_closed_once_and_every_call_answered(
         )
         assert done.environment_reward == at / 3
         assert (done.stop_reason is StopReason.environment_done) == (at >= 3)
-        replied = [m["tool_call_id"] for m in done.messages if m["role"] == "tool"]
+        replied = [m["tool_call_id"] for m in done.trajectories[0].messages if m["role"] == "tool"]
         assert replied == [result.call.id for result in done.tool_results]

@@ -29,7 +29,7 @@ TASKS = [
 
 def says_yes(rollout) -> float:
     """1 for the answer `yes`."""
-    return float(rollout.messages[-1]["content"] == "yes")
+    return float(rollout.trajectories[0].messages[-1]["content"] == "yes")
 
 
 def collector(engine):

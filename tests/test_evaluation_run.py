@@ -23,7 +23,7 @@ def noise(rollout) -> float:
     return random.random() + float(np.random.rand()) + float(torch.rand(()))
 
 def lucky(rollout) -> float:
-    versions = {span.policy_version for span in rollout.spans} - {None}
+    versions = {span.policy_version for span in rollout.trajectories[0].spans} - {None}
     return float("eval" in rollout.rollout_id and versions == {2})
 """
 SETTINGS = ("debug=tiny", "tracker=none", "reward=[]", "steps=3")

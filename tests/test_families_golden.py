@@ -63,18 +63,18 @@ def run() -> Rollout:
 
 def test_the_47_sampled_ids_survive_with_mask_and_logprobs():
     rollout = run()
-    start = rollout.prompt_length
+    start = rollout.trajectories[0].prompt_length
     assert len(SAMPLED) == 47
-    assert tuple(rollout.token_ids[start : start + 47]) == SAMPLED
-    assert rollout.loss_mask[start : start + 48] == [1] * 47 + [0]
-    assert rollout.rollout_logprobs[start : start + 48] == [-0.5] * 47 + [0.0]
+    assert tuple(rollout.trajectories[0].token_ids[start : start + 47]) == SAMPLED
+    assert rollout.trajectories[0].loss_mask[start : start + 48] == [1] * 47 + [0]
+    assert rollout.trajectories[0].rollout_logprobs[start : start + 48] == [-0.5] * 47 + [0.0]
     assert [result.content for result in rollout.tool_results] == ["12"]
     assert rollout.tool_results[0].call.arguments == {"a": 3, "b": 4}
 
 
 def test_rendering_the_parsed_call_again_would_give_fewer():
     rollout, chat = run(), real_qwen("qwen3")
-    text = chat.render(rollout.messages[:2], [], generation_prompt=False)
+    text = chat.render(rollout.trajectories[0].messages[:2], [], generation_prompt=False)
     rendered = chat.encoder.encode(text)
     opening = len(rendered) - 1 - rendered[::-1].index(151657)
     closing = rendered.index(151645, opening)

@@ -93,14 +93,14 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
     """The rollout's ids are what was sent, and at each turn the full rendering."""
     messages: list[Message] = [{"role": "user", "content": user}]
     rollout = Rollout(task=Task(task_id="t", messages=()), rollout_id="r")
-    rollout.append_context(chat.prompt_ids(messages, EXAMPLE_TOOLS), Origin.prompt)
+    rollout.trajectories[0].append_context(chat.prompt_ids(messages, EXAMPLE_TOOLS), Origin.prompt)
     for number, (said, answered) in enumerate(conversation):
         after = messages[-1]["role"]
         whole = as_parsed(chat, said, after)
         turn, replies = chat.shown(whole, answered)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, EXAMPLE_TOOLS)
-        sent = list(rollout.token_ids)
+        sent = list(rollout.trajectories[0].token_ids)
         assert full[: len(sent)] == sent
         end = chat.end_ids(whole, answered, generation_prompt=True)
         spans = chat.suffix(
@@ -114,7 +114,7 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
         assert [(c.name, c.arguments, c.malformed) for c in parsed.calls] == [
             (c.name, c.arguments, None) for c in turn.calls
         ]
-        rollout.append_sampled(
+        rollout.trajectories[0].append_sampled(
             Completion(
                 token_ids=sampled,
                 logprobs=(-1.0,) * len(sampled),
@@ -124,12 +124,12 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
             sent,
         )
         for origin, ids in spans:
-            rollout.append_context(ids, origin)
-        assert list(rollout.token_ids) == full
-    sampled_total = len(rollout.token_ids) - sum(
-        len(s.token_ids) for s in rollout.spans if s.origin is not Origin.sampled
+            rollout.trajectories[0].append_context(ids, origin)
+        assert list(rollout.trajectories[0].token_ids) == full
+    sampled_total = len(rollout.trajectories[0].token_ids) - sum(
+        len(s.token_ids) for s in rollout.trajectories[0].spans if s.origin is not Origin.sampled
     )
-    assert sum(rollout.loss_mask) == sampled_total
+    assert sum(rollout.trajectories[0].loss_mask) == sampled_total
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,11 @@ def test_the_first_call_is_run_and_its_reply_says_so_of_the_others(
     assert done.stop_reason is StopReason.completed
     assert [result.error for result in done.tool_results] == [None, ToolError.parallel]
     told = "Error: only one call per turn; add was not run"
-    assert [m["content"] for m in done.messages if m["role"] == "tool"] == ["7", told]
-    text = tiny.tokenizer().decode(done.token_ids)
+    assert [m["content"] for m in done.trajectories[0].messages if m["role"] == "tool"] == [
+        "7",
+        told,
+    ]
+    text = tiny.tokenizer().decode(done.trajectories[0].token_ids)
     assert f"<tool_response>\n7\n{told}\n</tool_response>" in text
     assert text.count("<tool_response>") == 1
 
@@ -55,5 +58,5 @@ def test_merged_replies_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     length = len(tiny.tokenizer().encode(TWO, add_special_tokens=False))
     for room in range(20, 60):
         done = run(OnParallelCalls.error_reply, monkeypatch, max_completion_tokens=length + room)
-        used = len(done.token_ids) - done.prompt_length
+        used = len(done.trajectories[0].token_ids) - done.trajectories[0].prompt_length
         assert used <= length + room

@@ -14,7 +14,7 @@ from agenttrain.config.schema import EngineConfig, LoraSettings, OptimizerConfig
 from agenttrain.engine.cache import final_capacity
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.training import sharding
-from agenttrain.training.batch import make_row
+from agenttrain.training.batch import make_rows
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -124,7 +124,7 @@ def test_rows_grow_by_doubling_up_to_the_context(first, longest, limit, capacity
 
 def microbatch(scorer: Scorer):
     """320 tokens or so in 8 rows."""
-    rows = [make_row(one) for group in random_groups(0, longest=60) for one in group]
+    rows = [make_rows(one)[0] for group in random_groups(0, longest=60) for one in group]
     (batch,) = scorer.pack(rows, 10_000, CPU)
     return batch
 

@@ -9,7 +9,7 @@ import torch
 from training_cases import rollout
 
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, Origins, likely_cause, mismatch
-from agenttrain.training.batch import make_row, stand_in
+from agenttrain.training.batch import make_rows, stand_in
 from agenttrain.training.policy import origins_of
 from agenttrain.types import Completion, Finish, Origin
 
@@ -138,16 +138,16 @@ def test_the_likely_cause(changed: dict[str, float], cause: str) -> None:
 def test_origins_of_rows() -> None:
     """A rollout sampled across an update of the engine, and one of one token."""
     grown = rollout([(Origin.prompt, [7, 8]), (Origin.sampled, [20])])
-    grown.append_context([40], Origin.tool)
+    grown.trajectories[0].append_context([40], Origin.tool)
     later = Completion(
         token_ids=(21, 22, 2),
         logprobs=(-1.0, -1.0, -1.0),
         finish=Finish.stop,
         versions=((2, 1), (3, 2)),
     )
-    grown.append_sampled(later, grown.token_ids)
+    grown.trajectories[0].append_sampled(later, grown.trajectories[0].token_ids)
     short = rollout([(Origin.prompt, [7]), (Origin.sampled, [2])], sample=1)
-    found = origins_of([make_row(grown), make_row(short)], 3, CPU)
+    found = origins_of([make_rows(grown)[0], make_rows(short)[0]], 3, CPU)
     # sampled          20     21 22 2   2
     assert found.turn_S.tolist() == [0, 1, 1, 1, 0]
     assert found.third_S.tolist() == [0, 0, 1, 2, 0]

@@ -83,7 +83,8 @@ def test_one_rollout_is_chosen_by_its_name(shop, capsys):
 
 def test_a_tools_other_answer_is_found_with_both_texts(edit, capsys):
     def change(record):
-        reply = next(m for m in record["messages"] if m["role"] == "tool")
+        (trajectory,) = record["trajectories"]
+        reply = next(m for m in trajectory["messages"] if m["role"] == "tool")
         reply["content"] = "8,421"
 
     folder = edit(change)
@@ -110,8 +111,11 @@ def test_live_tools_do_not_see_what_was_edited(edit, capsys):
     ("change", "told"),
     [
         (lambda r: r.update(stop_reason="completed"), "stop reason completed was recorded, "),
-        (lambda r: r["messages"][1].update(content="no"), "DIFFERS in message 1\n"),
-        (lambda r: r["token_ids"].append(5), "after its end"),
+        (
+            lambda r: r["trajectories"][0]["messages"][1].update(content="no"),
+            "DIFFERS in message 1\n",
+        ),
+        (lambda r: r["trajectories"][0]["token_ids"].append(5), "after its end"),
     ],
 )
 def test_every_part_of_a_record_is_compared(edit, capsys, change, told):
@@ -121,22 +125,37 @@ def test_every_part_of_a_record_is_compared(edit, capsys, change, told):
 
 def test_files_of_earlier_versions_say_nothing_of_a_spans_end(edit, capsys):
     def change(record):
-        for span in record["spans"]:
+        for span in record["trajectories"][0]["spans"]:
             span.pop("finish", None)
 
     assert main(["replay", str(edit(change))]) == 0
     assert "3 of 3" in capsys.readouterr().out
 
 
+def test_a_file_of_the_first_edition_replays_and_is_shown(edit, capsys):
+    def change(record):
+        (trajectory,) = record.pop("trajectories")
+        del record["columns"], trajectory["role"], trajectory["parent"]
+        record.update(trajectory, advantage=None)
+        for span in record["spans"]:
+            del span["advantage"]
+
+    folder = edit(change)
+    assert main(["replay", str(folder)]) == 0
+    assert "3 of 3" in capsys.readouterr().out
+    assert main(["view", str(folder)]) == 0
+
+
 def test_an_end_by_the_clock_is_replayed_up_to_it(edit, capsys):
     def change(record):
-        last = next(s for s in reversed(record["spans"]) if s["origin"] == "sampled")
-        record["spans"] = [s for s in record["spans"] if s["end"] <= last["end"]]
-        record["token_ids"] = record["token_ids"][: last["end"]]
-        record["logprobs"] = record["logprobs"][: last["end"]]
-        answers = [i for i, m in enumerate(record["messages"]) if m["role"] == "assistant"]
-        record["messages"] = record["messages"][: answers[-1] + 1]
-        unanswered = {call["id"] for call in record["messages"][-1].get("tool_calls", ())}
+        (trajectory,) = record["trajectories"]
+        last = next(s for s in reversed(trajectory["spans"]) if s["origin"] == "sampled")
+        trajectory["spans"] = [s for s in trajectory["spans"] if s["end"] <= last["end"]]
+        trajectory["token_ids"] = trajectory["token_ids"][: last["end"]]
+        trajectory["logprobs"] = trajectory["logprobs"][: last["end"]]
+        answers = [i for i, m in enumerate(trajectory["messages"]) if m["role"] == "assistant"]
+        trajectory["messages"] = trajectory["messages"][: answers[-1] + 1]
+        unanswered = {call["id"] for call in trajectory["messages"][-1].get("tool_calls", ())}
         record["tool_calls"] = [c for c in record["tool_calls"] if c["id"] not in unanswered]
         record["stop_reason"] = "timeout"
 
@@ -163,7 +182,9 @@ def test_what_cannot_be_replayed_is_told(shop, capsys, arguments, told):
 
 
 def test_a_task_that_left_the_data_is_named(edit, capsys):
-    folder = edit(lambda record: record["messages"][0].update(content="Who are you?"))
+    folder = edit(
+        lambda record: record["trajectories"][0]["messages"][0].update(content="Who are you?")
+    )
     assert main(["replay", str(folder)]) == 2
     assert "with its recorded prompt is not in the data now" in capsys.readouterr().err
 
@@ -210,9 +231,9 @@ def test_a_record_gives_the_rollout_back(name):
     made: Rollout = ROLLOUTS[name]()
     record = json.loads(dumps(rollout_record(made)))
     again = read_rollout(record, made.task)
-    assert again.spans == made.spans
-    assert again.token_ids == made.token_ids
-    assert again.messages == json.loads(dumps(made.messages))
+    assert again.trajectories[0].spans == made.trajectories[0].spans
+    assert again.trajectories[0].token_ids == made.trajectories[0].token_ids
+    assert again.trajectories[0].messages == json.loads(dumps(made.trajectories[0].messages))
     # The text of a call is in the file where it could not be parsed; the tokens hold the others.
     assert again.tool_results == [
         result if result.call.malformed else replace(result, call=replace(result.call, text=""))
@@ -232,14 +253,14 @@ def test_only_replies_that_the_messages_do_not_hold_are_written_twice():
 
 def test_a_completion_over_a_weight_update_keeps_its_versions():
     rollout = tracking_rollouts.new(0, 1.0)
-    rollout.append_sampled(
+    rollout.trajectories[0].append_sampled(
         Completion(
             token_ids=(10, 2, 10, 2),
             logprobs=(-0.1, float("nan"), -0.3, -0.4),
             finish=Finish.length,
             versions=((7, 1), (8, 3)),
         ),
-        rollout.token_ids,
+        rollout.trajectories[0].token_ids,
     )
     (completion,) = completions(json.loads(dumps(rollout_record(rollout))))
     assert completion.versions == ((7, 1), (8, 3))
@@ -270,8 +291,8 @@ def test_an_id_that_turns_repeat_keeps_each_turns_reply():
         tracking_rollouts.call(rollout, reply)
     again = replace(rollout.tool_results[1].call, id="call_0_0")
     rollout.tool_results[1] = replace(rollout.tool_results[1], call=again)
-    rollout.messages[-2]["tool_calls"][0]["id"] = "call_0_0"
-    rollout.messages[-1]["tool_call_id"] = "call_0_0"
+    rollout.trajectories[0].messages[-2]["tool_calls"][0]["id"] = "call_0_0"
+    rollout.trajectories[0].messages[-1]["tool_call_id"] = "call_0_0"
     record = json.loads(dumps(rollout_record(rollout)))
     assert all("content" not in call for call in record["tool_calls"])
     assert [r.content for r in tool_results(record)] == ["7", "no argument `x`"]
@@ -333,7 +354,9 @@ def test_rollouts_of_an_environment_replay_too(quiz, monkeypatch, capsys, tools)
     file = quiz / "rollouts" / "step-000000.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert "environment_done" in {record["stop_reason"] for record in records}
-    assert all("lucky number" in record["messages"][1]["content"] for record in records)
+    assert all(
+        "lucky number" in record["trajectories"][0]["messages"][1]["content"] for record in records
+    )
     assert main(["replay", str(quiz), f"tools={tools}"]) == 0
     assert "10 of 10 rollouts of step 0 replay to identical ids" in capsys.readouterr().out
 
@@ -348,7 +371,7 @@ def test_a_supervised_step_is_made_anew_from_its_rows(tmp_path, capsys):
     file = folder / "rollouts" / "step-000001.jsonl"
     first, *rest = file.read_text().splitlines()
     record = json.loads(first)
-    record["token_ids"][-1] += 1
+    record["trajectories"][0]["token_ids"][-1] += 1
     file.write_text("\n".join([json.dumps(record), *rest]) + "\n")
     assert main(["replay", str(folder)]) == 1
     assert ": DIFFERS at position " in capsys.readouterr().out

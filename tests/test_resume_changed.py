@@ -39,7 +39,7 @@ def double(number: int) -> int:
 
 
 def length(rollout, **columns) -> float:
-    return float(len(rollout.token_ids) % 3)
+    return float(len(rollout.trajectories[0].token_ids) % 3)
 '''
 ROWS = [{"prompt": f"what is {n} + 1?", "answer": str(n + 1)} for n in range(6)]
 

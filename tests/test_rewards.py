@@ -29,7 +29,9 @@ QUESTION = {"role": "user", "content": "?"}
 def rollout(*results: ToolResult, text: str = "", number: int = 0, **columns: object) -> Rollout:
     task = Task(task_id=f"task-{number}", messages=(QUESTION,), columns=columns)
     made = Rollout(task=task, rollout_id=f"rollout-{number}", tool_results=list(results))
-    made.messages = [QUESTION, {"role": "assistant", "content": text}]
+    (trajectory,) = made.trajectories
+    trajectory.messages = [QUESTION, {"role": "assistant", "content": text}]
+    trajectory.prompt_messages = 1
     return made
 
 
@@ -44,7 +46,7 @@ def score(rubric: Rubric, *rollouts: Rollout) -> list[float | None]:
 
 
 def length(rollout: Rollout) -> float:
-    return len(rollout.messages[-1]["content"])
+    return len(rollout.trajectories[0].messages[-1]["content"])
 
 
 def level_is(rollout: Rollout, level: int, wanted: int = 2) -> float | None:
@@ -208,12 +210,12 @@ def test_trl_functions_as_they_are():
         return [1.0, None]
 
     rows = [rollout(text="a", number=0, answer="x", hint=1), rollout(text="bb", number=1)]
-    rows[0].append_context([5, 6], Origin.prompt)
+    rows[0].trajectories[0].append_context([5, 6], Origin.prompt)
     #                        a <end>
     completion = Completion(
         token_ids=(8, 2), logprobs=(-0.1, -0.2), finish=Finish.stop, versions=((0, 2),)
     )
-    rows[0].append_sampled(completion, [5, 6])
+    rows[0].trajectories[0].append_sampled(completion, [5, 6])
     assert score(Rubric({"trl": trl_reward, "size": trl_lengths}), *rows) == [2.0, 2.0]
     assert seen["prompts"] == [[QUESTION], [QUESTION]]
     assert [c[0]["content"] for c in seen["completions"]] == ["a", "bb"]

@@ -182,7 +182,7 @@ def test_format():
     thought = made("7", reasoning="first …\nthen …")
     assert reward(Format(pattern="first.*then.*", part="reasoning"), thought) == 1.0
     assert reward(Format(pattern=".+", part="reasoning"), made("7")) == 0.0
-    thought.messages.append({"role": "assistant", "content": "eight"})
+    thought.trajectories[0].messages.append({"role": "assistant", "content": "eight"})
     assert reward(Format(pattern="[0-9]", turns="last"), thought) == 0.0
     assert reward(Format(pattern="[0-9]|eight", turns="all"), thought) == 1.0
     assert reward(Format(pattern="[0-9]", turns="all"), thought) == 0.0

@@ -44,19 +44,19 @@ def collect(rubric: Rubric, environment: type | None = None) -> list[Rollout]:
 
 
 def length(rollout) -> float:
-    return float(len(rollout.messages))
+    return float(len(rollout.trajectories[0].messages))
 
 
 def pop(rollout):
-    rollout.messages.pop()
+    rollout.trajectories[0].messages.pop()
 
 
 def cut(rollout):
-    del rollout.spans[1:]
+    del rollout.trajectories[0].spans[1:]
 
 
 def reword(rollout):
-    rollout.messages[-1]["content"] = "It is 8."
+    rollout.trajectories[0].messages[-1]["content"] = "It is 8."
 
 
 def rename(rollout):
@@ -64,7 +64,7 @@ def rename(rollout):
 
 
 def grow(rollout):
-    rollout.append_context([1, 2], "tool")
+    rollout.trajectories[0].append_context([1, 2], "tool")
 
 
 def judge(rollout):
@@ -78,11 +78,11 @@ def relabel(rollout):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (pop, "messages"),
-        (cut, "spans"),
-        (reword, "messages"),
+        (pop, r"trajectories\[0\]\.messages"),
+        (cut, r"trajectories\[0\]\.spans"),
+        (reword, r"trajectories\[0\]\.messages"),
         (rename, "tool_results"),
-        (grow, "spans, ids"),
+        (grow, r"trajectories\[0\]\.spans, trajectories\[0\]\.ids"),
         (judge, "reward"),
         (relabel, "task"),
     ],
@@ -125,10 +125,12 @@ def test_the_ledger_is_verified_after_the_rewards():
         rollouts = [found for found in gc.get_objects() if type(found) is Rollout]
         for other in rollouts:
             if other.rollout_id == "test-1-0-1" != rollout.rollout_id:
-                del other.spans[1:]
+                del other.trajectories[0].spans[1:]
         return 1.0
 
-    with pytest.raises(LedgerError, match="test-1-0-1: its ids are not those of its spans"):
+    with pytest.raises(
+        LedgerError, match="test-1-0-1 trajectory 0: its ids are not those of its spans"
+    ):
         collect(Rubric({"reach": reach}))
 
 

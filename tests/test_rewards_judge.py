@@ -90,7 +90,7 @@ def test_a_score(server):
 def test_what_a_prompt_can_hold(server):
     server.replies = [says("Score: 10")]
     rollout = made("Oslo", called("sql", query="SELECT 1"), n=3)
-    rollout.messages[1]["tool_calls"] = [
+    rollout.trajectories[0].messages[1]["tool_calls"] = [
         {"function": {"name": "sql", "arguments": {"query": "SELECT 1"}}}
     ]
     prompt = "{{ conversation }}|{{ tool_calls | length }}|{{ stop_reason }}|{{ n + 1 }}|{x}"

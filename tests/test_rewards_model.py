@@ -41,7 +41,7 @@ def saved(
 def rollouts(*texts: str) -> list[Rollout]:
     found = [made(text, called("add", a=1)) for text in texts]
     for rollout in found:
-        rollout.messages.insert(
+        rollout.trajectories[0].messages.insert(
             1,
             {
                 "role": "assistant",
@@ -49,7 +49,7 @@ def rollouts(*texts: str) -> list[Rollout]:
                 "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}],
             },
         )
-        rollout.messages.insert(2, {"role": "tool", "content": "1"})
+        rollout.trajectories[0].messages.insert(2, {"role": "tool", "content": "1"})
     return found
 
 
@@ -65,7 +65,7 @@ def by_hand(path: str, text: str) -> torch.Tensor:
     model = Qwen3ForSequenceClassification.from_pretrained(path).eval()
     (rollout,) = rollouts(text)
     tokenizer = tiny.tokenizer()
-    ids = tokenizer.apply_chat_template(rollout.messages, return_dict=False)
+    ids = tokenizer.apply_chat_template(rollout.trajectories[0].messages, return_dict=False)
     model.config.pad_token_id = None
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]

@@ -64,26 +64,28 @@ def test_what_the_loop_has_parsed_is_not_parsed_again():
 
 
 def spoil_arguments(done: Rollout) -> None:
-    done.messages[1]["tool_calls"][0]["function"]["arguments"]["a"] = 4
+    done.trajectories[0].messages[1]["tool_calls"][0]["function"]["arguments"]["a"] = 4
 
 
 def spoil_content(done: Rollout) -> None:
-    done.messages[-1]["content"] += "."
+    done.trajectories[0].messages[-1]["content"] += "."
 
 
 def spoil_ids(done: Rollout) -> None:
-    place = next(i for i, span in enumerate(done.spans) if span.logprobs)
-    *said, end = done.spans[place].token_ids
-    done.spans[place] = replace(done.spans[place], token_ids=(*said[::-1], end))
-    start = done.prompt_length
-    done._ids[start : start + len(said)] = array("q", said[::-1])
+    place = next(i for i, span in enumerate(done.trajectories[0].spans) if span.logprobs)
+    *said, end = done.trajectories[0].spans[place].token_ids
+    done.trajectories[0].spans[place] = replace(
+        done.trajectories[0].spans[place], token_ids=(*said[::-1], end)
+    )
+    start = done.trajectories[0].prompt_length
+    done.trajectories[0]._ids[start : start + len(said)] = array("q", said[::-1])
 
 
 @pytest.mark.parametrize("spoil", [spoil_arguments, spoil_content, spoil_ids])
 def test_what_has_changed_since_is_found(spoil):
     done, readings = read()
     spoil(done)
-    with pytest.raises(LedgerError, match=r"rollout rollout turn [01] position"):
+    with pytest.raises(LedgerError, match=r"rollout rollout trajectory 0 turn [01] position"):
         verify(done, parts.chat(), toolbox().schemas(), readings)
 
 

@@ -75,7 +75,10 @@ def batch(tools: Toolbox, first: str, **limits: object) -> tuple[Rollout, Collec
     bad, *others = collected.rollouts
     alone = parts.rollout(ADD, BYE, tools=tools)
     for other in others:
-        assert (other.spans, other.messages) == (alone.spans, alone.messages)
+        assert (other.trajectories[0].spans, other.trajectories[0].messages) == (
+            alone.trajectories[0].spans,
+            alone.trajectories[0].messages,
+        )
         assert (other.stop_reason, other.reward) == (StopReason.completed, 2.0)
     return bad, collected
 
@@ -111,13 +114,17 @@ def test_returns_after_the_rollout_ended():
 
     tools = with_add(late, timeout_s=0.1)
     bad, _ = batch(tools, call("late", "{}"))
-    before = (list(bad.spans), [dict(m) for m in bad.messages], list(bad.tool_results))
+    before = (
+        list(bad.trajectories[0].spans),
+        [dict(m) for m in bad.trajectories[0].messages],
+        list(bad.tool_results),
+    )
     release.set()
     assert returned.wait(60)
     while tools.stuck:
         time.sleep(0.001)
-    assert (bad.spans, bad.messages, bad.tool_results) == before
-    assert "forged" not in str(bad.messages)
+    assert (bad.trajectories[0].spans, bad.trajectories[0].messages, bad.tool_results) == before
+    assert "forged" not in str(bad.trajectories[0].messages)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
@@ -138,9 +145,12 @@ def test_returns_100_megabytes(kind):
         return {str: "x" * 10**8, bytes: b"x" * 10**8, list: ["x" * 10**6] * 100}[kind]
 
     bad, _ = batch(with_add(flood), call("flood", "{}"))
-    content = next(m["content"] for m in bad.messages if m["role"] == "tool")
+    content = next(m["content"] for m in bad.trajectories[0].messages if m["role"] == "tool")
     assert "clipped" in content
-    assert len(bad.token_ids) - bad.prompt_length <= LIMITS.max_completion_tokens
+    assert (
+        len(bad.trajectories[0].token_ids) - bad.trajectories[0].prompt_length
+        <= LIMITS.max_completion_tokens
+    )
 
 
 def test_prints_to_stdout(capsys):
@@ -151,7 +161,7 @@ def test_prints_to_stdout(capsys):
 
     bad, _ = batch(with_add(noisy), call("noisy", "{}"))
     assert bad.tool_results[0].content == "signal"
-    assert "noise" not in str(bad.messages)
+    assert "noise" not in str(bad.trajectories[0].messages)
 
 
 def test_changes_what_it_is_given():
@@ -174,7 +184,7 @@ def test_changes_what_it_is_given():
     assert done.tool_results[0].content == "done"
     assert done.tool_results[0].call.arguments == {"items": [1, 2]}
     assert done.task.columns == {"answer": "7", "list": []}
-    assert done.task.messages[0]["content"] == done.messages[0]["content"] == "?"
+    assert done.task.messages[0]["content"] == done.trajectories[0].messages[0]["content"] == "?"
 
 
 def test_a_rollouts_tools_share_what_they_leave_in_its_task():
@@ -209,7 +219,7 @@ def test_dies_with_its_process():
     metrics = rollout_metrics(collected.groups)
     assert (metrics["tools/unavailable"], metrics["stop/error"]) == (1.0, 0.25)
     # Nothing of the fault is in what could be trained on.
-    assert [m["role"] for m in bad.messages] == ["user", "assistant"]
+    assert [m["role"] for m in bad.trajectories[0].messages] == ["user", "assistant"]
 
 
 def test_hangs_in_a_process_of_its_own():

@@ -219,7 +219,7 @@ def check_ledger(rollout: Rollout, engine: ScriptedEngine, prompt: Sequence[int]
     """Spans, mask, logprobs and what was sent, each computed from the others."""
     before: list[int] = []
     sent = iter(engine.sent)
-    for span in rollout.spans:
+    for span in rollout.trajectories[0].spans:
         if span.origin is Origin.sampled:  # one sampled span per turn: the version never changes
             assert list(next(sent).ids) == before
             assert len(span.logprobs) == len(span.token_ids) > 0
@@ -228,21 +228,25 @@ def check_ledger(rollout: Rollout, engine: ScriptedEngine, prompt: Sequence[int]
                 assert span.token_ids[-1] == 2
         before += span.token_ids
     assert len(list(sent)) <= 1  # a request that was cut by the wall clock left no span
-    assert list(rollout.token_ids) == before
+    assert list(rollout.trajectories[0].token_ids) == before
     assert before[: len(prompt)] == list(prompt)
-    assert rollout.loss_mask[: len(prompt)] == [0] * len(prompt)
-    assert sum(rollout.loss_mask) == rollout.sampled_length
-    for masked, logprob in zip(rollout.loss_mask, rollout.rollout_logprobs, strict=True):
+    assert rollout.trajectories[0].loss_mask[: len(prompt)] == [0] * len(prompt)
+    assert sum(rollout.trajectories[0].loss_mask) == rollout.sampled_length
+    for masked, logprob in zip(
+        rollout.trajectories[0].loss_mask, rollout.trajectories[0].rollout_logprobs, strict=True
+    ):
         assert (logprob != 0.0) == bool(masked)
 
 
 def check_limits(rollout: Rollout, engine: ScriptedEngine, limits) -> None:
-    used = rollout.length - rollout.prompt_length
+    used = rollout.length - rollout.trajectories[0].prompt_length
     assert used <= limits.max_completion_tokens
     assert rollout.length <= engine.max_context
     assert rollout.turns <= limits.max_turns
     for request in engine.sent:
-        room = limits.max_completion_tokens - (len(request.ids) - rollout.prompt_length)
+        room = limits.max_completion_tokens - (
+            len(request.ids) - rollout.trajectories[0].prompt_length
+        )
         assert request.sampling.max_tokens == min(
             limits.max_turn_tokens, room, engine.max_context - len(request.ids)
         )
@@ -250,7 +254,7 @@ def check_limits(rollout: Rollout, engine: ScriptedEngine, limits) -> None:
 
 def check_messages(rollout: Rollout) -> None:
     """One reply per call, in call order, with its id; none for calls that were not run."""
-    replies = [m["tool_call_id"] for m in rollout.messages if m["role"] == "tool"]
+    replies = [m["tool_call_id"] for m in rollout.trajectories[0].messages if m["role"] == "tool"]
     results = [result.call.id for result in rollout.tool_results]
     answered = results[: len(replies)]
     assert replies == answered
@@ -259,7 +263,7 @@ def check_messages(rollout: Rollout) -> None:
         assert "the database is gone" in rollout.error
     else:
         assert replies == results and rollout.error is None
-    for span in rollout.spans:
+    for span in rollout.trajectories[0].spans:
         if span.origin is Origin.tool:
             assert not {1, 2, 3, 4, 5, 6} & set(span.token_ids)  # text only
 

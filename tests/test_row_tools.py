@@ -65,7 +65,7 @@ def row(*tools: Any, number: int = 0, **columns: Any) -> Task:
 
 
 def prompt(done: Rollout) -> str:
-    return parts.chat().decode(done.spans[0].token_ids)
+    return parts.chat().decode(done.trajectories[0].spans[0].token_ids)
 
 
 async def arun(the_task: Task, *answers: str, tools: Toolbox) -> Rollout:
@@ -145,7 +145,7 @@ def test_calls_of_both_kinds_are_answered_in_order():
     )
     done = asyncio.run(arun(row("add", CITY), both + "<|im_end|>", BYE, tools=toolbox(add, lookup)))
     assert [r.content[:11] for r in done.tool_results] == ["3", "lookup_city", "Error: unkn", "7"]
-    assert [m["tool_call_id"] for m in done.messages if m["role"] == "tool"] == [
+    assert [m["tool_call_id"] for m in done.trajectories[0].messages if m["role"] == "tool"] == [
         r.call.id for r in done.tool_results
     ]
 
@@ -205,7 +205,10 @@ def test_collected_groups_have_their_own_prompts_and_count_executors():
     )
     collected = asyncio.run(parts.acollect(collector, tasks, samples=2))
     assert [len(group) for group in collected.groups] == [2, 2]
-    assert collected.groups[0][0].spans[0] != collected.groups[1][0].spans[0]
+    assert (
+        collected.groups[0][0].trajectories[0].spans[0]
+        != collected.groups[1][0].trajectories[0].spans[0]
+    )
     metrics = rollout_metrics(collected.groups, tools=collector.tool_names)
     assert (metrics["tools/add/calls"], metrics["tools/lookup/calls"]) == (2.0, 2.0)
     assert "tools/lookup_city/calls" not in metrics

@@ -34,7 +34,7 @@ def lookup(country: str) -> str:
 
 
 def found(rollout, answer, **columns) -> float:
-    return float(answer in rollout.messages[-1]["content"])
+    return float(answer in rollout.trajectories[0].messages[-1]["content"])
 '''
 TINY = [
     "debug=tiny",
@@ -160,11 +160,11 @@ def test_the_run_folder(uninterrupted):
 
 def test_a_rollout_on_disk_is_aligned(uninterrupted):
     line = (uninterrupted / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0]
-    rollout = json.loads(line)
-    ends = [span["end"] for span in rollout["spans"]]
-    assert [span["start"] for span in rollout["spans"]] == [0, *ends[:-1]]
-    assert ends[-1] == len(rollout["token_ids"]) == len(rollout["logprobs"])
-    assert {span["policy_version"] for span in rollout["spans"]} == {None, 0}
+    (trajectory,) = json.loads(line)["trajectories"]
+    ends = [span["end"] for span in trajectory["spans"]]
+    assert [span["start"] for span in trajectory["spans"]] == [0, *ends[:-1]]
+    assert ends[-1] == len(trajectory["token_ids"]) == len(trajectory["logprobs"])
+    assert {span["policy_version"] for span in trajectory["spans"]} == {None, 0}
 
 
 def test_view_writes_a_page_of_a_steps_rollouts(uninterrupted, capsys):

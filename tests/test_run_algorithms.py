@@ -44,7 +44,9 @@ def test_a_run_that_draws_again_resumes_where_its_cursor_was(tmp_path: Path) -> 
     first = tmp_path / "whole" / "rollouts" / "step-000001.jsonl"
     rollouts = [json.loads(line) for line in first.read_text().splitlines()]
     assert len(rollouts) == 2 * drawn[0]  # those that are not trained on stand there too
-    assert sum(rollout["advantage"] is not None for rollout in rollouts) <= 4
+    sampled = [s for r in rollouts for s in r["trajectories"][0]["spans"] if s["turn"] == 0]
+    trained = [s for s in sampled if s["origin"] == "sampled" and s["advantage"] is not None]
+    assert len(trained) <= 4
 
 
 RUNS = {

@@ -141,8 +141,11 @@ def test_a_users_own_rows_are_learnt_in_their_order(tmp_path: Path) -> None:
     ]
     # 3 + 3 conversations of 2 rows: 0 1 0, 1 0 1
     assert [line["task_id"] for line in lines] == ["0", "1", "0", "1", "0", "1"]
-    learnt = sum(s["end"] - s["start"] for s in lines[0]["spans"] if s["origin"] == "sampled")
-    short = sum(s["end"] - s["start"] for s in lines[1]["spans"] if s["origin"] == "sampled")
+    learnt, short = (
+        sum(s["end"] - s["start"] for s in trajectory["spans"] if s["origin"] == "sampled")
+        for line in lines[:2]
+        for trajectory in line["trajectories"]
+    )
     assert first["train/tokens"] == 2 * learnt + short
 
 

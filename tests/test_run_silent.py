@@ -18,7 +18,7 @@ def never(rollout) -> None:
 
 
 def steps(rollout) -> float:
-    return len(rollout.token_ids) % 3 / 2
+    return len(rollout.trajectories[0].token_ids) % 3 / 2
 
 
 def sql(query: str) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
+from datetime import date
 
 import pytest
 from tracking_rollouts import new, say, three
 
 from agenttrain.config.schema import TrackerConfig
+from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.metrics_file import MetricsFile, cut, read_metrics
 from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path, write_step
 from agenttrain.tracking.rollouts_read import read_rollout
@@ -22,25 +26,30 @@ from agenttrain.tracking.run_folder import (
     write_atomically,
 )
 from agenttrain.tracking.tracker import Tracker
-from agenttrain.types import Completion, Finish
+from agenttrain.types import Completion, Finish, Task
 
 
 def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
     rollout = new(0, 1.0)
     say(rollout, (5, 2))
     old = rollout_record(rollout)
-    assert "entropies" not in old
+    assert "entropies" not in old["trajectories"][0]
     again = read_rollout(old, rollout.task)
-    assert again.trainer_logprobs is None and again.entropies is None
-    rollout.trainer_logprobs = array("f", [-0.1, -12.3456789])
-    rollout.entropies = array("f", [0.0, math.nan])
+    assert (
+        again.trajectories[0].trainer_logprobs is None and again.trajectories[0].entropies is None
+    )
+    rollout.trajectories[0].trainer_logprobs = array("f", [-0.1, -12.3456789])
+    rollout.trajectories[0].entropies = array("f", [0.0, math.nan])
     write_step(tmp_path, 1, [rollout])
     (record,) = read_step(tmp_path, 1)
-    assert record["trainer_logprobs"] == [-0.1, -12.345679]
-    assert record["entropies"] == [0.0, None]
+    (trajectory,) = record["trajectories"]
+    assert trajectory["trainer_logprobs"] == [-0.1, -12.345679]
+    assert trajectory["entropies"] == [0.0, None]
     again = read_rollout(record, rollout.task)
-    assert list(again.trainer_logprobs) == pytest.approx([-0.1, -12.345679])
-    assert again.entropies[0] == 0.0 and math.isnan(again.entropies[1])
+    assert list(again.trajectories[0].trainer_logprobs) == pytest.approx([-0.1, -12.345679])
+    assert again.trajectories[0].entropies[0] == 0.0 and math.isnan(
+        again.trajectories[0].entropies[1]
+    )
 
 
 def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):
@@ -148,25 +157,26 @@ def test_rollout_file_round_trip(tmp_path):
     write_step(tmp_path, 1, rollouts)
     assert step_path(tmp_path, 1) == tmp_path / "rollouts" / "step-000001.jsonl"
     records = list(read_step(tmp_path, 1))
-    for record, rollout in zip(records, rollouts, strict=True):
-        assert record["token_ids"] == list(rollout.token_ids)
-        assert record["logprobs"] == rollout.rollout_logprobs
+    for whole, rollout in zip(records, rollouts, strict=True):
+        (record,) = whole["trajectories"]
+        assert record["token_ids"] == list(rollout.trajectories[0].token_ids)
+        assert record["logprobs"] == rollout.trajectories[0].rollout_logprobs
         mask = [
             int(span["origin"] == "sampled")
             for span in record["spans"]
             for _ in range(span["start"], span["end"])
         ]
-        assert mask == rollout.loss_mask
+        assert mask == rollout.trajectories[0].loss_mask
     #             <user> What… </turn> <assistant> | add(x=3) </turn> | <tool> | no… | </turn> <as…
-    assert records[1]["token_ids"] == [1, 3, 2, 4, 6, 2, 7, 9, 2, 4, 10]
-    assert records[1]["spans"][:3] == [
-        {"origin": "prompt", "start": 0, "end": 4, "turn": 0, "policy_version": None},
-        {
-            **{"origin": "sampled", "start": 4, "end": 6, "turn": 0, "policy_version": 7},
-            "finish": "stop",
-        },
-        {"origin": "template", "start": 6, "end": 7, "turn": 0, "policy_version": None},
+    (second,) = records[1]["trajectories"]
+    assert second["token_ids"] == [1, 3, 2, 4, 6, 2, 7, 9, 2, 4, 10]
+    names = ("origin", "start", "end", "turn", "policy_version", "advantage")
+    assert second["spans"][:3] == [
+        dict(zip(names, ("prompt", 0, 4, 0, None, None), strict=True)),
+        {**dict(zip(names, ("sampled", 4, 6, 0, 7, 0.5), strict=True)), "finish": "stop"},
+        dict(zip(names, ("template", 6, 7, 0, None, None), strict=True)),
     ]
+    assert (second["role"], second["parent"]) == ("main", None)
     assert records[1]["tool_calls"] == [
         {
             "id": "call_0_0",
@@ -181,9 +191,72 @@ def test_rollout_file_round_trip(tmp_path):
 
 def test_rollout_record_has_exactly_the_documented_keys():
     assert " ".join(rollout_record(three()[0])) == (
-        "task_id group_id rollout_id messages token_ids spans logprobs stop_reason tool_calls "
-        "rewards reward advantage"
+        "task_id group_id rollout_id stop_reason tool_calls rewards reward columns trajectories"
     )
+    (trajectory,) = rollout_record(three()[0])["trajectories"]
+    assert " ".join(trajectory) == "role parent messages token_ids spans logprobs"
+
+
+def test_columns_are_in_the_file_and_what_json_does_not_have_is_text():
+    columns = {"answer": "Oslo", "day": date(2026, 1, 31), "scores": (1, 0.5), 7: {"seven": None}}
+    rollout = new(0, 1.0)
+    rollout.task = replace(rollout.task, columns=columns)
+    assert json.loads(dumps(rollout_record(rollout)))["columns"] == {
+        "answer": "Oslo",
+        "day": "2026-01-31",
+        "scores": [1, 0.5],
+        "7": {"seven": None},
+    }
+
+
+FIRST_EDITION = """
+{"task_id":"sum-1","group_id":"train-3-1","rollout_id":"train-3-1-2",
+"messages":[{"role":"user","content":"What is 3 + 4?"},{"role":"assistant","content":"",
+"tool_calls":[{"id":"call_0_0","type":"function","function":{"name":"add","arguments":{"a":3}}}]},
+{"role":"tool","tool_call_id":"call_0_0","content":"7"},
+{"role":"assistant","content":"It is 7."}],
+"token_ids":[1,3,2,4,5,2,7,8,2,4,10,2],
+"spans":[{"origin":"prompt","start":0,"end":4,"turn":0,"policy_version":null},
+{"origin":"sampled","start":4,"end":6,"turn":0,"policy_version":7,"finish":"stop"},
+{"origin":"template","start":6,"end":7,"turn":0,"policy_version":null},
+{"origin":"tool","start":7,"end":8,"turn":0,"policy_version":null},
+{"origin":"template","start":8,"end":10,"turn":0,"policy_version":null},
+{"origin":"sampled","start":10,"end":12,"turn":1,"policy_version":7,"finish":"stop"}],
+"logprobs":[0.0,0.0,0.0,0.0,-0.5,-0.25,0.0,0.0,0.0,0.0,-0.125,-1.0],"stop_reason":"completed",
+"tool_calls":[{"id":"call_0_0","name":"add","arguments":{"a":3},"error":null,"seconds":0.25}],
+"rewards":{"answer":1.0},"reward":1.0,"advantage":0.75,
+"trainer_logprobs":[-0.5,-0.25,-0.125,-1.5],"entropies":[0.5,0.0,0.25,1.0]}
+"""
+
+
+def test_a_line_of_the_first_edition_is_read_as_todays(tmp_path):
+    path = step_path(tmp_path, 3)
+    path.parent.mkdir()
+    path.write_text(FIRST_EDITION.strip().replace("\n", "") + "\n")
+    (record,) = read_step(tmp_path, 3)
+    assert " ".join(record) == (
+        "task_id group_id rollout_id stop_reason tool_calls rewards reward columns trajectories"
+    )
+    assert record["columns"] is None
+    (written,) = record["trajectories"]
+    assert " ".join(written) == (
+        "role parent messages token_ids spans logprobs trainer_logprobs entropies"
+    )
+    #        prompt  sampled  template  tool  template  sampled
+    assert [span["advantage"] for span in written["spans"]] == [None, 0.75, None, None, None, 0.75]
+    rollout = read_rollout(record, Task(task_id="sum-1", messages=()))
+    (trajectory,) = rollout.trajectories
+    assert (rollout.advantage, rollout.reward, rollout.turns, rollout.sample) == (0.75, 1.0, 2, 2)
+    assert rollout.tool_results[0].content == "7"
+    assert list(trajectory.token_ids) == [1, 3, 2, 4, 5, 2, 7, 8, 2, 4, 10, 2]
+    assert trajectory.loss_mask == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert trajectory.rollout_logprobs[4:6] == [-0.5, -0.25]
+    assert list(trajectory.trainer_logprobs) == [-0.5, -0.25, -0.125, -1.5]
+    assert [message["role"] for message in trajectory.added_messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
 
 
 def test_spans_of_a_completion_across_a_weight_update_cover_its_tokens():
@@ -192,8 +265,8 @@ def test_spans_of_a_completion_across_a_weight_update_cover_its_tokens():
         token_ids=(5, 10, 2), logprobs=(-1.0, -2.0, -3.0), finish=Finish.stop,
         versions=((7, 1), (8, 2)),
     )  # fmt: skip
-    rollout.append_sampled(completion, rollout.token_ids)
-    spans = rollout_record(rollout)["spans"]
+    rollout.trajectories[0].append_sampled(completion, rollout.trajectories[0].token_ids)
+    spans = rollout_record(rollout)["trajectories"][0]["spans"]
     assert [(s["start"], s["end"], s["policy_version"]) for s in spans] == [
         (0, 4, None),
         (4, 5, 7),
@@ -219,13 +292,13 @@ def test_rollouts_are_written_by_group_and_sample_up_to_the_limit(tmp_path):
 def test_text_that_is_no_unicode_survives_the_file(tmp_path):
     rollout = new(0, 0.0)
     say(rollout, (10, 2))
-    rollout.messages.append(
+    rollout.trajectories[0].messages.append(
         {"role": "tool", "content": "half a pair \ud83d, a line\u2028, NUL \x00"}
     )
     rollout.rewards = {"answer": math.nan}
     write_step(tmp_path, 1, [rollout])
     (record,) = read_step(tmp_path, 1)
-    assert record["messages"] == rollout.messages
+    assert record["trajectories"][0]["messages"] == rollout.trajectories[0].messages
     assert record["rewards"] == {"answer": None}
 
 

@@ -37,8 +37,9 @@ def test_text_of_models_and_tools_cannot_become_part_of_the_page():
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert data is not None
     (shown,) = json.loads(data[1])
-    assert shown["texts"][4:7] == ["add(3, 4)", SCRIPT, "</turn>"]
-    assert {key: shown[key] for key in record()} == json.loads(json.dumps(record()))
+    (trajectory,) = shown["trajectories"]
+    assert trajectory.pop("texts")[4:7] == ["add(3, 4)", SCRIPT, "</turn>"]
+    assert shown == json.loads(json.dumps(record()))
 
 
 def test_the_page_needs_no_other_file():
@@ -76,8 +77,8 @@ def scored() -> dict:
     say(rollout, (10, 2), version=8)
     rollout.stop_reason = StopReason.completed
     #                                add   script  </turn>  It is 7.  </turn>
-    rollout.trainer_logprobs = array("f", [-0.5, -0.75, -0.499, -0.5, -0.5])
-    rollout.entropies = array("f", [0.0, 1.5, 0.25, 0.5, 0.25])
+    rollout.trajectories[0].trainer_logprobs = array("f", [-0.5, -0.75, -0.499, -0.5, -0.5])
+    rollout.trajectories[0].entropies = array("f", [0.0, 1.5, 0.25, 0.5, 0.25])
     return rollout_record(rollout)
 
 
@@ -106,10 +107,10 @@ def test_the_page_in_a_browser(tmp_path):
     dom = dump(page, "1", tmp_path / "profile")
     assert "<h2>sum-2</h2>" in dom and "reward none (answer 0.5, style none)" in dom
     tips = re.findall(r'<i class="(\w+)"[^>]*data-tip="([^"]*)"[^>]*>([^<]*)</i>', dom)
-    assert len(tips) == len(record()["token_ids"])
+    assert len(tips) == len(record()["trajectories"][0]["token_ids"])
     assert tips[5] == (
         "sampled",
-        "id 11   position 5   sampled   turn 0\nlogprob -0.5   policy_version 7",
+        "id 11   position 5   sampled   turn 0\nlogprob -0.5   policy_version 7   advantage 0.5",
         "&lt;script&gt;alert(1)&lt;/script&gt;",
     )
     assert tips[8][0] == "tool"

@@ -82,11 +82,11 @@ def test_ratios_of_whole_rollouts_do_not_read_the_engines_rounding(name: str) ->
     rng = random.Random(0)
     groups = on_policy(policy(), random_groups(0))
     for one in (each for group in groups for each in group):
-        one.spans = [
+        one.trajectories[0].spans = [
             span
             if span.logprobs is None
             else replace(span, logprobs=tuple(p + rng.gauss(0, 0.02) for p in span.logprobs))
-            for span in one.spans
+            for span in one.trajectories[0].spans
         ]
     _, metrics = captured(preset(name), groups)
     assert metrics["sampling/logprob_gap"] == pytest.approx(0.016, abs=0.003)
@@ -135,10 +135,11 @@ def test_recomputed_behaviour_forgets_the_engines_probabilities() -> None:
 
 def test_correction_weighs_by_trainer_over_engine() -> None:
     (group,) = on_policy(policy(), [pair(20, 21)])
-    span = group[0].spans[1]
+    (trajectory,) = group[0].trajectories
+    span = trajectory.spans[1]
     # the trainer finds the first token exp(.3) times as likely as the engine said
     shifted = (span.logprobs[0] - 0.3, span.logprobs[1])
-    group[0].spans[1] = type(span)(span.origin, span.token_ids, shifted, 0, 0, span.finish)
+    trajectory.spans[1] = type(span)(span.origin, span.token_ids, shifted, 0, 0, span.finish)
     _, metrics = captured(
         {
             **RECOMPUTED,
@@ -292,11 +293,11 @@ def test_a_kl_in_the_reward_is_of_the_probabilities_that_behaviour_names(other: 
         (group,) = on_policy(trained, [alike("a")])
         for one in group:
             one.reward = 1.0
-            one.spans = [
+            one.trajectories[0].spans = [
                 replace(span, logprobs=tuple(p - 0.3 for p in span.logprobs or ()))
                 if span.logprobs
                 else span
-                for span in one.spans
+                for span in one.trajectories[0].spans
             ]
         assert update(trained, [group])["kl"] == pytest.approx(kl, abs=1e-5)
         # 9 to 24 sampled tokens, 3 more each: a penalty of kl x tokens, less the group's mean

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_cases import rollout, with_tool
 
-from agenttrain.training.batch import Bundle, Microbatch, Row, make_row, split
+from agenttrain.training.batch import Bundle, Microbatch, Row, make_rows, split
 from agenttrain.training.batch import pack as pack_bundles
 from agenttrain.training.layout import Segment, make_blocks, one_after_the_other
 from agenttrain.types import LedgerError, Origin
@@ -21,13 +21,13 @@ def pack(rows: list[Row], token_budget: int, device: torch.device = CPU) -> list
 
 
 def of_length(length: int, sample: int = 0):
-    return make_row(
+    return make_rows(
         rollout([(Origin.prompt, [7] * (length - 1)), (Origin.sampled, [8])], sample=sample)
-    )
+    )[0]
 
 
 def test_targets_are_the_positions_before_sampled_tokens() -> None:
-    row = make_row(with_tool())
+    row = make_rows(with_tool())[0]
     # ids       7 8 9 10  20 21 2  30 31  40 41 42  30 3   22 2
     # position  0 1 2 3   4  5  6  7  8   9  10 11  12 13  14 15
     assert row.targets_S.tolist() == [3, 4, 5, 13, 14]
@@ -37,8 +37,8 @@ def test_targets_are_the_positions_before_sampled_tokens() -> None:
 
 
 def test_a_packed_microbatch() -> None:
-    short = make_row(rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5))
-    long = make_row(with_tool(logprob=-0.25))
+    short = make_rows(rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5))[0]
+    long = make_rows(with_tool(logprob=-0.25))[0]
     (microbatch,) = pack([short, long], token_budget=100, device=CPU)
     # 16 tokens of the longer rollout first, then 5 6 9 2
     assert microbatch.segments == (Segment(0, 16), Segment(16, 4))
@@ -108,4 +108,4 @@ def test_groups_are_split_whole() -> None:
 
 def test_a_sampled_token_needs_one_before_it() -> None:
     with pytest.raises(LedgerError, match="position 0"):
-        make_row(rollout([(Origin.sampled, [9, 2])]))
+        make_rows(rollout([(Origin.sampled, [9, 2])]))[0]

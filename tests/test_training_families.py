@@ -10,7 +10,7 @@ from training_cases import one_microbatch, rollout, with_tool
 
 from agenttrain.config.schema import SharePrefix
 from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
-from agenttrain.training.batch import make_row
+from agenttrain.training.batch import make_rows
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import Segment, one_after_the_other
 from agenttrain.training.logprobs import Scorer, check_head, logit_transform
@@ -85,7 +85,7 @@ def test_logprobs_are_of_the_logits_that_the_model_itself_makes(name: str) -> No
         setattr(model.config, setting, own[setting])
         setattr(model, setting, own[setting])
     one = with_tool()
-    logits = model(torch.tensor(one.token_ids)[None]).logits[0] / 0.7
+    logits = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0] / 0.7
     expected = logits.log_softmax(-1)[[3, 4, 5, 13, 14], [20, 21, 2, 22, 2]]
     scorer = Scorer(model, temperature=0.7, logits_budget_mb=1)
     with scorer.ready():
@@ -172,11 +172,11 @@ def test_a_rollout_is_scored_alike_beside_one_that_is_longer_than_the_pretrainin
     ]
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, share_prefix=share)
     with scorer.ready():
-        found = score(scorer, scorer.pack([make_row(one) for one in rollouts], 1000, CPU))
+        found = score(scorer, scorer.pack([make_rows(one)[0] for one in rollouts], 1000, CPU))
     for one in rollouts:
-        ids = torch.tensor(one.token_ids)
+        ids = torch.tensor(one.trajectories[0].token_ids)
         logprobs = model(ids[None]).logits[0].log_softmax(-1)[29:-1].gather(1, ids[30:, None])[:, 0]
-        assert torch.allclose(found[one.rollout_id][0], logprobs, atol=1e-4), one.rollout_id
+        assert torch.allclose(found[one.rollout_id, 0][0], logprobs, atol=1e-4), one.rollout_id
 
 
 def test_masks_of_the_models_own_are_refused() -> None:

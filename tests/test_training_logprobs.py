@@ -10,7 +10,7 @@ from training_cases import one_microbatch, policy, random_groups, rollout, with_
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.config.schema import AlgorithmConfig, SharePrefix
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
-from agenttrain.training.batch import make_row, stand_in
+from agenttrain.training.batch import make_rows, stand_in
 from agenttrain.training.head import LogitTransform
 from agenttrain.training.hidden import packed_hidden, separate_hidden
 from agenttrain.training.layout import one_after_the_other
@@ -28,7 +28,7 @@ def scored(model: torch.nn.Module, rollouts: list[Rollout], *, token_budget: int
     model.zero_grad()
     found = {}
     with scorer.ready():
-        for microbatch in scorer.pack([make_row(r) for r in rollouts], token_budget, CPU):
+        for microbatch in scorer.pack([make_rows(r)[0] for r in rollouts], token_budget, CPU):
             logprobs_S, entropy_S = scorer(microbatch)
             logprobs_S.sum().backward()
             lengths = [row.sampled_length for row in microbatch.rows]
@@ -42,7 +42,7 @@ def test_logprobs_and_entropies_are_those_of_the_full_logits() -> None:
     model, one = tiny.model(), with_tool()
     found, _ = scored(model, [one])
     logprobs_S, entropy_S = found[one.rollout_id]
-    ids = torch.tensor(one.token_ids)
+    ids = torch.tensor(one.trajectories[0].token_ids)
     full_TV = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
     expected = full_TV[SAMPLED_FROM, [20, 21, 2, 22, 2]]
     assert torch.allclose(logprobs_S, expected, atol=1e-5)
@@ -69,11 +69,13 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
         )
         return policy_loss(inputs, config)[0]
 
-    logits_TV = model(torch.tensor(one.token_ids)[None]).logits[0]
+    logits_TV = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0]
     logits_TV.retain_grad()
-    mask = torch.tensor(one.loss_mask, dtype=torch.bool)
+    mask = torch.tensor(one.trajectories[0].loss_mask, dtype=torch.bool)
     logprobs_TV = logits_TV.log_softmax(-1)
-    next_logprobs = logprobs_TV[:-1].gather(1, torch.tensor(one.token_ids)[1:, None])[:, 0]
+    next_logprobs = logprobs_TV[:-1].gather(
+        1, torch.tensor(one.trajectories[0].token_ids)[1:, None]
+    )[:, 0]
     loss(next_logprobs[mask[1:]]).backward()
     full = {name: p.grad.clone() for name, p in model.named_parameters()}
     per_position = logits_TV.grad.abs().sum(1)
@@ -212,8 +214,8 @@ def test_a_model_that_cannot_be_packed_runs_one_rollout_at_a_time() -> None:
     with pytest.warns(UserWarning, match=r"one forward pass per rollout.*hidden states differ"):
         found, _ = scored(model, rollouts)
     for one in rollouts:
-        logits = model(torch.tensor(one.token_ids)[None]).logits[0]
-        row = make_row(one)
+        logits = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0]
+        row = make_rows(one)[0]
         labels = row.token_ids_T[row.targets_S + 1]
         expected = (logits / 0.7).log_softmax(-1)[row.targets_S, labels]
         assert torch.allclose(found[one.rollout_id][0], expected, atol=1e-5)
@@ -252,7 +254,7 @@ def test_separate_forwards_use_no_other_rollout() -> None:
 
 def test_an_empty_reply_span_costs_nothing() -> None:
     one = rollout([(Origin.prompt, [7, 8]), (Origin.sampled, [9, 2]), (Origin.tool, [])])
-    assert make_row(one).targets_S.tolist() == [1, 2]
+    assert make_rows(one)[0].targets_S.tolist() == [1, 2]
 
 
 def test_a_row_that_stands_in_has_a_backward_pass_that_adds_nothing() -> None:

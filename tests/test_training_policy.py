@@ -57,23 +57,25 @@ def on_policy(trained: Policy, groups: list) -> list:
     for group in groups:
         result.append([])
         for one in group:
-            ids = torch.tensor(one.token_ids)
+            (trajectory,) = one.trajectories
+            ids = torch.tensor(trajectory.token_ids)
             with torch.no_grad():
                 full = trained.model(ids[None]).logits[0].log_softmax(-1)
             again = rollout([], group=one.group_id, sample=one.sample, reward=one.reward)
             again.stop_reason = one.stop_reason
             position = 0
-            for span in one.spans:
+            (made,) = again.trajectories
+            for span in trajectory.spans:
                 end = position + len(span.token_ids)
                 if span.origin is Origin.sampled:
                     logprobs = tuple(full[p - 1, ids[p]].item() for p in range(position, end))
-                    again.spans.append(
+                    made.spans.append(
                         type(span)(span.origin, span.token_ids, logprobs, span.turn, 0, span.finish)
                     )
                 else:
-                    again.spans.append(span)
+                    made.spans.append(span)
                 position = end
-            again._ids = one.token_ids
+            made._ids = trajectory.token_ids
             result[-1].append(again)
     return result
 
@@ -149,9 +151,10 @@ def test_metrics_of_an_update() -> None:
 def test_the_gap_tells_the_engines_logprobs_from_the_trainers() -> None:
     trained = policy()
     groups = on_policy(trained, [pair(20, 21)])
-    span = groups[0][0].spans[1]
+    (trajectory,) = groups[0][0].trajectories
+    span = trajectory.spans[1]
     shifted = (span.logprobs[0] - 0.5, span.logprobs[1])
-    groups[0][0].spans[1] = type(span)(span.origin, span.token_ids, shifted, 0, 0, span.finish)
+    trajectory.spans[1] = type(span)(span.origin, span.token_ids, shifted, 0, 0, span.finish)
     metrics = update(trained, groups)
     # one of four tokens is off by 0.5
     assert metrics["sampling/logprob_gap"] == pytest.approx(0.125, abs=1e-5)
@@ -178,16 +181,16 @@ def test_rollouts_keep_what_the_trainer_computed(algorithm: dict) -> None:
         one.rollout_id = f"equal-{one.sample}"
     update(trained, groups)
     for one in groups[0]:
-        ids = torch.tensor(one.token_ids)
+        ids = torch.tensor(one.trajectories[0].token_ids)
         full = trained.model(ids[None]).logits[0].log_softmax(-1)
-        sampled = [p for p, mask in enumerate(one.loss_mask) if mask]
+        sampled = [p for p, mask in enumerate(one.trajectories[0].loss_mask) if mask]
         expected = [full[p - 1, ids[p]].item() for p in sampled]
         entropies = [-(full[p - 1].exp() * full[p - 1]).sum().item() for p in sampled]
-        assert list(one.trainer_logprobs) == pytest.approx(expected, abs=1e-5)
-        assert list(one.entropies) == pytest.approx(entropies, abs=1e-5)
+        assert list(one.trajectories[0].trainer_logprobs) == pytest.approx(expected, abs=1e-5)
+        assert list(one.trajectories[0].entropies) == pytest.approx(entropies, abs=1e-5)
     # a group of equal rewards is scored only where the algorithm asks for it
     asked = "behaviour" in algorithm or "top_entropy" in algorithm
-    assert [one.entropies is not None for one in groups[1]] == [asked] * 2
+    assert [one.trajectories[0].entropies is not None for one in groups[1]] == [asked] * 2
 
 
 def test_advantages_are_set_and_none_without_a_reward() -> None:
@@ -305,7 +308,7 @@ def test_kl_in_the_reward_is_taken_off_before_the_baseline() -> None:
     # the engine's logprobs are -5 each; k1 over a rollout's two tokens: -10 - sum(reference)
     penalties = []
     for one in group:
-        ids = torch.tensor(one.token_ids)
+        ids = torch.tensor(one.trajectories[0].token_ids)
         full = trained.model(ids[None]).logits[0].log_softmax(-1)
         penalties.append(-10 - sum(full[p - 1, ids[p]].item() for p in (3, 4)))
     metrics = update(trained, [group])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_cases import rollout
 
 from agenttrain.config.schema import SharePrefix
-from agenttrain.training.batch import Bundle, make_row, pack
+from agenttrain.training.batch import Bundle, make_rows, pack
 from agenttrain.training.layout import Segment, positions
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.share import bundle_rows, least_prompt
@@ -29,7 +29,7 @@ def test_the_layout_of_a_shared_prompt() -> None:
         answer([7, 8, 9], [30, 31, 2], sample=1),
         answer([5, 6], [40, 41, 42, 2], group="g1"),
     ]
-    bundles = bundle_rows([make_row(one) for one in rollouts], share=True)
+    bundles = bundle_rows([make_rows(one)[0] for one in rollouts], share=True)
     (microbatch,) = pack(bundles, 100, CPU)
     # starts, the longest first:  g1-0 | the prompt of g0;  then what follows: g0-1 | g0-0
     # ids        5 6 40 41 42  2 | 7 8 9 | 30 31  2 | 20  2
@@ -56,7 +56,7 @@ def test_only_rollouts_of_one_group_and_one_prompt_share() -> None:
         answer([7, 8], [9, 2], sample=1),
         answer([7, 8, 9], [22, 2], sample=2),
     ]
-    rows = [make_row(one) for one in rollouts]
+    rows = [make_rows(one)[0] for one in rollouts]
     shared = [[row.rollout.rollout_id for row in b.rows] for b in bundle_rows(rows, share=True)]
     assert shared == [["g0-0", "g0-2"], ["g1-0"], ["g0-1"]]
     assert [b.shared for b in bundle_rows(rows, share=True)] == [3, 0, 0]
@@ -65,7 +65,7 @@ def test_only_rollouts_of_one_group_and_one_prompt_share() -> None:
 
 
 def test_a_shared_prompt_counts_once_in_the_budget() -> None:
-    rows = [make_row(answer([7] * 10, [8, 2], sample=sample)) for sample in range(5)]
+    rows = [make_rows(answer([7] * 10, [8, 2], sample=sample))[0] for sample in range(5)]
     bundles = bundle_rows(rows, share=True)
     # 10 + 5 x 2 = 20 tokens
     assert [m.token_ids_T.numel() for m in pack(bundles, 20, CPU)] == [20]
@@ -88,7 +88,7 @@ def results(model: torch.nn.Module, rollouts: list[Rollout], share: SharePrefix,
     model.zero_grad()
     found = {}
     with scorer.ready():
-        for microbatch in scorer.pack([make_row(one) for one in rollouts], budget, CPU):
+        for microbatch in scorer.pack([make_rows(one)[0] for one in rollouts], budget, CPU):
             logprobs_S, _ = scorer(microbatch)
             (logprobs_S * (1 + microbatch.labels_S % 5)).sum().backward()
             parts = logprobs_S.detach().split([row.sampled_length for row in microbatch.rows])
@@ -137,13 +137,13 @@ def test_shared_is_packed_is_padded(groups, budget: int, window: int | None) -> 
 def padded(model: torch.nn.Module, rollouts: list[Rollout]):
     """The same by transformers' own attention over one padded batch with full logits."""
     model.zero_grad()
-    ids = [torch.tensor(one.token_ids) for one in rollouts]
+    ids = [torch.tensor(one.trajectories[0].token_ids) for one in rollouts]
     batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     logprobs = (model(batch, attention_mask=mask).logits / 0.8).log_softmax(-1)
     found, total = {}, torch.zeros(())
     for index, one in enumerate(rollouts):
-        sampled = torch.tensor(one.loss_mask).nonzero()[:, 0]
+        sampled = torch.tensor(one.trajectories[0].loss_mask).nonzero()[:, 0]
         labels = ids[index][sampled]
         of_one = logprobs[index, sampled - 1, labels]
         total = total + (of_one * (1 + labels % 5)).sum()
@@ -164,7 +164,7 @@ def test_the_same_rollouts_are_packed_the_same_way_every_time() -> None:
 def test_auto_shares_long_prompts(prompt: int, shared: bool) -> None:
     model = tiny.model()  # hidden size 32: prompts of 245 tokens and more
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1)
-    rows = [make_row(answer([7] * prompt, [8, 2], sample=sample)) for sample in range(2)]
+    rows = [make_rows(answer([7] * prompt, [8, 2], sample=sample))[0] for sample in range(2)]
     (microbatch,) = scorer.pack(rows, 1000, CPU)
     assert (microbatch.token_ids_T.numel() == prompt + 4) is shared
     assert Bundle(tuple(rows), prompt).tokens == prompt + 4

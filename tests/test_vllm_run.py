@@ -83,22 +83,23 @@ with open(sys.argv[2], "w") as file:
 def same_as_served(model: Path, rollout: dict) -> None:
     """vLLM's own chat of an exported model sends what the run sent; its weights are these."""
     schemas = [tool["schema"] for tool in json.loads(agenttrain("tools", "--json"))["tools"]]
-    turns = rollout["messages"]
+    (trajectory,) = rollout["trajectories"]
+    turns = trajectory["messages"]
     first = next(i for i, message in enumerate(turns) if message["role"] == "assistant")
-    prompt, *rest = rollout["spans"]
+    prompt, *rest = trajectory["spans"]
     sampled = [p for s in rest if s["origin"] == "sampled" for p in range(s["start"], s["end"])]
     found = model.parent / "served.json"
     done = subprocess.run(
         [sys.executable, "-c", SERVE, str(model), str(found)],
-        input=json.dumps([turns[:first], schemas, rollout["token_ids"], sampled]),
+        input=json.dumps([turns[:first], schemas, trajectory["token_ids"], sampled]),
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     served = json.loads(found.read_text())
-    assert served["prompt"] == rollout["token_ids"][: prompt["end"]]
-    ids = torch.tensor([rollout["token_ids"]])
+    assert served["prompt"] == trajectory["token_ids"][: prompt["end"]]
+    ids = torch.tensor([trajectory["token_ids"]])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype="float32")(ids).logits[0]
     expected = [logits[p - 1].log_softmax(-1)[ids[0, p]].item() for p in sampled]

@@ -46,12 +46,13 @@ def new(sample: int, reward: float | None, group_id: str = "g0") -> Rollout:
         rollout_id=f"{group_id}-{sample}",
         group_id=group_id,
         sample=sample,
-        messages=list(task.messages),
         rewards={"answer": reward},
         reward=reward,
         advantage=0.5,
     )
-    rollout.append_context(PROMPT, Origin.prompt)
+    (trajectory,) = rollout.trajectories
+    trajectory.messages, trajectory.prompt_messages = list(task.messages), 1
+    trajectory.append_context(PROMPT, Origin.prompt)
     return rollout
 
 
@@ -63,7 +64,8 @@ def say(rollout: Rollout, token_ids: tuple[int, ...], *, version: int = 7) -> No
         finish=Finish.stop if token_ids[-1] == 2 else Finish.length,
         versions=((version, len(token_ids)),),
     )
-    rollout.append_sampled(completion, rollout.token_ids)
+    (trajectory,) = rollout.trajectories
+    trajectory.append_sampled(completion, trajectory.token_ids)
 
 
 def call(
@@ -75,17 +77,18 @@ def call(
     seconds: float = 0.25,
 ) -> None:
     """Record a call of the last turn and append its reply with its glue."""
+    (trajectory,) = rollout.trajectories
     index = len(rollout.tool_results)
     made = ToolCall(id=f"call_{index}_0", name=name, arguments={"a": 3})
     reply = VOCABULARY[reply_id]
     rollout.tool_results.append(ToolResult(call=made, content=reply, error=error, seconds=seconds))
-    rollout.messages += [
+    trajectory.messages += [
         AssistantTurn(content="", reasoning=None, calls=(made,)).message(),
         {"role": "tool", "tool_call_id": made.id, "content": reply},
     ]
-    rollout.append_context([7], Origin.template)
-    rollout.append_context([reply_id], Origin.tool)
-    rollout.append_context([2, 4], Origin.template)
+    trajectory.append_context([7], Origin.template)
+    trajectory.append_context([reply_id], Origin.tool)
+    trajectory.append_context([2, 4], Origin.template)
 
 
 def three() -> list[Rollout]:

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from agenttrain.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
-from agenttrain.training.batch import Bundle, Microbatch, Row, make_row, pack
+from agenttrain.training.batch import Bundle, Microbatch, Row, make_rows, pack
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
 
@@ -30,6 +30,7 @@ def rollout(
     grown = Rollout(
         task=TASK, rollout_id=f"{group}-{sample}", group_id=group, sample=sample, reward=reward
     )
+    (trajectory,) = grown.trajectories
     for origin, ids in spans:
         if origin is Origin.sampled:
             completion = Completion(
@@ -38,9 +39,9 @@ def rollout(
                 finish=Finish.stop,
                 versions=((0, len(ids)),),
             )
-            grown.append_sampled(completion, grown.token_ids)
+            trajectory.append_sampled(completion, trajectory.token_ids)
         else:
-            grown.append_context(ids, origin)
+            trajectory.append_context(ids, origin)
     grown.stop_reason = stop_reason
     return grown
 
@@ -66,7 +67,7 @@ def with_tool(**settings: object) -> Rollout:
 
 def one_microbatch(*rows: Rollout | Row) -> Microbatch:
     """Rollouts packed together, none of whose prompts is shared."""
-    made = [make_row(row) if isinstance(row, Rollout) else row for row in rows]
+    made = [make_rows(row)[0] if isinstance(row, Rollout) else row for row in rows]
     (microbatch,) = pack([Bundle((row,)) for row in made], 10_000, torch.device("cpu"))
     return microbatch
 

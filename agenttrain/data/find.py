@@ -38,4 +38,4 @@ def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dic
 
 def _begins_with(record: Record, task: Task) -> bool:
     prompt = [dict(message) for message in task.messages]
-    return record["messages"][: len(prompt)] == prompt
+    return record["trajectories"][0]["messages"][: len(prompt)] == prompt

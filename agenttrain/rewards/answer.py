@@ -47,8 +47,8 @@ def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
 
 
 def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """The messages that the policy wrote, without those of the prompt."""
-    added = rollout.messages[len(rollout.task.messages) :]
+    """The messages that the policy wrote, those of one trajectory after the other's."""
+    added = (message for t in rollout.trajectories for message in t.added_messages)
     return [message for message in added if message["role"] == "assistant"]
 
 

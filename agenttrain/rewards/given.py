@@ -12,7 +12,7 @@ from array import array
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from agenttrain.types import AgenttrainError, Rollout, Task
+from agenttrain.types import AgenttrainError, Rollout, Task, Trajectory
 
 _PLAIN = (str, int, float, bool, array)
 
@@ -33,11 +33,17 @@ def own_copy(rollout: Rollout) -> Rollout:
     return replace(
         rollout,
         task=own_task(rollout.task),
-        spans=list(rollout.spans),
-        messages=own_value(rollout.messages),
+        trajectories=[
+            replace(
+                trajectory,
+                spans=list(trajectory.spans),
+                messages=own_value(trajectory.messages),
+                _ids=trajectory.token_ids,
+            )
+            for trajectory in rollout.trajectories
+        ],
         tool_results=results,
         rewards=dict(rollout.rewards),
-        _ids=rollout.token_ids,
     )
 
 
@@ -63,17 +69,32 @@ def own_value(value: Any) -> Any:
 
 def check_unchanged(given: Rollout, rollout: Rollout) -> None:
     """Raise ChangedRollout, naming the fields, where `given` is no longer as the rollout."""
-    changed = [
-        name.removeprefix("_")
-        for name in rollout.__dataclass_fields__
-        if not _same(getattr(given, name), getattr(rollout, name))
-    ]
-    if changed:
+    if changed := _changed(given, rollout):
         raise ChangedRollout(
             f"it changed the rollout that it was given ({', '.join(changed)}), which changes "
             "nothing that is trained or that other rewards see; change a copy, such as "
-            "copy.deepcopy(rollout.messages), and return the reward"
+            "copy.deepcopy(rollout.trajectories), and return the reward"
         )
+
+
+def _changed(given: Rollout, rollout: Rollout) -> list[str]:
+    """Return the names of the fields that differ, e.g. ``trajectories[0].messages``."""
+    changed = _fields_changed(given, rollout)
+    held = given.trajectories if type(given.trajectories) is list else []
+    kinds = [type(trajectory) for trajectory in held]
+    if "trajectories" in changed and kinds == [Trajectory] * len(rollout.trajectories):
+        changed.remove("trajectories")
+        for index, pair in enumerate(zip(given.trajectories, rollout.trajectories, strict=True)):
+            changed += [f"trajectories[{index}].{name}" for name in _fields_changed(*pair)]
+    return changed
+
+
+def _fields_changed(given: Any, original: Any) -> list[str]:
+    return [
+        name.removeprefix("_")
+        for name in original.__dataclass_fields__
+        if not _same(getattr(given, name), getattr(original, name))
+    ]
 
 
 def _same(given: Any, original: Any) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -197,7 +198,7 @@ class _ScoreReader:
 def as_conversation(rollout: Rollout) -> str:
     """All messages as text for a reader, calls and replies in their places."""
     lines = []
-    for message in rollout.messages:
+    for message in chain.from_iterable(t.messages for t in rollout.trajectories):
         if message.get("content"):
             lines.append(f"[{message['role']}] {message['content']}")
         for call in message.get("tool_calls") or ():

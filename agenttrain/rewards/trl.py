@@ -26,15 +26,16 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """What TRL would pass for these rollouts.
 
     `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
-    ids after the prompt's, tool results included. Functions that log get a logger that does
-    nothing, and there is no trainer: `trainer_state` is None.
+    ids after the prompt's, tool results included, both of its last trajectory. Functions that log
+    get a logger that does nothing, and there is no trainer: `trainer_state` is None.
     """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
+    last = [rollout.trajectories[-1] for rollout in rollouts]
     return {
         **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
         "prompts": [list(rollout.task.messages) for rollout in rollouts],
-        "completions": [r.messages[len(r.task.messages) :] for r in rollouts],
-        "completion_ids": [list(r.token_ids[r.prompt_length :]) for r in rollouts],
+        "completions": [t.added_messages for t in last],
+        "completion_ids": [list(t.token_ids[t.prompt_length :]) for t in last],
         "trainer_state": None,
         "log_extra": _no_log,
         "log_metric": _no_log,

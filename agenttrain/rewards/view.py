@@ -9,7 +9,7 @@ from agenttrain.types import Rollout
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON-like data; names are those of the files that a run writes.
+    """Return a rollout as JSON-like data, its messages being those of its last trajectory.
 
     Example::
 
@@ -25,12 +25,13 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
     `error` is None or a name of `ToolError`; a malformed call stands among the others, with the
     name "" when it has none.
     """
+    first, last = rollout.trajectories[0], rollout.trajectories[-1]
     return {
         "task_id": rollout.task.task_id,
         "rollout_id": rollout.rollout_id,
         "row": dict(rollout.task.columns),
-        "messages": rollout.messages,
-        "completion": rollout.messages[len(rollout.task.messages) :],
+        "messages": last.messages,
+        "completion": last.added_messages,
         "final": final_text(rollout),
         "tool_calls": [
             {
@@ -46,7 +47,7 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
         "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
         "truncated": rollout.truncated,
         "turns": rollout.turns,
-        "prompt_tokens": rollout.prompt_length,
+        "prompt_tokens": first.prompt_length,
         "sampled_tokens": rollout.sampled_length,
         "tokens": rollout.length,
     }

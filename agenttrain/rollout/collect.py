@@ -352,7 +352,7 @@ async def _attempt(
                 readings=readings,
                 pace=pace,
             )
-        if rollout.spans:  # an environment that could not be started has not even a prompt
+        if rollout.length:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
             verified[rollout.rollout_id] = tools.schemas, readings
             verify(rollout, collector.chat, tools.schemas, readings)
@@ -378,7 +378,7 @@ def _without_overlong(
 
 def _uneven(group: Sequence[Rollout]) -> bool:
     """Whether the rollouts of a group began with different prompts."""
-    prompts = {r.spans[0].token_ids for r in group if r.spans}
+    prompts = {r.trajectories[0].spans[0].token_ids for r in group if r.length}
     return len(prompts) > 1
 
 

@@ -71,8 +71,9 @@ def _prompt(task: Task) -> float:
 
 
 def spent(group: Sequence[Rollout]) -> float:
-    """Mean tokens after the prompt."""
-    return sum(r.length - r.prompt_length for r in group) / len(group) if group else 0.0
+    """Mean tokens of a rollout after its prompts."""
+    later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
+    return later / len(group) if group else 0.0
 
 
 def deal(costs: Sequence[float], processes: int, parts: int = 1) -> list[int]:

@@ -85,14 +85,16 @@ class _Talk:
         questions = tuple(str(m["content"]) for m in self.left if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
         self.rollout = Rollout(task=prompt, rollout_id=rollout_id, group_id=rollout_id)
-        self.rollout.messages.extend(dict(message) for message in prompt.messages)
+        self.trajectory = self.rollout.trajectories[0]
+        self.trajectory.messages.extend(dict(message) for message in prompt.messages)
+        self.trajectory.prompt_messages = len(prompt.messages)
         prompt_ids = self.chat.prompt_ids(prompt.messages, self.schemas)
-        self.rollout.append_context(prompt_ids, Origin.prompt)
+        self.trajectory.append_context(prompt_ids, Origin.prompt)
 
     def run(self) -> None:
         """Turn by turn to the end."""
         while self.left:
-            number = self.rollout.turns
+            number = self.trajectory.turns
             try:
                 self._turn(number)
             except (BadDemonstration, ChatError, ValueError) as error:
@@ -126,11 +128,11 @@ class _Talk:
 
     def _say(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
         """Append the turn as if it had been sampled; the turn as it is read from its tokens."""
-        sent = self.rollout.token_ids
+        sent = self.trajectory.token_ids
         ids = completion_ids(
-            self.chat, self.rollout.messages, self.schemas, turn, prompt=sent.tolist()
+            self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
         )
-        after = self.rollout.messages[-1]["role"]
+        after = self.trajectory.messages[-1]["role"]
         parsed = self.chat.parse(ids, self.schemas, turn=number, after=after)
         if _plain(parsed) != _plain(turn):
             raise BadDemonstration(
@@ -143,8 +145,8 @@ class _Talk:
             finish=Finish.stop,
             versions=((0, len(ids)),),
         )
-        self.rollout.append_sampled(completion, sent)
-        self.rollout.messages.append(parsed.message())
+        self.trajectory.append_sampled(completion, sent)
+        self.trajectory.messages.append(parsed.message())
         return parsed, completion
 
     def _answer_calls(
@@ -174,8 +176,8 @@ class _Talk:
             generation_prompt=bool(self.left),
         )
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.extend(replies)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.extend(replies)
         self.rollout.tool_results.extend(ToolResult(call=c, content=text) for c, text in pairs)
 
     def _ask(self, turn: AssistantTurn, completion: Completion, behind: Sequence[Message]) -> None:
@@ -198,8 +200,8 @@ class _Talk:
             generation_prompt=True,
         )
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.extend(dict(message) for message in behind)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.extend(dict(message) for message in behind)
 
 
 def assistant_turn(message: Message, number: int) -> AssistantTurn:

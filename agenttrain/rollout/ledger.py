@@ -9,7 +9,10 @@ from hashlib import blake2b
 from itertools import chain, groupby
 
 from agenttrain.chat.template import Chat
-from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span
+from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span, Trajectory
+
+Place = tuple[int, int]
+"""Index of a trajectory in its rollout, and a turn of it."""
 
 
 @dataclass(slots=True)
@@ -19,17 +22,19 @@ class Readings:
     It keeps a digest and not the message, which others may change later.
     """
 
-    _digests: dict[int, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
+    _digests: dict[Place, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
 
-    def note(self, token_ids: tuple[int, ...], message: Message, *, turn: int, after: str) -> None:
-        """`token_ids`, sampled in `turn` after a message of the role `after`, parse to this."""
-        self._digests[turn] = token_ids, after, _digest(message)
+    def note(
+        self, place: Place, token_ids: tuple[int, ...], message: Message, *, after: str
+    ) -> None:
+        """Note that `token_ids`, sampled after a message of the role `after`, parse to this."""
+        self._digests[place] = token_ids, after, _digest(message)
 
     def confirm(
-        self, token_ids: tuple[int, ...], message: Message, *, turn: int, after: str
+        self, place: Place, token_ids: tuple[int, ...], message: Message, *, after: str
     ) -> bool:
-        """Whether exactly this was noted; where it was not, parsing must tell."""
-        return self._digests.get(turn) == (token_ids, after, _digest(message))
+        """Return whether exactly this was noted; where it was not, the ids have to be parsed."""
+        return self._digests.get(place) == (token_ids, after, _digest(message))
 
 
 def _digest(message: Message) -> bytes:
@@ -42,53 +47,56 @@ def verify(
 ) -> None:
     """Raise LedgerError unless tokens, mask, logprobs and messages agree.
 
-    What was sent to the engine is compared in `Rollout.append_sampled`, at the time of sending. A
-    turn whose ids and message are those of `readings` has been parsed; every other one is, here.
+    What was sent to the engine is compared in `Trajectory.append_sampled`, at the time of sending.
+    A turn whose ids and message are those of `readings` has been parsed; every other one is, here.
     """
-    readings = readings or Readings()
-    _check_lengths(rollout)
-    first = len(rollout.task.messages)
+    for trajectory in rollout.trajectories:
+        _verify(trajectory, chat, schemas, readings or Readings())
+
+
+def _verify(
+    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict], readings: Readings
+) -> None:
+    _check_lengths(trajectory)
     spoken = [
-        (message, rollout.messages[place - 1]["role"])
-        for place, message in enumerate(rollout.messages)
-        if place >= first and message["role"] == "assistant"
+        (message, trajectory.messages[place - 1]["role"])
+        for place, message in enumerate(trajectory.messages)
+        if place >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    turns = [list(spans) for _, spans in groupby(rollout.sampled_spans(), key=lambda s: s.turn)]
+    turns = [list(spans) for _, spans in groupby(trajectory.sampled_spans(), key=lambda s: s.turn)]
     if len(turns) != len(spoken):
         raise LedgerError(
-            f"rollout {rollout.rollout_id}: {len(turns)} sampled turns, "
-            f"but {len(spoken)} assistant messages"
+            f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant messages"
         )
     for spans, (message, after) in zip(turns, spoken, strict=True):
-        token_ids = _check_end(rollout, spans, chat)
-        if not readings.confirm(token_ids, message, turn=spans[0].turn, after=after):
-            _check_message(rollout, spans, message, chat, schemas, after)
+        token_ids = _check_end(trajectory, spans, chat)
+        place = trajectory.index, spans[0].turn
+        if not readings.confirm(place, token_ids, message, after=after):
+            _check_message(trajectory, spans, message, chat, schemas, after)
 
 
-def _check_lengths(rollout: Rollout) -> None:
+def _check_lengths(trajectory: Trajectory) -> None:
     ids = array("q")
-    for span in rollout.spans:
+    for span in trajectory.spans:
         ids.extend(span.token_ids)
-    if ids != rollout.token_ids:
-        raise LedgerError(f"rollout {rollout.rollout_id}: its ids are not those of its spans")
-    first = rollout.spans[0].origin if rollout.spans else None
-    prompts = sum(span.origin is Origin.prompt for span in rollout.spans)
+    if ids != trajectory.token_ids:
+        raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
+    first = trajectory.spans[0].origin if trajectory.spans else None
+    prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
     if first is not Origin.prompt or prompts != 1:
-        raise LedgerError(
-            f"rollout {rollout.rollout_id}: {prompts} prompt spans, the first span is {first}"
-        )
+        raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
 
 
-def _check_end(rollout: Rollout, spans: list[Span], chat: Chat) -> tuple[int, ...]:
-    """The sampled ids of a turn, which say rightly how they ended."""
-    where = f"rollout {rollout.rollout_id} turn {spans[0].turn}"
+def _check_end(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
+    """Return the sampled ids of a turn; raise unless they end as the spans say."""
+    where = f"{trajectory.name} turn {spans[0].turn}"
     token_ids = tuple(chain.from_iterable(span.token_ids for span in spans))
     finish = spans[-1].finish
     if finish is None or any(span.finish is not None for span in spans[:-1]):
         raise LedgerError(f"{where}: only its last sampled span says how it finished")
     if finish is Finish.stop and token_ids[-1] not in chat.stop_token_ids:
         raise LedgerError(
-            f"{where} position {_position(rollout, spans[-1])}: finished with `stop`, but its "
+            f"{where} position {_position(trajectory, spans[-1])}: finished with `stop`, but its "
             f"last token {token_ids[-1]} ({chat.decode(token_ids[-1:])!r}) is no stop token "
             f"({list(chat.stop_token_ids)})"
         )
@@ -96,7 +104,7 @@ def _check_end(rollout: Rollout, spans: list[Span], chat: Chat) -> tuple[int, ..
 
 
 def _check_message(
-    rollout: Rollout,
+    trajectory: Trajectory,
     spans: list[Span],
     message: Message,
     chat: Chat,
@@ -104,20 +112,20 @@ def _check_message(
     after: str,
 ) -> None:
     """Parse the sampled ids of a turn; `after`: the role of the message before this one."""
-    where = f"rollout {rollout.rollout_id} turn {spans[0].turn}"
+    where = f"{trajectory.name} turn {spans[0].turn}"
     token_ids = [token for span in spans for token in span.token_ids]
     parsed = chat.parse(token_ids, schemas, turn=spans[0].turn, after=after).message()
     if parsed != message:
         raise LedgerError(
-            f"{where} position {_position(rollout, spans[0])}: the sampled tokens decode to "
+            f"{where} position {_position(trajectory, spans[0])}: the sampled tokens decode to "
             f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded message "
             f"is {message!r}"
         )
 
 
-def _position(rollout: Rollout, wanted: Span) -> int:
+def _position(trajectory: Trajectory, wanted: Span) -> int:
     position = 0
-    for span in rollout.spans:
+    for span in trajectory.spans:
         if span is wanted:
             break
         position += len(span.token_ids)

@@ -45,6 +45,7 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
     ToolUnavailable,
+    Trajectory,
 )
 
 
@@ -131,10 +132,12 @@ class _Loop:
     _calls_made: list[ToolCall] = field(default_factory=list)
     _task: Task | None = None
     """The task as tools see it: theirs to change."""
+    trajectory: Trajectory = field(init=False)
     _prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._prompt_length = self.rollout.prompt_length
+        self.trajectory = self.rollout.trajectories[0]
+        self._prompt_length = self.trajectory.prompt_length
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -151,37 +154,37 @@ class _Loop:
 
     def _read(self, completion: Completion) -> AssistantTurn:
         """The completion as the assistant's next message."""
-        ids, number = completion.token_ids, self.rollout.turns - 1
-        after = self.rollout.messages[-1]["role"]
+        trajectory, ids = self.trajectory, completion.token_ids
+        number, after = trajectory.turns - 1, trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
         message = turn.message()
-        self.readings.note(ids, message, turn=number, after=after)
-        self.rollout.messages.append(message)
+        self.readings.note((trajectory.index, number), ids, message, after=after)
+        trajectory.messages.append(message)
         return turn
 
     def _room(self) -> int:
         """Tokens that still fit after what is there."""
-        used = self.rollout.length - self._prompt_length
+        length = self.trajectory.length
         return min(
-            self.limits.max_completion_tokens - used,
-            self.engine.max_context - self.rollout.length,
+            self.limits.max_completion_tokens - (length - self._prompt_length),
+            self.engine.max_context - length,
         )
 
     def _full(self) -> StopReason:
-        context_left = self.engine.max_context - self.rollout.length
+        context_left = self.engine.max_context - self.trajectory.length
         return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
 
     async def _sample(self, budget: int) -> Completion:
-        sent = self.rollout.token_ids
+        sent = self.trajectory.token_ids
         sampling = turn_sampling(
-            self.sampling, self.rollout, self.chat, self.tools, self.limits, budget=budget
+            self.sampling, self.trajectory, self.chat, self.tools, self.limits, budget=budget
         )
         session = self.rollout.rollout_id
         completion = await self.engine.generate(sent, sampling, session=session)
         await self.pace.turn()
         if not completion.token_ids:
             raise EngineError(f"rollout {session}: the engine returned no token ({completion})")
-        self.rollout.append_sampled(completion, sent)
+        self.trajectory.append_sampled(completion, sent)
         return completion
 
     async def _answer(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
@@ -216,13 +219,13 @@ class _Loop:
 
     async def _user_says(self) -> str | None:
         """The task's next scripted user turn; after the last one the environment is asked."""
-        added = self.rollout.messages[len(self.rollout.task.messages) :]
+        added = self.trajectory.added_messages
         asked = sum(message["role"] == "user" for message in added)
         if asked < len(self.rollout.task.user_turns):
             return self.rollout.task.user_turns[asked]
         if self.episode is None:
             return None
-        return await self.episode.user(self.rollout.messages[-1])
+        return await self.episode.user(self.trajectory.messages[-1])
 
     def _is_over(self) -> bool:
         return self.episode is not None and self.episode.done
@@ -243,8 +246,8 @@ class _Loop:
         if sum(len(ids) for _, ids in suffix) + int(generation_prompt) > self._room():
             return False
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.append(question)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.append(question)
         return True
 
     def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
@@ -330,7 +333,7 @@ class _Loop:
         return ToolContext(
             rollout_id=self.rollout.rollout_id,
             task=self._task,
-            turn=self.rollout.turns - 1,
+            turn=self.trajectory.turns - 1,
             call_id=call.id,
             tool=call.name,
         )
@@ -377,8 +380,8 @@ class _Loop:
             generation_prompt=generation_prompt,
         )
         for origin, token_ids in suffix:
-            self.rollout.append_context(token_ids, origin)
-        self.rollout.messages.extend(replies)
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.extend(replies)
 
 
 def _end_of(completion: Completion) -> StopReason | None:

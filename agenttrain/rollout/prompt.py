@@ -17,16 +17,17 @@ def append_prompt(
     tools: RowTools,
     prompt_ids: Sequence[int] | None,
 ) -> None:
-    """Begin the rollout with its task's messages; `prompt_ids`: rendered already.
+    """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
 
     Raises PromptTooLong as `check_room`.
     """
-    task = rollout.task
-    rollout.messages.extend(dict(message) for message in task.messages)
+    task, trajectory = rollout.task, rollout.trajectories[0]
+    trajectory.messages.extend(dict(message) for message in task.messages)
+    trajectory.prompt_messages = len(trajectory.messages)
     if prompt_ids is None:
         prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
     check_room(task, len(prompt_ids), engine.max_context)
-    rollout.append_context(prompt_ids, Origin.prompt)
+    trajectory.append_context(prompt_ids, Origin.prompt)
 
 
 def check_room(task: Task, prompt_length: int, max_context: int) -> None:

@@ -49,8 +49,9 @@ def recorded_tools(
 
 
 def _said(record: Record, task: Task, over: Callable[[], bool]) -> Said:
-    before = prompt_messages(record)
-    asked = [m["content"] for m in record["messages"][len(before) :] if m["role"] == "user"]
+    main = record["trajectories"][0]
+    before = prompt_messages(main)
+    asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
     ended = record["stop_reason"] == StopReason.environment_done
     return Said(
         messages=tuple(before[len(task.messages) :]),

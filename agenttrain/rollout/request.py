@@ -11,12 +11,12 @@ from agenttrain.config.schema import RolloutConfig
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.tools.coerce import plain_schema
-from agenttrain.types import Rollout, Sampling
+from agenttrain.types import Sampling, Trajectory
 
 
 def turn_sampling(
     sampling: Sampling,
-    rollout: Rollout,
+    trajectory: Trajectory,
     chat: Chat,
     tools: RowTools,
     limits: RolloutConfig,
@@ -29,11 +29,11 @@ def turn_sampling(
     """
     grammar = None
     if limits.structured_calls:
-        grammar = grammar_of(chat, tools.schemas, after=rollout.messages[-1]["role"])
+        grammar = grammar_of(chat, tools.schemas, after=trajectory.messages[-1]["role"])
     return replace(
         sampling,
         max_tokens=budget,
-        seed=derive_seed(sampling.seed, rollout.turns),
+        seed=derive_seed(sampling.seed, trajectory.turns),
         stop_token_ids=sampling.stop_token_ids or chat.stop_token_ids,
         grammar=grammar,
     )

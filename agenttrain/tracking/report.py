@@ -91,9 +91,10 @@ def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
     reward = "none" if record["reward"] is None else f"{record['reward']:.2f}"
     head = f"{record['task_id']}  reward {reward}  {record['stop_reason']}"
     text.append(one_line(head, 200) + "\n", style="bold")
-    for span in record["spans"]:
-        content = decode(record["token_ids"][span["start"] : span["end"]])
-        text.append(_shortened(printable(content), span["origin"]), ORIGIN_STYLES[span["origin"]])
+    for trajectory in record["trajectories"]:
+        for span in trajectory["spans"]:
+            content = printable(decode(trajectory["token_ids"][span["start"] : span["end"]]))
+            text.append(_shortened(content, span["origin"]), ORIGIN_STYLES[span["origin"]])
     if not text.plain.endswith("\n"):
         text.append("\n")
     for call in record["tool_calls"]:

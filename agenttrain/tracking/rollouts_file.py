@@ -1,10 +1,10 @@
 """rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
-The keys are `task_id, group_id, rollout_id, messages, token_ids, spans, logprobs, stop_reason,
-tool_calls, rewards, reward, advantage`, and where there is one `error` and `environment_reward`.
-`trainer_logprobs` and `entropies` stand where the trainer computed them: it skips rollouts that
-have no gradient, as all of a group whose rewards are equal. `rollouts_read.py` makes Rollouts of
-them again.
+The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
+trajectories`, and where there is one `error` and `environment_reward`. Those of a trajectory are
+`role, parent, messages, token_ids, spans, logprobs`; `trainer_logprobs` and `entropies` stand where
+the trainer computed them: it skips rollouts that have no gradient, as all of a group whose rewards
+are equal. `rollouts_read.py` makes Rollouts of them again.
 """
 
 from __future__ import annotations
@@ -18,45 +18,70 @@ import numpy as np
 
 from agenttrain.tracking.json_lines import dumps, read_rows
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.types import Message, Rollout, Span, ToolResult
+from agenttrain.types import MAIN, Message, Origin, Rollout, Span, ToolResult, Trajectory
+
+OF_A_TRAJECTORY = ("messages", "token_ids", "spans", "logprobs", "trainer_logprobs", "entropies")
+"""Keys that stood in the rollout itself in files of the first edition."""
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as a JSON object.
+    """Return a rollout as a JSON object.
 
-    `spans` cover `token_ids` [T] exactly: each starts where the one before ends. `logprobs` [T] is
-    0.0 where a token was not sampled; `trainer_logprobs` [S] and `entropies` [S] are of the sampled
-    tokens alone, to 6 decimals. Example of a span: ``{"origin": "sampled", "start": 3,
-    "end": 5, "turn": 0, "policy_version": 7, "finish": "stop"}``; `finish` stands on the last
-    sampled span of a turn only.
+    The `spans` of a trajectory cover its `token_ids` [T] exactly: each starts where the one before
+    ends. `logprobs` [T] is 0.0 where a token was not sampled; `trainer_logprobs` [S] and
+    `entropies` [S] are of the sampled tokens alone, to 6 decimals. Example of a span: ``{"origin":
+    "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish":
+    "stop"}``; `advantage` is null where nothing was sampled or no reward applies, `finish` stands
+    on the last sampled span of a turn only.
+
+    `columns` are the task's; a value that JSON does not have stands there as its text.
 
     A tool call has its reply's text as `content` only where the messages do not hold it as it was:
     it was clipped, or the rollout ended before it. `done` says that it ended the episode, `stop`
     that it was a call to a stop tool.
     """
-    shown = replies(rollout.messages[len(rollout.task.messages) :])
-    record = {
+    shown = replies([m for trajectory in rollout.trajectories for m in trajectory.added_messages])
+    record: dict[str, Any] = {
         "task_id": rollout.task.task_id,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
-        "messages": rollout.messages,
-        "token_ids": list(rollout.token_ids),
-        "spans": _spans(rollout.spans),
-        "logprobs": rollout.rollout_logprobs,
         "stop_reason": rollout.stop_reason,
         "tool_calls": [_tool_call(result, shown) for result in rollout.tool_results],
         "rewards": rollout.rewards,
         "reward": rollout.reward,
-        "advantage": rollout.advantage,
+        "columns": _plain(rollout.task.columns),
+        "trajectories": [_trajectory(t, rollout.advantage) for t in rollout.trajectories],
     }
-    if rollout.trainer_logprobs is not None and rollout.entropies is not None:
-        record["trainer_logprobs"] = _rounded(rollout.trainer_logprobs)
-        record["entropies"] = _rounded(rollout.entropies)
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.error is not None:
         record["error"] = rollout.error
     return record
+
+
+def _trajectory(trajectory: Trajectory, advantage: float | None) -> dict[str, Any]:
+    record = {
+        "role": trajectory.role,
+        "parent": trajectory.parent,
+        "messages": trajectory.messages,
+        "token_ids": list(trajectory.token_ids),
+        "spans": _spans(trajectory.spans, advantage),
+        "logprobs": trajectory.rollout_logprobs,
+    }
+    if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
+        record["trainer_logprobs"] = _rounded(trajectory.trainer_logprobs)
+        record["entropies"] = _rounded(trajectory.entropies)
+    return record
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
 
 
 def _rounded(values: array[float]) -> list[float]:
@@ -74,7 +99,7 @@ def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
     return found
 
 
-def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def _spans(spans: Sequence[Span], advantage: float | None) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     start = 0
     for span in spans:
@@ -85,6 +110,7 @@ def _spans(spans: Sequence[Span]) -> list[dict[str, Any]]:
             "end": end,
             "turn": span.turn,
             "policy_version": span.policy_version,
+            "advantage": advantage if span.origin is Origin.sampled else None,
         }
         if span.finish is not None:
             record["finish"] = span.finish
@@ -151,5 +177,23 @@ def write_step(
 
 
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The records of a step; raises FileNotFoundError when none were written."""
-    return read_rows(step_path(run_folder, step))
+    """Return the records of a step, those of older files as today's.
+
+    Raises FileNotFoundError when none were written.
+    """
+    return map(_as_today, read_rows(step_path(run_folder, step)))
+
+
+def _as_today(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of the first edition, whose rollouts were one trajectory, as one of today.
+
+    Its `columns` are null: they were not written.
+    """
+    if "trajectories" in record:
+        return record
+    advantage = record.pop("advantage")
+    for span in record["spans"]:
+        span["advantage"] = advantage if span["origin"] == Origin.sampled else None
+    names = [name for name in OF_A_TRAJECTORY if name in record]
+    trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
+    return {**record, "columns": None, "trajectories": [trajectory]}

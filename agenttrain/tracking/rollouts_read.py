@@ -21,34 +21,51 @@ from agenttrain.types import (
     ToolCall,
     ToolError,
     ToolResult,
+    Trajectory,
 )
 
 Record = Mapping[str, Any]
 
 
 def completions(record: Record, stop_token_ids: Collection[int] = ()) -> list[Completion]:
-    """The sampled completions of a record, by turn.
+    """The sampled completions of a record, by trajectory and turn.
 
     `stop_token_ids` tell how a turn ended where the record, of an earlier version, does not say.
     """
-    sampled = [span for span in record["spans"] if span["origin"] == Origin.sampled]
-    turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span["turn"])]
-    return [_completion(record, spans, stop_token_ids, last=spans is turns[-1]) for spans in turns]
+    aborted = record["stop_reason"] == StopReason.aborted
+    return [
+        completion
+        for trajectory in record["trajectories"]
+        for completion in _completions(trajectory, stop_token_ids, aborted=aborted)
+    ]
+
+
+def _completions(
+    trajectory: Record, stop_token_ids: Collection[int], *, aborted: bool
+) -> list[Completion]:
+    turns = [list(spans) for _, spans in groupby(_sampled(trajectory), key=lambda s: s["turn"])]
+    return [
+        _completion(trajectory, spans, stop_token_ids, aborted=aborted and spans is turns[-1])
+        for spans in turns
+    ]
+
+
+def _sampled(trajectory: Record) -> list[Record]:
+    return [span for span in trajectory["spans"] if span["origin"] == Origin.sampled]
 
 
 def _completion(
-    record: Record, spans: Sequence[Record], stop_token_ids: Collection[int], *, last: bool
+    trajectory: Record, spans: Sequence[Record], stop_token_ids: Collection[int], *, aborted: bool
 ) -> Completion:
     start, end = spans[0]["start"], spans[-1]["end"]
-    token_ids = tuple(record["token_ids"][start:end])
+    token_ids = tuple(trajectory["token_ids"][start:end])
     finish = spans[-1].get("finish")
     if finish is None:
-        aborted = last and record["stop_reason"] == StopReason.aborted
         cut = Finish.abort if aborted else Finish.length
         finish = Finish.stop if token_ids[-1] in stop_token_ids else cut
     return Completion(
         token_ids=token_ids,
-        logprobs=tuple(_number(value) for value in record["logprobs"][start:end]),
+        logprobs=tuple(_number(value) for value in trajectory["logprobs"][start:end]),
         finish=Finish(finish),
         versions=tuple((span["policy_version"], span["end"] - span["start"]) for span in spans),
     )
@@ -59,23 +76,23 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _scores(record: Record, name: str) -> array[float] | None:
-    """Records of rollouts that were not trained on, and those of earlier versions, have none."""
-    values = record.get(name)
+def _scores(trajectory: Record, name: str) -> array[float] | None:
+    """Return None for rollouts that were not trained on, and those of earlier versions."""
+    values = trajectory.get(name)
     return None if values is None else array("f", map(_number, values))
 
 
-def prompt_messages(record: Record) -> list[Message]:
+def prompt_messages(trajectory: Record) -> list[Message]:
     """The messages before the first sampled one: the row's, and those that a reset gave."""
-    turns = len({s["turn"] for s in record["spans"] if s["origin"] == Origin.sampled})
-    messages: list[Message] = record["messages"]
+    turns = len({span["turn"] for span in _sampled(trajectory)})
+    messages: list[Message] = trajectory["messages"]
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return messages[: spoken[-turns]] if turns and len(spoken) >= turns else messages
 
 
 def tool_results(record: Record) -> list[ToolResult]:
     """What each call of a record was answered, in their order."""
-    added = record["messages"][len(prompt_messages(record)) :]
+    added = [m for t in record["trajectories"] for m in t["messages"][len(prompt_messages(t)) :]]
     shown, written = replies(added), _written(added)
     results = []
     for made in record["tool_calls"]:
@@ -125,31 +142,47 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
 
     Unknown are `seconds` of the whole, and the text of a call that was parsed.
     """
-    rollout = Rollout(
-        task=replace(task, messages=tuple(prompt_messages(record))),
+    prompt = prompt_messages(record["trajectories"][0])
+    return Rollout(
+        task=replace(task, messages=tuple(prompt)),
         rollout_id=record["rollout_id"],
         group_id=record["group_id"],
         sample=_sample(record["rollout_id"]),
-        messages=[dict(message) for message in record["messages"]],
+        trajectories=[
+            _trajectory(record, index, stop_token_ids)
+            for index in range(len(record["trajectories"]))
+        ],
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
         environment_reward=_environment_reward(record),
         rewards=dict(record["rewards"]),
         reward=record["reward"],
-        advantage=record["advantage"],
-        trainer_logprobs=_scores(record, "trainer_logprobs"),
-        entropies=_scores(record, "entropies"),
+        advantage=next((s["advantage"] for t in record["trajectories"] for s in _sampled(t)), None),
     )
-    said = iter(completions(record, stop_token_ids))
-    for (origin, _), spans in groupby(record["spans"], key=_turn_of):
+
+
+def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> Trajectory:
+    written = record["trajectories"][index]
+    trajectory = Trajectory(
+        rollout_id=record["rollout_id"],
+        index=index,
+        role=written["role"],
+        messages=[dict(message) for message in written["messages"]],
+        prompt_messages=len(prompt_messages(written)),
+        trainer_logprobs=_scores(written, "trainer_logprobs"),
+        entropies=_scores(written, "entropies"),
+    )
+    aborted = record["stop_reason"] == StopReason.aborted
+    sampled = iter(_completions(written, stop_token_ids, aborted=aborted))
+    for (origin, _), spans in groupby(written["spans"], key=_turn_of):
         if origin == Origin.sampled:
-            rollout.append_sampled(next(said), rollout.token_ids)
+            trajectory.append_sampled(next(sampled), trajectory.token_ids)
             continue
         for span in spans:
-            ids = record["token_ids"][span["start"] : span["end"]]
-            rollout.append_context(ids, Origin(span["origin"]))
-    return rollout
+            ids = written["token_ids"][span["start"] : span["end"]]
+            trajectory.append_context(ids, Origin(span["origin"]))
+    return trajectory
 
 
 def _turn_of(span: Record) -> tuple[str, int]:

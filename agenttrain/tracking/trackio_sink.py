@@ -175,7 +175,8 @@ def trace(record: Mapping[str, Any]) -> dict[str, Any]:
     metadata = {
         key: record[key] for key in ("rollout_id", "task_id", "reward", "rewards", "stop_reason")
     }
-    return {"messages": [_trace_message(m) for m in record["messages"]], "metadata": metadata}
+    messages = [m for trajectory in record["trajectories"] for m in trajectory["messages"]]
+    return {"messages": [_trace_message(m) for m in messages], "metadata": metadata}
 
 
 def _trace_message(message: Mapping[str, Any]) -> dict[str, Any]:

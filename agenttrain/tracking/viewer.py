@@ -31,13 +31,22 @@ def render(
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """
     known: dict[int, str] = {}
-    data = [{**r, "texts": token_texts(r["token_ids"], decode, known)} for r in rollouts]
+    data = [
+        {**r, "trajectories": [_with_texts(t, decode, known) for t in r["trajectories"]]}
+        for r in rollouts
+    ]
     # Inside a script element only `</` and `<!--` mean something; JSON may spell `<` as an escape.
     payload = dumps(data).replace("<", "\\u003c")
     page = files("agenttrain.tracking").joinpath("viewer.html").read_text(encoding="utf-8")
     parts = {"__TITLE__": html.escape(title), "__DATA__": payload}
     # One pass: a title or a token that reads like a placeholder is left alone.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
+
+
+def _with_texts(
+    trajectory: Mapping[str, Any], decode: Decode, known: dict[int, str]
+) -> dict[str, Any]:
+    return {**trajectory, "texts": token_texts(trajectory["token_ids"], decode, known)}
 
 
 def write(

@@ -22,16 +22,21 @@ import torch
 from torch import Tensor
 
 from agenttrain.training.layout import Segment
-from agenttrain.types import LedgerError, Rollout, Task
+from agenttrain.types import LedgerError, Rollout, Task, Trajectory
 
 Item = TypeVar("Item")
 
 
+RowKey = tuple[str, int]
+"""A rollout's id and the index of one of its trajectories."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One rollout as training sees it; everything of it comes from the rollout's spans."""
+    """One trajectory as training sees it; everything of it comes from the trajectory's spans."""
 
     rollout: Rollout
+    trajectory: Trajectory
     token_ids_T: Tensor
     targets_S: Tensor
     """Positions whose next token was sampled."""
@@ -45,6 +50,11 @@ class Row:
     """Its entropies there, likewise."""
     weight: float = 0.0
     """Of each sampled token in the loss; 0: no gradient from this rollout."""
+
+    @property
+    def key(self) -> RowKey:
+        """Names the row among those of all processes."""
+        return self.rollout.rollout_id, self.trajectory.index
 
     @property
     def length(self) -> int:
@@ -62,19 +72,24 @@ class Row:
         return self.rollout.advantage or 0.0
 
 
-def make_row(rollout: Rollout) -> Row:
-    """The tensors of a rollout that has at least one sampled token."""
-    mask_T = torch.tensor(rollout.loss_mask, dtype=torch.bool)
+def make_rows(rollout: Rollout) -> list[Row]:
+    """Return the tensors of each trajectory that has a sampled token."""
+    return [_make_row(rollout, t) for t in rollout.trajectories if t.sampled_length]
+
+
+def _make_row(rollout: Rollout, trajectory: Trajectory) -> Row:
+    mask_T = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     if mask_T[0]:
         raise LedgerError(
-            f"rollout {rollout.rollout_id} turn 0: the token at position 0 is sampled, but there "
+            f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
             "is nothing before it that it was sampled from. Append the prompt first."
         )
     return Row(
         rollout=rollout,
-        token_ids_T=torch.tensor(rollout.token_ids),
+        trajectory=trajectory,
+        token_ids_T=torch.tensor(trajectory.token_ids),
         targets_S=mask_T.nonzero()[:, 0] - 1,
-        behaviour_S=torch.tensor(rollout.rollout_logprobs)[mask_T],
+        behaviour_S=torch.tensor(trajectory.rollout_logprobs)[mask_T],
     )
 
 
@@ -84,8 +99,10 @@ def stand_in() -> Row:
     Its loss is an empty sum: the backward pass meets the other processes' and adds nothing.
     """
     task = Task(task_id="stand-in", messages=())
+    rollout = Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0)
     return Row(
-        rollout=Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0),
+        rollout=rollout,
+        trajectory=rollout.trajectories[0],
         token_ids_T=torch.zeros(2, dtype=torch.long),
         targets_S=torch.zeros(0, dtype=torch.long),
         behaviour_S=torch.zeros(0),

@@ -73,7 +73,8 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     mine = [
         (rollout.rollout_id, position)
         for rollout in rollouts
-        if (position := _first_broken(rollout.rollout_logprobs)) is not None
+        for trajectory in rollout.trajectories
+        if (position := _first_broken(trajectory.rollout_logprobs)) is not None
     ]
     told = world.gather([(mine, len(rollouts))], "the check of the rollouts")
     broken = dict(pair for pairs, _ in told for pair in pairs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from agenttrain.algorithms.metrics import Averages, Metrics, mean_parts, metric_
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
-from agenttrain.training.batch import Microbatch, Row, make_row, split, stand_in
+from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, named
@@ -150,18 +151,15 @@ class Policy:
         That is by the reference where there is a KL penalty, and by the policy itself where its
         probabilities before the step's first update are needed.
         """
-        rows = [[make_row(r) for r in group if _is_trained(r)] for group in groups]
+        rows = [[row for r in group if _is_trained(r) for row in make_rows(r)] for group in groups]
         if self._reference is not None:
             scores = self._scores(self._reference, _flat(rows))
-            rows = [
-                [replace(row, ref_logprobs_S=scores[row.rollout.rollout_id][0]) for row in group]
-                for group in rows
-            ]
+            rows = [[replace(row, ref_logprobs_S=scores[row.key][0]) for row in g] for g in rows]
         if needs_own_scores(self.algorithm):
             scores = self._scores(self._scorer, _flat(rows))
             for row in _flat(rows):
-                keep_scores([row], *scores[row.rollout.rollout_id])
-            rows = [[_with_own(row, *scores[row.rollout.rollout_id]) for row in g] for g in rows]
+                keep_scores([row], *scores[row.key])
+            rows = [[_with_own(row, *scores[row.key]) for row in g] for g in rows]
         return rows
 
     def penalties(self, groups: Sequence[Sequence[Row]]) -> tuple[dict[str, float], Metrics]:
@@ -172,14 +170,14 @@ class Policy:
         """
         if not self.algorithm.kl_in_reward:
             return {}, {}
-        penalties: dict[str, float] = {}
+        penalties: defaultdict[str, float] = defaultdict(float)
         kl = torch.zeros(2, device=self.device)
         for row in _flat(groups):
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
             own_S = row.old_logprobs_S if recomputed else row.behaviour_S
             assert own_S is not None and row.ref_logprobs_S is not None
             kl_S = kl_estimate(own_S, row.ref_logprobs_S, self.algorithm.kl)
-            penalties[row.rollout.rollout_id] = kl_S.sum().item()
+            penalties[row.rollout.rollout_id] += kl_S.sum().item()
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}
 
@@ -312,10 +310,10 @@ class Policy:
         }
         return {**empty, **averages.means(self.accelerator), "lr": lr}
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """rollout_id -> log-probabilities of its sampled tokens [S], without a gradient."""
-        scores = self._scores(self._scorer, [make_row(rollout) for rollout in rollouts])
-        return {name: logprobs_S for name, (logprobs_S, _) in scores.items()}
+    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[RowKey, Tensor]:
+        """Row's key -> log-probabilities of its sampled tokens [S], without a gradient."""
+        scores = self._scores(self._scorer, [row for r in rollouts for row in make_rows(r)])
+        return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability at temperature 1 of every id after the first; all processes together."""
@@ -365,7 +363,7 @@ class Policy:
         if self._reference is not None and state["reference"] is not None:
             self._reference.load_state_dict(state["reference"])
 
-    def _scores(self, scorer: Any, rows: Sequence[Row]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _scores(self, scorer: Any, rows: Sequence[Row]) -> dict[RowKey, tuple[Tensor, Tensor]]:
         with scorer.ready():
             return score(scorer, self._pack(rows))
 
@@ -438,16 +436,16 @@ class Policy:
         return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
 
 
-def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[str, tuple[Tensor, Tensor]]:
-    """rollout_id -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU, no gradient."""
-    scores: dict[str, tuple[Tensor, Tensor]] = {}
+def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+    """Row's key -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU, no gradient."""
+    scores: dict[RowKey, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for microbatch in microbatches:
             lengths = [row.sampled_length for row in microbatch.rows]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
             for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
                 if row.sampled_length:  # not the one that stands in for a process without rows
-                    scores[row.rollout.rollout_id] = (logprobs_S, entropy_S)
+                    scores[row.key] = (logprobs_S, entropy_S)
     return scores
 
 
@@ -460,7 +458,7 @@ def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origi
     thirds: list[int] = []
     stale: list[bool] = []
     for row in rows:
-        for span in row.rollout.sampled_spans():
+        for span in row.trajectory.sampled_spans():
             turns += [span.turn] * len(span.token_ids)
             stale += [span.policy_version != version] * len(span.token_ids)
         sampled = row.sampled_length

@@ -25,19 +25,19 @@ def bundle_rows(rows: Sequence[Row], *, share: bool, least: int = 1) -> list[Bun
     """
     alike: dict[tuple[object, ...], list[Row]] = {}
     for index, row in enumerate(rows):
-        long = share and row.rollout.prompt_length >= least
+        long = share and row.trajectory.prompt_length >= least
         alike.setdefault(_prompt(row) if long else (index,), []).append(row)
     return [_bundle(found) for found in alike.values()]
 
 
 def _prompt(row: Row) -> tuple[object, ...]:
-    ids = row.token_ids_T[: row.rollout.prompt_length]
+    ids = row.token_ids_T[: row.trajectory.prompt_length]
     return row.rollout.group_id, *ids.tolist()
 
 
 def _bundle(rows: Sequence[Row]) -> Bundle:
     by_length = tuple(sorted(rows, key=lambda row: -row.length))
-    return Bundle(by_length, rows[0].rollout.prompt_length if len(rows) > 1 else 0)
+    return Bundle(by_length, rows[0].trajectory.prompt_length if len(rows) > 1 else 0)
 
 
 def least_prompt(hidden_size: int) -> int:

@@ -20,7 +20,7 @@ from agenttrain.algorithms.aggregate import token_weights
 from agenttrain.algorithms.entropy import top_entropy_mask
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.config.algorithm import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
-from agenttrain.training.batch import Microbatch, Row
+from agenttrain.training.batch import Microbatch, Row, RowKey
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
 
@@ -98,8 +98,8 @@ class Minibatch:
     epoch: int = 0
     first: bool = False
     """Set for the first of a step: the policy is what it was when the engine sampled."""
-    kept: Mapping[str, Tensor] | None = None
-    """rollout_id -> a mask of its sampled tokens of top entropy; None: all are trained."""
+    kept: Mapping[RowKey, Tensor] | None = None
+    """Row's key -> a mask of its sampled tokens of top entropy; None: all are trained."""
     bonus_tokens: int = 0
     """Tokens that the entropy bonus acts on, of all processes."""
     bonus: float = 0.0
@@ -151,14 +151,14 @@ def weigh(
     ]
 
 
-def top_entropy(rows: Sequence[Row], share: float, world: World) -> dict[str, Tensor]:
+def top_entropy(rows: Sequence[Row], share: float, world: World) -> dict[RowKey, Tensor]:
     """Return `Minibatch.kept` of the weighed rows, which compete with those of the other processes.
 
     Where entropies are equal the earlier positions come first, and at one position the rollouts in
     the order of their ids: neither depends on who holds a rollout or what is packed with it.
     """
     own: list[tuple[tuple[Any, ...], Tensor]] = [
-        ((row.rollout.group_id, row.rollout.sample, row.rollout.rollout_id), row.old_entropy_S)
+        ((row.rollout.group_id, row.rollout.sample, row.key), row.old_entropy_S)
         for row in rows
         if row.weight > 0 and row.old_entropy_S is not None
     ]
@@ -189,7 +189,7 @@ def loss_inputs(
     kept_S = None
     if minibatch.kept is not None:
         # The row that stands in for a process without rows has no token and no mask.
-        kept = [minibatch.kept[r.rollout.rollout_id] for r in microbatch.rows if r.sampled_length]
+        kept = [minibatch.kept[r.key] for r in microbatch.rows if r.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
@@ -213,12 +213,12 @@ def loss_inputs(
 
 
 def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
-    """Give the rollouts of `rows`, which stand one after the other, the trainer's own scores."""
+    """Give the trajectories of `rows`, in their order, the trainer's own scores."""
     lengths = [row.sampled_length for row in rows]
     pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
     for row, own_S, entropies in zip(rows, *pieces, strict=True):
-        row.rollout.trainer_logprobs = array("f", own_S.numpy())
-        row.rollout.entropies = array("f", entropies.numpy())
+        row.trajectory.trainer_logprobs = array("f", own_S.numpy())
+        row.trajectory.entropies = array("f", entropies.numpy())
 
 
 def needs_own_scores(config: AlgorithmConfig) -> bool:

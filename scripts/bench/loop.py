@@ -95,7 +95,9 @@ def suffix_parse_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) ->
     ids = chat.encoder.encode(CALL)
     schemas = toolbox.schemas()
     rollout = Rollout(task=Task(task_id="bench", messages=()), rollout_id="bench")
-    rollout.append_context((chat.encode_plain("lamp ") * history)[:history], Origin.prompt)
+    rollout.trajectories[0].append_context(
+        (chat.encode_plain("lamp ") * history)[:history], Origin.prompt
+    )
     times = []
     for index in range(repeats * 20):
         started = time.perf_counter()
@@ -105,7 +107,7 @@ def suffix_parse_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) ->
             turn, [reply], completion_ids=ids, finish=Finish.stop, generation_prompt=True
         )
         for origin, token_ids in suffix:
-            rollout.append_context(token_ids, origin)
+            rollout.trajectories[0].append_context(token_ids, origin)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1e6
 

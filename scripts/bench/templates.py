@@ -142,7 +142,9 @@ def ours(chat: Chat, history: int, repeats: int) -> float:
     """Parse a call, make the suffix of its reply, append both to a ledger of that length."""
     sampled = chat.encoder.encode(CALL)
     rollout = Rollout(task=Task(task_id="bench", messages=()), rollout_id="bench")
-    rollout.append_context((chat.encode_plain("lamp ") * history)[:history], Origin.prompt)
+    rollout.trajectories[0].append_context(
+        (chat.encode_plain("lamp ") * history)[:history], Origin.prompt
+    )
 
     def turn(index: int) -> None:
         parsed = chat.parse(sampled, EXAMPLE_TOOLS, turn=index, after="tool")
@@ -153,7 +155,7 @@ def ours(chat: Chat, history: int, repeats: int) -> float:
             finish=Finish.stop,
             generation_prompt=True,
         ):
-            rollout.append_context(ids, origin)
+            rollout.trajectories[0].append_context(ids, origin)
 
     return median(turn, repeats)
 

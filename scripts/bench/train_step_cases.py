@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agenttrain.config.schema import SharePrefix
-from agenttrain.training.batch import Row, make_row
+from agenttrain.training.batch import Row, make_rows
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
 
@@ -71,19 +71,19 @@ def rollouts(case: Case) -> list[Rollout]:
 def _rollout(group: str, sample: int, prompt: list[int], ids: list[int]) -> Rollout:
     task = Task(task_id=group, messages=())
     grown = Rollout(task=task, rollout_id=f"{group}-{sample}", group_id=group, sample=sample)
-    grown.append_context(prompt, Origin.prompt)
+    grown.trajectories[0].append_context(prompt, Origin.prompt)
     for start in range(0, len(ids), 64):
         sampled, tool = ids[start : start + 48], ids[start + 48 : start + 64]
-        grown.append_sampled(
+        grown.trajectories[0].append_sampled(
             Completion(
                 token_ids=tuple(sampled),
                 logprobs=(-10.0,) * len(sampled),
                 finish=Finish.stop,
                 versions=((0, len(sampled)),),
             ),
-            grown.token_ids,
+            grown.trajectories[0].token_ids,
         )
-        grown.append_context(tool, Origin.tool)
+        grown.trajectories[0].append_context(tool, Origin.tool)
     grown.advantage = (-1.0) ** sample
     return grown
 
@@ -171,9 +171,9 @@ def _trl_trainer(net: Any) -> Any:
 
 
 def _trl_inputs(made: Sequence[Rollout]) -> dict[str, Tensor]:
-    ids = [torch.tensor(one.token_ids) for one in made]
-    masks = [torch.tensor(one.loss_mask) for one in made]
-    cut = [one.prompt_length for one in made]
+    ids = [torch.tensor(one.trajectories[0].token_ids) for one in made]
+    masks = [torch.tensor(one.trajectories[0].loss_mask) for one in made]
+    cut = [one.trajectories[0].prompt_length for one in made]
     prompts = [row[:n].flip(0) for row, n in zip(ids, cut, strict=True)]
     own = [row[n:] for row, n in zip(ids, cut, strict=True)]
     return {
@@ -194,7 +194,7 @@ def _padded(rows: list[Tensor]) -> Tensor:
 def steps(case: Case, names: Sequence[str]) -> dict[str, Step]:
     """Variants by name, each on a model of its own with the same weights."""
     made = rollouts(case)
-    rows = [make_row(one) for one in made]
+    rows = [make_rows(one)[0] for one in made]
     build = {
         "bare": lambda net: bare_step(net, rows),
         "ours": lambda net: our_step(net, rows, SharePrefix.never),
