@@ -43,9 +43,11 @@ class Seeds(ScriptedEngine):
         calls = int(session.split("-")[-2]) % 3 == 0 and turn == 0
         return ids(ADD if calls else BYE)
 
-    async def generate(self, token_ids, sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, token_ids, sampling: Sampling, *, session: str, **others: object
+    ) -> Completion:
         self.seeds.setdefault(session, []).append(sampling.seed)
-        return await super().generate(token_ids, sampling, session=session)
+        return await super().generate(token_ids, sampling, session=session, **others)
 
 
 class Dead(ScriptedEngine):
@@ -55,10 +57,12 @@ class Dead(ScriptedEngine):
         super().__init__(parts.script(BYE), max_context=4096)
         self.places = places
 
-    async def generate(self, token_ids, sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, token_ids, sampling: Sampling, *, session: str, **others: object
+    ) -> Completion:
         if int(session.split("-")[-2]) in self.places:
             raise EngineError("out of memory")
-        return await super().generate(token_ids, sampling, session=session)
+        return await super().generate(token_ids, sampling, session=session, **others)
 
 
 def tasks(start: int, count: int) -> list[Task]:

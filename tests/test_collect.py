@@ -99,10 +99,10 @@ def test_groups_come_in_task_and_sample_order_whatever_finishes_first():
 class _Failing(ScriptedEngine):
     """Fails the requests of task 1."""
 
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         if session.split("-")[2] == "1":
             raise EngineError("out of memory")
-        return await super().generate(token_ids, sampling, session=session)
+        return await super().generate(token_ids, sampling, session=session, **others)
 
 
 def test_progress_counts_every_rollout_as_it_ends():
@@ -132,7 +132,7 @@ def test_a_step_without_one_rollout_stops_the_run():
 class _Slow(ScriptedEngine):
     """Never answers."""
 
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         await asyncio.Event().wait()
 
 
@@ -166,8 +166,8 @@ def test_a_step_of_overlong_prompts_only_stops_the_run():
 class _Lying(ScriptedEngine):
     """Says `stop` for task 0 though its last token is no stop token."""
 
-    async def generate(self, token_ids, sampling, *, session):
-        whole = await super().generate(token_ids, sampling, session=session)
+    async def generate(self, token_ids, sampling, *, session, **others):
+        whole = await super().generate(token_ids, sampling, session=session, **others)
         if session.split("-")[2] != "0":
             return whole
         return replace(
@@ -210,9 +210,9 @@ def test_seeds_depend_on_run_step_task_sample_and_turn_only():
     seeds = {}
 
     class Recording(ScriptedEngine):
-        async def generate(self, token_ids, sampling, *, session):
+        async def generate(self, token_ids, sampling, *, session, **others):
             seeds.setdefault(session, []).append(sampling.seed)
-            return await super().generate(token_ids, sampling, session=session)
+            return await super().generate(token_ids, sampling, session=session, **others)
 
     def run(**limits):
         seeds.clear()

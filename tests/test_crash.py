@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,9 +103,9 @@ class Planting:
         self.max_context = engine.max_context
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: str, **others: Any
     ) -> Completion:
-        said = await self.engine.generate(token_ids, sampling, session=session)
+        said = await self.engine.generate(token_ids, sampling, session=session, **others)
         if session != self.session:
             return said
         return replace(said, logprobs=(*said.logprobs[:-1], math.nan))

@@ -9,7 +9,7 @@ from engine_kit import PLAIN, expected_logprobs, ids_of, running, sharp_model
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from agenttrain.config.schema import EngineConfig
-from agenttrain.engine.base import EngineError, Lockstep
+from agenttrain.engine.base import EngineError, ImagesRefused, Lockstep
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.types import Sampling
 
@@ -35,6 +35,16 @@ def test_bad_requests_say_key_value_and_remedy(ids, sampling, message):
                 await engine.generate(ids, sampling, session="a")
 
     asyncio.run(run())
+
+
+def test_images_are_refused_and_a_parent_is_not():
+    async def run():
+        async with running(sharp_model(), max_context=20) as engine:
+            with pytest.raises(ImagesRefused, match=r"session='a': 1 images were sent"):
+                await engine.generate([5], PLAIN, session="a", images=[object()])
+            return await engine.generate([5], PLAIN, session="a", parent="b")
+
+    assert len(asyncio.run(run()).token_ids) == PLAIN.max_tokens
 
 
 def test_a_failing_step_fails_its_requests_and_the_next_ones_go_on():

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineError, ImagesRefused
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.types import Completion, Finish, Sampling
 
@@ -27,6 +27,15 @@ def test_answers_come_by_turn_and_end_at_the_first_stop_id():
         ("b", 0, (1,)),
     ]
     assert engine.sent[0].sampling is STOP
+
+
+def test_images_are_refused_and_a_parent_is_not():
+    engine = ScriptedEngine([[41, 2]])
+    with pytest.raises(ImagesRefused, match=r"session='a': 2 images were sent, and ScriptedEng"):
+        asyncio.run(engine.generate([1], STOP, session="a", images=["first", "second"]))
+    assert engine.sent == []
+    asked = engine.generate([1], STOP, session="child", parent="a")
+    assert asyncio.run(asked).token_ids == (41, 2)
 
 
 def test_the_budget_and_the_context_cut_exactly():

@@ -95,10 +95,10 @@ def test_greedy_is_at_temperature_0_and_sampled_as_configured():
 
 
 class _Failing(ScriptedEngine):
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         if session.endswith("sampled-0-0") or session.endswith("greedy-2-0"):
             raise EngineError("out of memory")
-        return await super().generate(token_ids, sampling, session=session)
+        return await super().generate(token_ids, sampling, session=session, **others)
 
 
 def test_failures_that_are_not_the_models_are_left_out_and_told():

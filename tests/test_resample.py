@@ -137,9 +137,9 @@ def test_the_surplus_does_not_depend_on_who_arrives_first() -> None:
     class LateFirst(ScriptedEngine):
         """Answers later tasks first."""
 
-        async def generate(self, token_ids, sampling, *, session):
+        async def generate(self, token_ids, sampling, *, session, **others):
             await asyncio.sleep(0.02 * (6 - int(session.split("-")[2])))
-            return await super().generate(token_ids, sampling, session=session)
+            return await super().generate(token_ids, sampling, session=session, **others)
 
     engine = LateFirst(parts.script(BYE), max_context=4096)
     assert numbers(drawn({1, 2, 3, 4}, oversample=2.0, engine=engine).trained) == [1, 2, 3]
@@ -156,10 +156,10 @@ def test_a_later_round_may_come_to_nothing_and_the_first_may_not() -> None:
     class Failing(ScriptedEngine):
         """Fails every request of the later rounds."""
 
-        async def generate(self, token_ids, sampling, *, session):
+        async def generate(self, token_ids, sampling, *, session, **others):
             if "-r" in session:
                 raise EngineError("out of memory")
-            return await super().generate(token_ids, sampling, session=session)
+            return await super().generate(token_ids, sampling, session=session, **others)
 
     result = drawn({0, 2}, dynamic_sampling=2, engine=Failing(parts.script(BYE), max_context=4096))
     # the failed groups have no reward; they rank with those of equal ones

@@ -499,7 +499,7 @@ def test_a_release_that_fails_and_a_close_that_hangs_are_told_and_survived():
 class _TimingOut(ScriptedEngine):
     """Fails with an error that is also what a wall-clock limit raises."""
 
-    async def generate(self, token_ids, sampling, *, session):
+    async def generate(self, token_ids, sampling, *, session, **others):
         raise TimeoutError("read timed out")
 
 

@@ -491,8 +491,8 @@ def test_an_engine_error_ends_that_rollout_only():
 class _Splitting(ScriptedEngine):
     """Holds two policy versions during one completion."""
 
-    async def generate(self, token_ids, sampling, *, session):
-        whole = await super().generate(token_ids, sampling, session=session)
+    async def generate(self, token_ids, sampling, *, session, **others):
+        whole = await super().generate(token_ids, sampling, session=session, **others)
         n = len(whole.token_ids)
         return Completion(
             token_ids=whole.token_ids,
@@ -515,8 +515,8 @@ def test_a_completion_across_an_update_is_two_spans_of_one_turn():
 class _Tampering(ScriptedEngine):
     """Changes what it was sent."""
 
-    async def generate(self, token_ids, sampling, *, session):
-        whole = await super().generate(token_ids, sampling, session=session)
+    async def generate(self, token_ids, sampling, *, session, **others):
+        whole = await super().generate(token_ids, sampling, session=session, **others)
         token_ids[0] += 1
         return whole
 

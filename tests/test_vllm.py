@@ -21,7 +21,7 @@ from agenttrain.config.schema import (
     WeightSyncConfig,
     WeightSyncMode,
 )
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineError, ImagesRefused
 from agenttrain.engine.transformers import TransformersEngine
 from agenttrain.training.lora import adapter_weights, add_lora
 from agenttrain.training.weight_sync import StaleWeights, named_weights, sync
@@ -143,11 +143,12 @@ def test_requests(folder: Path) -> None:
             engine.generate([], Sampling(max_tokens=4), session="b"),
             engine.generate(PROMPT * 6, Sampling(max_tokens=4), session="c"),
             engine.generate(PROMPT, Sampling(max_tokens=4, temperature=-1.0), session="d"),
+            engine.generate(PROMPT, Sampling(max_tokens=4), session="e", images=[object()]),
             sample(3),
             return_exceptions=True,
         )
-        assert [type(one) for one in wrong] == [EngineError] * 4 + [Completion]
-        assert wrong[4].token_ids == alone.token_ids
+        assert [type(one) for one in wrong] == [EngineError] * 4 + [ImagesRefused, Completion]
+        assert wrong[5].token_ids == alone.token_ids
 
         waiting = asyncio.create_task(sample(9, tokens=400))
         steps = engine.stats.steps

@@ -39,7 +39,9 @@ class Noisy:
         self.asked: list[tuple[list[int], Sampling]] = []
         self.received: dict[str, torch.Tensor] = {}
 
-    async def generate(self, token_ids: Any, sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, token_ids: Any, sampling: Sampling, *, session: str, **others: Any
+    ) -> Completion:
         self.asked.append((list(token_ids), sampling))
         count = sampling.max_tokens
         return Completion(

@@ -20,6 +20,19 @@ class EngineDead(EngineError):
     """The engine will never serve a request again: the run ends."""
 
 
+class ImagesRefused(EngineError):
+    """Images were sent to an engine that reads token ids alone."""
+
+
+def refuse_images(engine: Engine, images: Sequence[object], session: str) -> None:
+    """Raise ImagesRefused if there are any images, for an engine that cannot read them."""
+    if images:
+        raise ImagesRefused(
+            f"session={session!r}: {len(images)} images were sent, and {type(engine).__name__} "
+            "reads token ids alone. Use rows and tools without images."
+        )
+
+
 class Engine(Protocol):
     """Samples completions of token ids.
 
@@ -30,12 +43,21 @@ class Engine(Protocol):
     """Most tokens (prompt and completion) of one sequence."""
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """Continue `token_ids` by at most `sampling.max_tokens` tokens.
 
-        `session` names the rollout: a later call of the same session extends what it sent and got
-        before, so that its cache can be kept between the turns.
+        `session` names the trajectory: a later call of the same session extends what it sent and
+        got before, so that its cache can be kept between the turns. `parent` is the session that
+        waits for this one, which takes its seat where an engine gives out seats. `images` are those
+        of the placeholders in `token_ids`, in their order; raises ImagesRefused where the engine
+        reads token ids alone.
         """
         ...
 

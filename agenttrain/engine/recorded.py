@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineError, refuse_images
 from agenttrain.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -29,9 +29,16 @@ class RecordedEngine:
         return not self._left
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """The next completion. Raises EngineError when none is left, or it is over the budget."""
+        refuse_images(self, images, session)
         if not self._left:
             raise EngineError(f"{session}: another completion is asked for; no more were recorded")
         completion = self._left.pop(0)

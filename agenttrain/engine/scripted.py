@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineError, refuse_images
 from agenttrain.types import Completion, Finish, Sampling
 
 if TYPE_CHECKING:
@@ -78,13 +78,20 @@ class ScriptedEngine:
         self._turns: dict[str, int] = {}
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """The script's next answer of this session, cut at its first stop id and at the budget.
 
         Raises EngineError where a real engine would, when the script has no answer left, and when
-        an answer ends with neither a stop id nor the budget.
+        an answer ends with neither a stop id nor the budget; ImagesRefused.
         """
+        refuse_images(self, images, session)
         ids = array("q", token_ids)
         if not ids or len(ids) >= self.max_context or sampling.max_tokens < 1:
             raise EngineError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agenttrain.config.schema import EngineConfig
 from agenttrain.engine import sampler
-from agenttrain.engine.base import EngineError
+from agenttrain.engine.base import EngineError, refuse_images
 from agenttrain.engine.decoder import Decoder
 from agenttrain.engine.scheduler import Request, Scheduler
 from agenttrain.engine.worker import EngineStats, Worker
@@ -59,14 +59,22 @@ class TransformersEngine:
         return self._worker.stats
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """As `Engine.generate`; prefills only what the session's cache does not hold.
 
         The budget ends at `max_context`. Raises EngineError for an empty prompt, ids outside of
         the vocabulary, a prompt that leaves no room, a sampling setting out of range, a session
-        that is busy or, in deterministic mode, not expected.
+        that is busy or, in deterministic mode, not expected; ImagesRefused. A `parent` changes
+        nothing: every session has a seat of its own.
         """
+        refuse_images(self, images, session)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         request = self._request(token_ids, sampling, session, partial(_deliver, loop, future))

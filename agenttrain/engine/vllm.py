@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.config.schema import EngineConfig, LoraSettings, WeightSyncMode
-from agenttrain.engine.base import EngineDead, EngineError
+from agenttrain.engine.base import EngineDead, EngineError, refuse_images
 from agenttrain.engine.stepper import Stepper
 from agenttrain.engine.vllm_adapters import load_adapters, split_adapters
 from agenttrain.engine.vllm_driver import Driver, Request, VllmStats, Waiting
@@ -105,12 +105,20 @@ class VllmEngine:
         return self._driver.stats
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """As `Engine.generate`; the prefix cache holds the session's earlier turns.
 
-        Raises EngineError for a request that vLLM refuses, and EngineDead once it died.
+        Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once it
+        died. A `parent` changes nothing: vLLM gives out no seats.
         """
+        refuse_images(self, images, session)
         self._check(token_ids)
         if sampling.grammar is not None and not self._grammars:
             raise EngineError(

@@ -112,12 +112,20 @@ class NotedEngine:
         self.max_context = engine.max_context
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
     ) -> Completion:
         """As the engine's."""
         self._in_flight.asks(self._flight, asks=True)
         try:
-            return await self._engine.generate(token_ids, sampling, session=session)
+            return await self._engine.generate(
+                token_ids, sampling, session=session, parent=parent, images=images
+            )
         finally:
             self._in_flight.asks(self._flight, asks=False)
 

@@ -109,7 +109,7 @@ class Directed:
         self._known: dict[int, int] = defaultdict(int)
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, session: str
+        self, token_ids: Sequence[int], sampling: Sampling, *, session: str, **others: Any
     ) -> Completion:
         """As `Engine.generate`; a session ends with the rollout's group and its number therein."""
         group, sample = map(int, session.split("-")[-2:])
@@ -118,7 +118,7 @@ class Directed:
         self.sent[rollout].append(list(token_ids))
         length = self._plan.lengths[rollout][turn]
         drawn = await self._engine.generate(
-            token_ids, Sampling(max_tokens=length, seed=rollout), session=session
+            token_ids, Sampling(max_tokens=length, seed=rollout), session=session, **others
         )
         assert len(drawn.token_ids) == length
         self.resent += self._known[rollout]
