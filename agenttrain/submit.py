@@ -21,7 +21,6 @@ from rich.syntax import Syntax
 from agenttrain.cli_sweep import new_sweep
 from agenttrain.config.command import RUN_DIR, Command, parse
 from agenttrain.config.compose import Composed, compose_run, hydra_session
-from agenttrain.config.distributed import process_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.folders import check_writable, job_name, run_folder
 from agenttrain.config.schema import RunConfig
@@ -142,12 +141,12 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     if command.saved is not None:
         settings = compose_run(typed.slurm, source).config.slurm
         runs = compose_all(command)
-        _refuse(command.verb, runs[0].config, settings)
+        _refuse(runs[0].config, settings)
         script = _going_on(command, command.saved.absolute(), job_name([], source))
         return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
     combination = _first_of(command)
     first = compose_run([*combination, *typed.slurm], source).config
-    _refuse(command.verb, first, first.slurm)
+    _refuse(first, first.slurm)
     command = replace(command, overrides=[*command.overrides, *_processes(first)])
     nodes = first.slurm.nodes
     meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
@@ -184,9 +183,9 @@ def _first_of(command: Command) -> list[str]:
     return combinations[0]
 
 
-def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
+def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
     config = replace(config, slurm=settings)
-    checks = (slurm_problems(config), submission_problems(config), process_problems(verb, config))
+    checks = (slurm_problems(config), submission_problems(config))
     if found := [problem for check in checks for problem in check]:
         raise ConfigError("\n".join(found))
 
