@@ -22,7 +22,7 @@ from agenttrain.evaluate import limits_of, restricted
 from agenttrain.recorded import EVALUATED, recorded_tasks, step_records
 from agenttrain.rollout.declared import read_declared
 from agenttrain.rollout.demonstration import BadDemonstration
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.recorded import recorded_tools
 from agenttrain.rollout.seeds import seeds_of
 from agenttrain.runs.setup import Components, context_of
@@ -158,18 +158,21 @@ async def replay(
             record, task, tools, environments, over=lambda: engine.exhausted
         )
     seed, group_seed = seeds_of(record["rollout_id"], config.seed)
-    return await run_rollout(
-        task,
+    request = RolloutRequest(
+        task=task,
+        sampling=Sampling(seed=seed),
+        rollout_id=record["rollout_id"],
+        group_id=record["group_id"],
+        group_seed=group_seed,
+    )
+    context = RolloutContext(
         engine=engine,
         chat=components.chat,
         toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
-        sampling=Sampling(seed=seed),
-        rollout_id=record["rollout_id"],
-        group_id=record["group_id"],
         environments=environments,
-        group_seed=group_seed,
     )
+    return await run_rollout(request, context)
 
 
 def difference(

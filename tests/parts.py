@@ -20,7 +20,7 @@ from agenttrain.config.schema import (
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.collect import Collected, Collector, collect
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Sampling, Task
@@ -106,12 +106,13 @@ async def arollout(
     tools = tools or toolbox()
     the_chat = chat()
     done = await run_rollout(
-        task,
-        engine=engine or ScriptedEngine(script(*answers), max_context=max_context),
-        chat=the_chat,
-        toolbox=tools,
-        limits=replace(LIMITS, **limits),
-        sampling=Sampling(),
+        RolloutRequest(task=task),
+        RolloutContext(
+            engine=engine or ScriptedEngine(script(*answers), max_context=max_context),
+            chat=the_chat,
+            toolbox=tools,
+            limits=replace(LIMITS, **limits),
+        ),
     )
     if done.turns:
         verify(done, the_chat, tools.schemas(task.tools))

@@ -27,7 +27,7 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector, NoRollouts
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import StuckTools
 from agenttrain.tracking.json_lines import dumps
@@ -76,14 +76,16 @@ async def arun(
 ) -> Rollout:
     chat, tools = parts.chat(), toolbox()
     done = await run_rollout(
-        the_task or task(),
-        engine=engine or ScriptedEngine(script(*answers)),
-        chat=chat,
-        toolbox=tools,
-        limits=replace(LIMITS, **limits),
-        sampling=Sampling(seed=seed),
-        environments=worlds_,
-        group_seed=group_seed,
+        RolloutRequest(
+            task=the_task or task(), sampling=Sampling(seed=seed), group_seed=group_seed
+        ),
+        RolloutContext(
+            engine=engine or ScriptedEngine(script(*answers)),
+            chat=chat,
+            toolbox=tools,
+            limits=replace(LIMITS, **limits),
+            environments=worlds_,
+        ),
     )
     if done.trajectories[0].spans:
         verify(done, chat, RowTools(done.task, tools, worlds_).schemas)

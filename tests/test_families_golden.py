@@ -12,8 +12,8 @@ from test_families_ledger import real_qwen
 
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import run_rollout
-from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.types import Rollout, Task
 
 
 def multiply_tool(a: int, b: int) -> int:
@@ -49,12 +49,10 @@ def run() -> Rollout:
     tools = toolbox(multiply_tool, add)
     rollout = asyncio.run(
         run_rollout(
-            task,
-            engine=ScriptedEngine([SAMPLED, done]),
-            chat=chat,
-            toolbox=tools,
-            limits=LIMITS,
-            sampling=Sampling(),
+            RolloutRequest(task=task),
+            RolloutContext(
+                engine=ScriptedEngine([SAMPLED, done]), chat=chat, toolbox=tools, limits=LIMITS
+            ),
         )
     )
     verify(rollout, chat, tools.schemas())

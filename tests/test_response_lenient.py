@@ -21,9 +21,8 @@ from agenttrain.chat.response import parse_response
 from agenttrain.chat.specs import load_spec, resolve_spec, spec_of
 from agenttrain.config.model import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tracking.metrics import rollout_metrics
-from agenttrain.types import Sampling
 
 ARGUMENTS = {"a": 3, "b": 4}
 TWICE = json.dumps(json.dumps(ARGUMENTS))
@@ -206,12 +205,13 @@ def test_lenient_calls_run_and_are_counted() -> None:
     answers = [parts.call("add", text) for text in ("{'a': 3, 'b': 4}", '{"a": 1, "b": 2}')]
     rollout = asyncio.run(
         run_rollout(
-            parts.TASK,
-            engine=ScriptedEngine(parts.script(*answers, "Done.<|im_end|>"), max_context=4096),
-            chat=chat,
-            toolbox=parts.toolbox(),
-            limits=LIMITS,
-            sampling=Sampling(),
+            RolloutRequest(task=parts.TASK),
+            RolloutContext(
+                engine=ScriptedEngine(parts.script(*answers, "Done.<|im_end|>"), max_context=4096),
+                chat=chat,
+                toolbox=parts.toolbox(),
+                limits=LIMITS,
+            ),
         )
     )
     assert [result.content for result in rollout.tool_results] == ["7", "3"]

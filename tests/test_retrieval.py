@@ -10,9 +10,9 @@ from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.data.encyclopedia import ALL_PEOPLE
 from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.runs.setup import prepare
-from agenttrain.types import Sampling, StopReason
+from agenttrain.types import StopReason
 
 
 def test_the_experiment_trains_for_two_steps(tmp_path: Path) -> None:
@@ -21,7 +21,9 @@ def test_the_experiment_trains_for_two_steps(tmp_path: Path) -> None:
     assert main([*arguments, f"hydra.run.dir={folder}"]) == 0
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
     lines = (folder / "rollouts" / "step-000002.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["messages"][0]["content"].startswith("Search the encyclopedia")
+    assert json.loads(lines[0])["trajectories"][0]["messages"][0]["content"].startswith(
+        "Search the encyclopedia"
+    )
 
 
 def test_looking_up_twice_earns_the_reward() -> None:
@@ -43,12 +45,10 @@ def test_looking_up_twice_earns_the_reward() -> None:
     engine = ScriptedEngine(script, encode=prepared.tokenizer.encode)
     rollout = asyncio.run(
         run_rollout(
-            task,
-            engine=engine,
-            chat=prepared.chat,
-            toolbox=prepared.toolbox,
-            limits=config.rollout,
-            sampling=Sampling(),
+            RolloutRequest(task=task),
+            RolloutContext(
+                engine=engine, chat=prepared.chat, toolbox=prepared.toolbox, limits=config.rollout
+            ),
         )
     )
     assert rollout.stop_reason is StopReason.stop_tool

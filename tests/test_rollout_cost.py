@@ -24,9 +24,9 @@ from agenttrain.rewards.rubric import Rubric
 from agenttrain.rewards.scorer import Scorer
 from agenttrain.rollout.garbage import YOUNG, _Heap, short_collections
 from agenttrain.rollout.ledger import Readings, verify
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
-from agenttrain.types import LedgerError, Rollout, Sampling
+from agenttrain.types import LedgerError, Rollout
 
 DROP = {"it": OnUnavailable.drop}
 
@@ -37,13 +37,14 @@ def read() -> tuple[Rollout, Readings]:
     answers = script(call("add", '{"a": 3, "b": 4}'), "It is 7.<|im_end|>")
     done = asyncio.run(
         run_rollout(
-            parts.TASK,
-            engine=ScriptedEngine(answers, max_context=4096),
-            chat=parts.chat(),
-            toolbox=toolbox(),
-            limits=LIMITS,
-            sampling=Sampling(),
-            readings=readings,
+            RolloutRequest(task=parts.TASK),
+            RolloutContext(
+                engine=ScriptedEngine(answers, max_context=4096),
+                chat=parts.chat(),
+                toolbox=toolbox(),
+                limits=LIMITS,
+                readings=readings,
+            ),
         )
     )
     assert done.turns == 2

@@ -17,7 +17,7 @@ from parts import LIMITS, call, ids
 from agenttrain.config.schema import OnMalformedCall, ToolLimits
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.ledger import verify
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -26,7 +26,6 @@ from agenttrain.types import (
     Finish,
     Origin,
     Rollout,
-    Sampling,
     StopReason,
     Task,
     ToolUnavailable,
@@ -194,7 +193,8 @@ def play(plan: Plan, runner: asyncio.Runner) -> Rollout:
     )
     rollout = runner.run(
         run_rollout(
-            task, engine=engine, chat=chat, toolbox=tools, limits=limits, sampling=Sampling()
+            RolloutRequest(task=task),
+            RolloutContext(engine=engine, chat=chat, toolbox=tools, limits=limits),
         )
     )
     if rollout.turns:

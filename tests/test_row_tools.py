@@ -18,13 +18,13 @@ from agenttrain.environments.kind import EnvironmentKind
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector
 from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.row_check import RowError, check_collisions, row_tool_sets, tool_sets
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import check_rows
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
-from agenttrain.types import Rollout, RowTool, Sampling, StopReason, Task, ToolContext, ToolError
+from agenttrain.types import Rollout, RowTool, StopReason, Task, ToolContext, ToolError
 
 BYE = "done<|im_end|>"
 NONE = Environments()
@@ -70,12 +70,10 @@ def prompt(done: Rollout) -> str:
 
 async def arun(the_task: Task, *answers: str, tools: Toolbox) -> Rollout:
     return await run_rollout(
-        the_task,
-        engine=ScriptedEngine(script(*answers)),
-        chat=parts.chat(),
-        toolbox=tools,
-        limits=LIMITS,
-        sampling=Sampling(),
+        RolloutRequest(task=the_task),
+        RolloutContext(
+            engine=ScriptedEngine(script(*answers)), chat=parts.chat(), toolbox=tools, limits=LIMITS
+        ),
     )
 
 
@@ -177,13 +175,14 @@ def test_an_environments_method_runs_a_rows_own_tool():
 
     done = asyncio.run(
         run_rollout(
-            row(CITY),
-            engine=ScriptedEngine(script(call("lookup_city", '{"city": "Oslo"}'), BYE)),
-            chat=parts.chat(),
-            toolbox=toolbox(),
-            limits=LIMITS,
-            sampling=Sampling(),
-            environments=Environments({"desk": EnvironmentKind("desk", Desk)}),
+            RolloutRequest(task=row(CITY)),
+            RolloutContext(
+                engine=ScriptedEngine(script(call("lookup_city", '{"city": "Oslo"}'), BYE)),
+                chat=parts.chat(),
+                toolbox=toolbox(),
+                limits=LIMITS,
+                environments=Environments({"desk": EnvironmentKind("desk", Desk)}),
+            ),
         )
     )
     assert done.tool_results[0].content == "lookup_city at the desk"

@@ -25,7 +25,7 @@ from agenttrain.config.sandbox import SandboxSettings
 from agenttrain.config.schema import RunConfig
 from agenttrain.data import code
 from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.interpreter import interpreter
@@ -412,12 +412,16 @@ def test_a_scripted_agent_solves_a_code_task_with_it(
             parts.call("final_answer", '{"answer": "328"}'),
         )
         rollout = await run_rollout(
-            Task(task_id="t", messages=({"role": "user", "content": row["prompt"]},)),
-            engine=ScriptedEngine(answers, encode=parts.ids),
-            chat=parts.chat(),
-            toolbox=toolbox,
-            limits=parts.LIMITS,
-            sampling=Sampling(seed=0),
+            RolloutRequest(
+                task=Task(task_id="t", messages=({"role": "user", "content": row["prompt"]},)),
+                sampling=Sampling(seed=0),
+            ),
+            RolloutContext(
+                engine=ScriptedEngine(answers, encode=parts.ids),
+                chat=parts.chat(),
+                toolbox=toolbox,
+                limits=parts.LIMITS,
+            ),
         )
         # The loop has released the rollout: nothing waits for the run's end.
         assert children() - nothing_is_left == set()

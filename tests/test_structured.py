@@ -27,7 +27,7 @@ from agenttrain.data.source import TaskSource
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.request import grammar_of
 from agenttrain.runs.setup import check_rows
 from agenttrain.types import RowTool, Sampling
@@ -109,12 +109,13 @@ def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
         engine = ScriptedEngine(parts.script(call("add", '{"a": 3, "b": 4}'), "7<|im_end|>"))
         asyncio.run(
             run_rollout(
-                replace(parts.TASK, tools=tools),
-                engine=engine,
-                chat=parts.chat(),
-                toolbox=toolbox(),
-                limits=replace(LIMITS, structured_calls=structured),
-                sampling=Sampling(),
+                RolloutRequest(task=replace(parts.TASK, tools=tools)),
+                RolloutContext(
+                    engine=engine,
+                    chat=parts.chat(),
+                    toolbox=toolbox(),
+                    limits=replace(LIMITS, structured_calls=structured),
+                ),
             )
         )
         return [one.sampling.grammar for one in engine.sent]

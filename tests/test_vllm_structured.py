@@ -22,7 +22,7 @@ from agenttrain.config.schema import EngineConfig, RolloutConfig, VllmSettings, 
 from agenttrain.engine.base import EngineError
 from agenttrain.engine.grammars import grammar_problem
 from agenttrain.rollout.grammar_check import check_grammars
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.request import grammar_of
 from agenttrain.training.weight_sync import named_weights
 from agenttrain.types import AssistantTurn, Completion, Finish, RowTool, Sampling
@@ -263,13 +263,17 @@ def test_a_row_calls_its_own_tools_only(engine: VllmEngine) -> None:
     async def use() -> None:
         async def names(tools, index: int) -> set[str]:
             rollout = await run_rollout(
-                replace(parts.TASK, tools=tools),
-                engine=engine,
-                chat=parts.chat(),
-                toolbox=parts.toolbox(),
-                limits=RolloutConfig(max_turns=3, max_turn_tokens=150, structured_calls=True),
-                sampling=Sampling(seed=index),
-                rollout_id=f"{tools}-{index}",
+                RolloutRequest(
+                    task=replace(parts.TASK, tools=tools),
+                    sampling=Sampling(seed=index),
+                    rollout_id=f"{tools}-{index}",
+                ),
+                RolloutContext(
+                    engine=engine,
+                    chat=parts.chat(),
+                    toolbox=parts.toolbox(),
+                    limits=RolloutConfig(max_turns=3, max_turn_tokens=150, structured_calls=True),
+                ),
             )
             assert rollout.error is None
             assert not any(result.error for result in rollout.tool_results)

@@ -10,23 +10,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from agenttrain.chat.template import Chat
-from agenttrain.config.schema import OnBreak, RolloutConfig
-from agenttrain.engine.base import Engine, Lockstep
+from agenttrain.config.schema import OnBreak
+from agenttrain.engine.base import Lockstep
 from agenttrain.rewards.base import RewardError
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.garbage import short_collections
 from agenttrain.rollout.in_flight import InFlight, Waiting
 from agenttrain.rollout.lag import LoopMonitor
 from agenttrain.rollout.ledger import Readings, verify
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.pace import Pace
 from agenttrain.rollout.prompt import check_room
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.rollout.seeds import derive_seed
 from agenttrain.signals import StopRequest
-from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AgenttrainError,
     LedgerError,
@@ -37,8 +34,8 @@ from agenttrain.types import (
     Task,
 )
 
-Verified = tuple[list[dict[str, Any]], Readings]
-"""Schemas of the tools that a rollout had, and what its completions were parsed as."""
+Schemas = dict[str, list[dict[str, Any]]]
+"""Schemas of the tools that each rollout had, by its id."""
 
 
 class NoRollouts(AgenttrainError):
@@ -55,15 +52,10 @@ class NoRewards(NoRollouts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collector:
-    """What rollouts are made with; between calls it holds nothing, and nothing is in flight."""
+class Collector(RolloutContext):
+    """What rollouts are made with and scored by; between calls nothing of it is in flight."""
 
-    engine: Engine
-    chat: Chat
-    toolbox: Toolbox
     rubric: Rubric
-    limits: RolloutConfig
-    environments: Environments = field(default_factory=Environments)
     stop: StopRequest = field(default_factory=StopRequest)
     """What cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
@@ -138,16 +130,9 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    task: Task
     place: int
-    rollout_id: str
-    group_id: str
-    sample: int
-    seed: int
-    group_seed: int
-    """For environments, the same in the whole group."""
-    prompt_ids: Sequence[int] | None
-    """None: every rollout of the group renders its own."""
+    """Of its task among those of the call."""
+    request: RolloutRequest
 
 
 class _Left(StrEnum):
@@ -180,12 +165,13 @@ async def collect(
     """
     collected = Collected()
     placed = list(zip(range(len(tasks)) if places is None else places, tasks, strict=True))
-    attempts = _plan(collector, placed, samples, seed_path, collected)
+    attempts = _plan(collector, placed, samples, sampling, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
-    verified: dict[str, Verified] = {}
+    schemas: Schemas = {}
+    readings = Readings()
     with short_collections():
         async with LoopMonitor(limit_s, collector.blocking) as monitor:
-            results = await _run_all(collector, attempts, sampling, verified)
+            results = await _run_all(replace(collector, readings=readings), attempts, schemas)
     collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts and not may_be_empty:
@@ -212,7 +198,7 @@ async def collect(
         raise
     for rollout in usable:
         # Once more, after all code that is not ours: what is trained is what was verified.
-        verify(rollout, collector.chat, *verified[rollout.rollout_id])
+        verify(rollout, collector.chat, schemas[rollout.rollout_id], readings)
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
     if collector.rubric.strict and usable and len(unscored) == len(usable):
@@ -251,6 +237,7 @@ def _plan(
     collector: Collector,
     placed: Sequence[tuple[int, Task]],
     samples: int,
+    sampling: Sampling,
     seed_path: tuple[int | str, ...],
     collected: Collected,
 ) -> list[_Attempt]:
@@ -265,14 +252,16 @@ def _plan(
         group_id = f"{name}-{occurrence}"
         attempts += [
             _Attempt(
-                task=task,
                 place=occurrence,
-                rollout_id=f"{group_id}-{sample}",
-                group_id=group_id,
-                sample=sample,
-                seed=derive_seed(*seed_path, occurrence, sample, 0),
-                group_seed=derive_seed(*seed_path, occurrence),
-                prompt_ids=prompt_ids,
+                request=RolloutRequest(
+                    task=task,
+                    sampling=replace(sampling, seed=derive_seed(*seed_path, occurrence, sample, 0)),
+                    rollout_id=f"{group_id}-{sample}",
+                    group_id=group_id,
+                    sample=sample,
+                    group_seed=derive_seed(*seed_path, occurrence),
+                    prompt_ids=prompt_ids,
+                ),
             )
             for sample in range(samples)
         ]
@@ -293,22 +282,22 @@ def _shared_prompt(collector: Collector, task: Task) -> list[int] | None:
 async def _run_all(
     collector: Collector,
     attempts: Sequence[_Attempt],
-    sampling: Sampling,
-    verified: dict[str, Verified],
+    schemas: Schemas,
 ) -> list[Rollout | _Left]:
     engine, at_once = collector.engine, collector.limits.concurrency
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
-        engine.expect([attempt.rollout_id for attempt in attempts])
+        engine.expect([attempt.request.rollout_id for attempt in attempts])
         # The engine admits by its rows; a limit here would keep back rollouts it waits for.
         at_once = len(attempts)
     gate, pace = asyncio.Semaphore(at_once), Pace()
+    paced = replace(collector, pace=pace)
     finished = 0
 
     async def run(attempt: _Attempt) -> Rollout | _Left:
         nonlocal finished
         async with gate:
             await pace.turn()
-            result = await _attempt(collector, attempt, sampling, pace, verified)
+            result = await _attempt(paced, attempt.request, schemas)
         finished += 1
         if collector.progress is not None:
             collector.progress(finished, len(attempts))
@@ -323,39 +312,16 @@ async def _run_all(
 
 
 async def _attempt(
-    collector: Collector,
-    attempt: _Attempt,
-    sampling: Sampling,
-    pace: Pace,
-    verified: dict[str, Verified],
+    collector: Collector, request: RolloutRequest, schemas: Schemas
 ) -> Rollout | _Left:
-    """One rollout with its ledger verified, or why there is none.
-
-    `verified` gets, by rollout id, what `verify` needs to do so again.
-    """
-    readings = Readings()
+    """One rollout with its ledger verified, or why there is none; `schemas` gets its tools'."""
     try:
-        with collector.in_flight.noted(attempt.rollout_id, collector.engine) as engine:
-            rollout = await run_rollout(
-                attempt.task,
-                engine=engine,
-                chat=collector.chat,
-                toolbox=collector.toolbox,
-                limits=collector.limits,
-                sampling=replace(sampling, seed=attempt.seed),
-                rollout_id=attempt.rollout_id,
-                group_id=attempt.group_id,
-                sample=attempt.sample,
-                prompt_ids=attempt.prompt_ids,
-                environments=collector.environments,
-                group_seed=attempt.group_seed,
-                readings=readings,
-                pace=pace,
-            )
+        with collector.in_flight.noted(request.rollout_id, collector.engine) as engine:
+            rollout = await run_rollout(request, replace(collector, engine=engine))
         if rollout.length:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
-            verified[rollout.rollout_id] = tools.schemas, readings
-            verify(rollout, collector.chat, tools.schemas, readings)
+            schemas[rollout.rollout_id] = tools.schemas
+            verify(rollout, collector.chat, tools.schemas, collector.readings)
     except PromptTooLong:
         return _Left.overlong
     except LedgerError:
@@ -370,9 +336,9 @@ def _without_overlong(
 ) -> tuple[list[_Attempt], list[Rollout | _Left]]:
     """What is left without groups that hold an overlong prompt, which are counted."""
     pairs = list(zip(attempts, results, strict=True))
-    overlong = {attempt.group_id for attempt, result in pairs if result is _Left.overlong}
+    overlong = {attempt.place for attempt, result in pairs if result is _Left.overlong}
     collected.overlong += len(overlong)
-    kept = [(attempt, result) for attempt, result in pairs if attempt.group_id not in overlong]
+    kept = [(attempt, result) for attempt, result in pairs if attempt.place not in overlong]
     return [attempt for attempt, _ in kept], [result for _, result in kept]
 
 

@@ -11,29 +11,44 @@ from itertools import chain, groupby
 from agenttrain.chat.template import Chat
 from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span, Trajectory
 
-Place = tuple[int, int]
-"""Index of a trajectory in its rollout, and a turn of it."""
+Place = tuple[str, int, int]
+"""A rollout's id, the index of a trajectory and a turn of it."""
 
 
 @dataclass(slots=True)
 class Readings:
     """What the loop has parsed which ids as, so that `verify` need not parse the same ids again.
 
-    It keeps a digest and not the message, which others may change later.
+    One may serve many rollouts, whose ids differ. It keeps a digest and not the message, which
+    others may change later.
     """
 
     _digests: dict[Place, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
 
     def note(
-        self, place: Place, token_ids: tuple[int, ...], message: Message, *, after: str
+        self,
+        trajectory: Trajectory,
+        token_ids: tuple[int, ...],
+        message: Message,
+        *,
+        turn: int,
+        after: str,
     ) -> None:
-        """Note that `token_ids`, sampled after a message of the role `after`, parse to this."""
+        """Note what `token_ids` parse to, sampled in `turn` after a message of role `after`."""
+        place = trajectory.rollout_id, trajectory.index, turn
         self._digests[place] = token_ids, after, _digest(message)
 
     def confirm(
-        self, place: Place, token_ids: tuple[int, ...], message: Message, *, after: str
+        self,
+        trajectory: Trajectory,
+        token_ids: tuple[int, ...],
+        message: Message,
+        *,
+        turn: int,
+        after: str,
     ) -> bool:
         """Return whether exactly this was noted; where it was not, the ids have to be parsed."""
+        place = trajectory.rollout_id, trajectory.index, turn
         return self._digests.get(place) == (token_ids, after, _digest(message))
 
 
@@ -70,8 +85,8 @@ def _verify(
         )
     for spans, (message, after) in zip(turns, spoken, strict=True):
         token_ids = _check_end(trajectory, spans, chat)
-        place = trajectory.index, spans[0].turn
-        if not readings.confirm(place, token_ids, message, after=after):
+        turn = spans[0].turn
+        if not readings.confirm(trajectory, token_ids, message, turn=turn, after=after):
             _check_message(trajectory, spans, message, chat, schemas, after)
 
 

@@ -45,47 +45,78 @@ from agenttrain.types import (
     ToolError,
     ToolResult,
     ToolUnavailable,
-    Trajectory,
 )
 
 
-async def run_rollout(
-    task: Task,
-    *,
-    engine: Engine,
-    chat: Chat,
-    toolbox: Toolbox,
-    limits: RolloutConfig,
-    sampling: Sampling,
-    rollout_id: str = "rollout",
-    group_id: str = "",
-    sample: int = 0,
-    prompt_ids: Sequence[int] | None = None,
-    environments: Environments | None = None,
-    group_seed: int = 0,
-    readings: Readings | None = None,
-    pace: Pace | None = None,
-) -> Rollout:
-    """Run one rollout of `task` to its end; `sampling.seed` is the rollout's own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One rollout to make: the task, its names and its seeds."""
 
-    `prompt_ids` saves rendering a prompt that the rollouts of a group share; `group_seed` is for
-    environments, the same in all of them; `readings` notes what completions were parsed as, for
-    `ledger.verify`; `pace` is shared by the rollouts in flight. Raises PromptTooLong when the
-    prompt leaves no room to sample, before anything is sampled, ValueError for tools or an
-    environment that are not there, RewardError when the environment's reward fails; EngineDead;
-    StuckTools; and ToolUnavailable where `limits.on_tool_failure` is `error`.
+    task: Task
+    sampling: Sampling = field(default_factory=Sampling)
+    """How every turn is sampled; `seed` is the rollout's own, `max_tokens` is set for each turn."""
+    rollout_id: str = "rollout"
+    """Unique among the rollouts in flight: engines and tools keep what is a rollout's by it."""
+    group_id: str = ""
+    sample: int = 0
+    """Position in the group, 0 … G-1."""
+    group_seed: int = 0
+    """For the environment: the same in all rollouts of a group."""
+    prompt_ids: Sequence[int] | None = None
+    """The prompt, where the rollouts of a group share its rendering; None: it is rendered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What rollouts are made with: the same for all that are in flight together."""
+
+    engine: Engine
+    chat: Chat
+    toolbox: Toolbox
+    limits: RolloutConfig = field(default_factory=RolloutConfig)
+    environments: Environments = field(default_factory=Environments)
+    pace: Pace | None = None
+    """Shared by the rollouts in flight on one event loop; None: this rollout is the only one."""
+    readings: Readings | None = None
+    """Takes in what completions are parsed as, so that `ledger.verify` need not parse them again;
+    None: it parses all."""
+
+
+async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollout:
+    """Run one rollout to its end.
+
+    Example::
+
+        context = RolloutContext(
+            engine=ScriptedEngine(["It is 7."], encode=tokenizer.encode),
+            chat=load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig()),
+            toolbox=Toolbox({}),
+        )
+        task = Task(task_id="sum", messages=({"role": "user", "content": "What is 3 + 4?"},))
+        rollout = await run_rollout(RolloutRequest(task=task), context)
+        assert rollout.trajectories[0].messages[-1]["content"] == "It is 7."
+
+    Raises PromptTooLong when the prompt leaves no room to sample, before anything is sampled,
+    ValueError for tools or an environment that are not there, RewardError when the environment's
+    reward fails; EngineDead; StuckTools; and ToolUnavailable where `limits.on_tool_failure` is
+    `error`.
     """
-    rollout = Rollout(task=task, rollout_id=rollout_id, group_id=group_id, sample=sample)
-    environments = environments or Environments()
+    rollout = Rollout(
+        task=request.task,
+        rollout_id=request.rollout_id,
+        group_id=request.group_id,
+        sample=request.sample,
+    )
+    limits, environments = context.limits, context.environments
     started = time.perf_counter()
     episode: Episode | None = None
     try:
-        episode = await begin(rollout, environments, seed=sampling.seed, group_seed=group_seed)
-        tools = RowTools(task, toolbox, environments, episode)
-        append_prompt(rollout, engine, chat, tools, prompt_ids)
-        noted, pace = readings or Readings(), pace or Pace()
-        loop = _Loop(rollout, engine, chat, tools, limits, sampling, episode, noted, pace)
-        await _within(loop, limits.timeout_s)
+        episode = await begin(
+            rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
+        )
+        tools = RowTools(request.task, context.toolbox, environments, episode)
+        append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
+        await _within(_Loop(rollout, request, context, tools, episode), limits.timeout_s)
         await score(rollout, episode)
     except EngineDead:
         raise
@@ -97,10 +128,10 @@ async def run_rollout(
         rollout.seconds = time.perf_counter() - started
         # The engine first: others may wait for this row, and closing can take its time.
         try:
-            await engine.release(rollout_id)
+            await context.engine.release(request.rollout_id)
         finally:
             try:
-                await toolbox.release(rollout_id)
+                await context.toolbox.release(request.rollout_id)
             finally:
                 await end(rollout, episode)
     return rollout
@@ -118,26 +149,25 @@ async def _within(loop: _Loop, limit_s: float | None) -> None:
         loop.rollout.stop_reason = StopReason.timeout
 
 
-@dataclass(slots=True)
 class _Loop:
-    rollout: Rollout
-    engine: Engine
-    chat: Chat
-    tools: RowTools
-    limits: RolloutConfig
-    sampling: Sampling
-    episode: Episode | None
-    readings: Readings
-    pace: Pace
-    _calls_made: list[ToolCall] = field(default_factory=list)
-    _task: Task | None = None
-    """The task as tools see it: theirs to change."""
-    trajectory: Trajectory = field(init=False)
-    _prompt_length: int = field(init=False)
+    """The turns of one rollout, in its first trajectory."""
 
-    def __post_init__(self) -> None:
-        self.trajectory = self.rollout.trajectories[0]
+    def __init__(
+        self,
+        rollout: Rollout,
+        request: RolloutRequest,
+        context: RolloutContext,
+        tools: RowTools,
+        episode: Episode | None,
+    ) -> None:
+        self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
+        self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
+        self.pace, self.readings = context.pace or Pace(), context.readings
+        self.trajectory = rollout.trajectories[0]
         self._prompt_length = self.trajectory.prompt_length
+        self._calls_made: list[ToolCall] = []
+        # The task as tools see it: theirs to change.
+        self._task: Task | None = None
 
     async def run(self) -> None:
         """Turns until the rollout has a stop reason."""
@@ -158,7 +188,8 @@ class _Loop:
         number, after = trajectory.turns - 1, trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
         message = turn.message()
-        self.readings.note((trajectory.index, number), ids, message, after=after)
+        if self.readings is not None:
+            self.readings.note(trajectory, ids, message, turn=number, after=after)
         trajectory.messages.append(message)
         return turn
 
@@ -177,7 +208,12 @@ class _Loop:
     async def _sample(self, budget: int) -> Completion:
         sent = self.trajectory.token_ids
         sampling = turn_sampling(
-            self.sampling, self.trajectory, self.chat, self.tools, self.limits, budget=budget
+            self.request.sampling,
+            self.trajectory,
+            self.chat,
+            self.tools,
+            self.limits,
+            budget=budget,
         )
         session = self.rollout.rollout_id
         completion = await self.engine.generate(sent, sampling, session=session)

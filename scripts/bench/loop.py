@@ -27,10 +27,10 @@ from agenttrain.chat.template import Chat
 from agenttrain.config.model_path import model_folder
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig, RolloutConfig
 from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.base import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import Finish, Origin, Rollout, Sampling, Task
+from agenttrain.types import Finish, Origin, Rollout, Task
 
 TURNS = 16
 CALL = (
@@ -74,13 +74,10 @@ async def turn_us(chat: Chat, toolbox: Toolbox, history: int, repeats: int) -> f
         engine = ScriptedEngine(lambda *_: call, max_context=10**7)
         started = time.perf_counter()
         await run_rollout(
-            task,
-            engine=engine,
-            chat=chat,
-            toolbox=toolbox,
-            limits=replace(limits, max_turns=turns),
-            sampling=Sampling(),
-            prompt_ids=prompt,
+            RolloutRequest(task=task, prompt_ids=prompt),
+            RolloutContext(
+                engine=engine, chat=chat, toolbox=toolbox, limits=replace(limits, max_turns=turns)
+            ),
         )
         return time.perf_counter() - started
 
