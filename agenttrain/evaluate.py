@@ -111,7 +111,7 @@ class Evaluator(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TaskEvaluator:
     """Evaluates by rollouts of the first `eval.questions` test tasks."""
 

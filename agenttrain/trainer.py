@@ -50,7 +50,7 @@ class RunContext(Protocol):
         ...
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where a step's rollouts come from."""
 
     phase: str
@@ -85,7 +85,7 @@ class Trainer:
 
     config: RunConfig
     run: RunContext
-    source: Source
+    source: BatchSource
     policy: Policy
     evaluator: Evaluator
     checkpoints: Checkpoints

@@ -26,7 +26,7 @@ from agenttrain.config.mcp_server import without_password
 from agenttrain.config.saved import done_steps
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import Evidence
-from agenttrain.evaluate import Best, Evaluation, LossEvaluator, TaskEvaluator, from_json
+from agenttrain.evaluate import Best, Evaluation, Evaluator, LossEvaluator, TaskEvaluator, from_json
 from agenttrain.guards import Guards
 from agenttrain.rollout.collect import Collected, NoRewards, unrewarded
 from agenttrain.rollout.deal import Costs
@@ -49,7 +49,7 @@ from agenttrain.tracking.run_folder import (
 from agenttrain.tracking.silent import Silent
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.tracking.trackio_sink import dashboard_command
-from agenttrain.trainer import Trainer
+from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import CheckpointError, Checkpoints, NotWritten
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import sync
@@ -489,9 +489,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
                 policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
             )
     run.tracker = stack.enter_context(run.make_tracker(done))
-    parts: dict[str, Any]
+    source: BatchSource
+    evaluator: Evaluator
     if collector is None:
-        demonstrations = Demonstrations(
+        source = demonstrations = Demonstrations(
             config=config,
             demonstrator=components.demonstrator,
             tasks=components.train_tasks,
@@ -505,34 +506,30 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
             policy=policy,
             world=world,
         )
-        parts = {"source": demonstrations, "evaluator": evaluator}
     else:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
-        progress = run.tracker.progress.rollouts
-        rollouts = RolloutSource(
+        source = rollouts = RolloutSource(
             config=config,
-            collector=replace(collector, stop=run.stop, progress=progress),
+            collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
             tasks=components.train_tasks,
             curriculum=curriculum_of(config, components.train_tasks),
             peers=world,
             costs=Costs(config.eval.group_by),
         )
-        parts = {
-            "source": rollouts,
-            "evaluator": TaskEvaluator(
-                config=config, source=rollouts, tasks=components.test_tasks, world=world
-            ),
-            "guards": Guards(config=config.guards),
-            "best": Best(),
-        }
+        evaluator = TaskEvaluator(
+            config=config, source=rollouts, tasks=components.test_tasks, world=world
+        )
     trainer = Trainer(
         config=config,
         run=run,
+        source=source,
         policy=policy,
+        evaluator=evaluator,
         engine=engine,
         checkpoints=checkpoints,
+        guards=None if supervised else Guards(config=config.guards),
+        best=None if supervised else Best(),
         probed=probed,
-        **parts,
     )
     if state is not None:
         trainer.load_state_dict(state)
