@@ -14,7 +14,6 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -77,9 +76,6 @@ from agenttrain.submit import submit
 from agenttrain.sweep.compare import compare
 from agenttrain.sweep.process import end_with_sweep
 from agenttrain.sweep.record import is_job
-
-if TYPE_CHECKING:
-    from agenttrain.data.source import TaskSource
 
 RUNNING_VERBS = ("train", "sft", "eval")
 """Those whose runs a sweep may have."""
@@ -368,13 +364,7 @@ def _tools(arguments: Sequence[str]) -> int:
 
     options, overrides = show_tools.parse(arguments)
     composed = _only(parse(overrides), "tools -m: shows the tools of one run")
-
-    def rows() -> TaskSource:
-        from agenttrain.check import splits_of
-
-        return splits_of(composed.config).train
-
-    return show_tools.show(composed.config, options, rows)
+    return show_tools.show(composed.config, options)
 
 
 def _templates(arguments: Sequence[str]) -> int:

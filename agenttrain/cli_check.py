@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agenttrain.config.command import Command
@@ -69,12 +69,12 @@ def _certify_all(runs: Sequence[Composed]) -> bool:
     """Print each template's certificate once, and check what every run is made of, as it does
     itself before it loads weights; whether all certificates passed. Raises ConfigError."""
     # Tokenizers and torch come with these.
-    from agenttrain.build import complete, verify_model
-    from agenttrain.check import Certified, certified, overlong, told
-    from agenttrain.fingerprints import check_resumed
+    from agenttrain.runs.fingerprints import check_resumed
+    from agenttrain.runs.loading import verify_model
+    from agenttrain.runs.setup import Components, complete, overlong_notes
     from agenttrain.types import AgenttrainError
 
-    shown: dict[str, Certified] = {}
+    shown: dict[str, Components] = {}
     checked: set[str] = set()
     for config in (run.config for run in runs):
         structured = config.rollout.structured_calls
@@ -85,19 +85,29 @@ def _certify_all(runs: Sequence[Composed]) -> bool:
             first = key not in shown
             if first:
                 verify_model(config)
-                shown[key] = certified(config)
+                shown[key] = Components(config)
                 print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
             if not shown[key].certificate.passed or whole in checked:
                 continue
             checked.add(whole)
-            prepared = complete(config, shown[key])
+            components = shown[key].with_config(config)
+            complete(components)
             if first:
-                notes = (*prepared.data_notes, *overlong(config, prepared.lengths))
-                print("\n".join((told(prepared.lengths), *notes)))
-            check_resumed(config, prepared)
+                notes = (*components.tasks.notes, *overlong_notes(components))
+                print("\n".join((_prompts(components.prompt_lengths), *notes)))
+            check_resumed(components)
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-    return all(found.certificate.passed for found in shown.values())
+    return all(components.certificate.passed for components in shown.values())
+
+
+def _prompts(lengths: Mapping[str, Sequence[int]]) -> str:
+    parts = [
+        f"the first {len(tokens)} of {key} have {min(tokens)} to {max(tokens)} tokens"
+        for key, tokens in lengths.items()
+        if tokens
+    ]
+    return f"prompts        {'; '.join(parts) or 'given by the environment'}"
 
 
 def _hint(command: Command, runs: Sequence[Composed]) -> str | None:

@@ -139,7 +139,7 @@ def view(arguments: Sequence[str]) -> int:
         check_writable(folder / "rollouts", f"view {folder}", remedy)
     else:
         _check_new_file(to)
-    from agenttrain.launch import write_page
+    from agenttrain.runs.report import write_page
 
     print(write_page(composed.config, folder, step, Path(to) if to else None))
     return 0

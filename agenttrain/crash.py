@@ -40,13 +40,6 @@ TENSORS = (
 """Tensors of a Row."""
 
 
-@dataclass(slots=True)
-class Seen:
-    """The results of a step so far."""
-
-    rollouts: Sequence[Rollout] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Writes the crash bundles of one run.
@@ -61,15 +54,18 @@ class Evidence:
     checkpoints: Checkpoints
 
     @contextmanager
-    def of(self, step: int) -> Iterator[Seen]:
-        """Leave a bundle for an error that stops the step; the error says where, and goes on."""
-        seen = Seen()
+    def of(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
+        """Within, an error that stops the step leaves a bundle, whose path is added to its message.
+
+        `rollouts` are those of the step so far; a RewardError has its own.
+        """
         try:
-            yield seen
+            yield
         except (NotFinite, RewardError) as error:
             if isinstance(error, RewardError) and not error.rollouts:
                 raise  # an environment's own reward: without its state there is nothing to do again
-            rollouts = error.rollouts if isinstance(error, RewardError) else seen.rollouts
+            if isinstance(error, RewardError):
+                rollouts = error.rollouts
             error.args = (f"{error}. {self._write(step, error, rollouts)}",)
             raise
 

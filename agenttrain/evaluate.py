@@ -1,20 +1,23 @@
-"""Rollouts without updates: how good is the policy on held-out tasks?"""
+"""Evaluation without updates: how good is the policy on held-out tasks, or at held-out rows?"""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import mean
-from typing import Any
+from typing import Any, Protocol
 
-from agenttrain.config.schema import EvalConfig, RolloutConfig
+from agenttrain.config.schema import EvalConfig, RolloutConfig, RunConfig
+from agenttrain.data.source import TaskSource
 from agenttrain.rollout.collect import Collected, Collector, may_be_scored, unrewarded
 from agenttrain.rollout.deal import Costs
 from agenttrain.rollout.peers import collect_share, merge
+from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.tracking.estimate import Estimate, mean_estimate, pass_at_k
 from agenttrain.tracking.metrics import solved
+from agenttrain.training.policy import Policy
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, RowTool, Sampling, Task
 
@@ -68,6 +71,115 @@ class Evaluation(Scores):
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutLoss:
+    """The cross entropy of the policy on rows that are not trained on."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    conversations: int
+    label: str = "held_out"
+    rollouts: Sequence[Rollout] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return flat figures: ``{"loss": 0.21, "tokens": 5210, "conversations": 100}``."""
+        return {
+            "loss": self.loss,
+            "tokens": float(self.tokens),
+            "conversations": float(self.conversations),
+        }
+
+
+class Evaluator(Protocol):
+    """Evaluates the policy of a run."""
+
+    title: str
+    """Name of what it does."""
+
+    @property
+    def questions(self) -> int:
+        """Number of tasks or rows; 0: there is nothing to evaluate on."""
+        ...
+
+    async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
+        """Evaluate the policy as it is now, all processes together."""
+        ...
+
+    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
+        """Return an evaluation for summary.json."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskEvaluator:
+    """Evaluates by rollouts of the first `eval.questions` test tasks."""
+
+    config: RunConfig
+    source: RolloutSource
+    tasks: TaskSource
+    world: World = field(default_factory=World)
+    title: str = "evaluation"
+
+    @property
+    def questions(self) -> int:
+        """Number of tasks."""
+        return min(self.config.eval.questions, len(self.tasks))
+
+    async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
+        """Return the sampled evaluation and, if `eval.greedy`, a greedy one."""
+        return await evaluate(
+            self.source.collector,
+            self.tasks.tasks(0, self.questions),
+            self.config.eval,
+            seed=self.config.seed,
+            world=self.world,
+            costs=self.source.costs.copy(),
+        )
+
+    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
+        """Return an evaluation for summary.json."""
+        return to_json([e for e in evaluations if isinstance(e, Evaluation)])
+
+
+@dataclass(slots=True, kw_only=True)
+class LossEvaluator:
+    """Evaluates by the loss on the first `eval.questions` test rows."""
+
+    config: RunConfig
+    source: Demonstrations
+    tasks: TaskSource
+    policy: Policy
+    world: World = field(default_factory=World)
+    title: str = "held-out loss"
+    _rollouts: list[Rollout] | None = None
+    """This process's share of the rows, once they were made."""
+
+    @property
+    def questions(self) -> int:
+        """Number of rows."""
+        return min(self.config.eval.questions, len(self.tasks))
+
+    async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
+        """Return the loss, averaged over the tokens of all processes; nothing without a row."""
+        if self._rollouts is None:
+            self._rollouts = self.source.demonstrate(self.tasks, 0, self.questions).rollouts
+        conversations = int(self.world.sum(len(self._rollouts), "the held-out rows"))
+        if conversations == 0:
+            return []
+        with self.world.collective("the held-out loss"):
+            logprobs = self.policy.logprobs(self._rollouts)
+        total = sum(float(logprobs_S.double().sum()) for logprobs_S in logprobs.values())
+        total = self.world.sum(total, "the held-out loss")
+        tokens = sum(logprobs_S.numel() for logprobs_S in logprobs.values())
+        tokens = int(self.world.sum(tokens, "the held-out tokens"))
+        return [HeldOutLoss(loss=-total / tokens, tokens=tokens, conversations=conversations)]
+
+    def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
+        """Return an evaluation for summary.json."""
+        return evaluations[0].metrics() if evaluations else {}
+
+
 def _flat(name: str, found: Estimate) -> dict[str, float]:
     return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
@@ -84,9 +196,12 @@ class Best:
         """Steps that the policy had done."""
         return None if self.found is None else self.found["step"]
 
-    def look(self, step: int, evaluations: Sequence[Scores]) -> bool:
+    def look(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
         """Whether these are better than all before; of equals the first stays."""
-        reward = evaluations[0].reward
+        first = evaluations[0]
+        if not isinstance(first, Scores):
+            return False
+        reward = first.reward
         if math.isnan(reward.mean) or (self.found and reward.mean <= self.found["reward"]):
             return False
         ends = {"low": reward.low, "high": reward.high, "n": reward.n}
@@ -244,7 +359,7 @@ def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
         found["questions"] = evaluation.questions
         found[f"reward{suffix}"] = evaluation.reward.mean
         found |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
-    kept = [field.name for field in fields(Scores)]
+    kept = [one.name for one in fields(Scores)]
     found["scores"] = [
         {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in kept}
         for e in evaluations

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agenttrain.check import rubric_of
 from agenttrain.config.arithmetic import arithmetic
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
@@ -14,6 +13,7 @@ from agenttrain.data.build import Splits
 from agenttrain.data.find import find_tasks
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.declared import read_declared
+from agenttrain.runs.setup import rubric_of
 from agenttrain.tracking.rollouts_file import read_step
 from agenttrain.types import RowTool, Task
 

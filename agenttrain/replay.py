@@ -14,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agenttrain.check import ChatTools, chat_and_tools, splits_of
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import OnToolFailure, RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.engine.recorded import RecordedEngine
 from agenttrain.evaluate import limits_of, restricted
 from agenttrain.recorded import EVALUATED, recorded_tasks, step_records
-from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.declared import read_declared
-from agenttrain.rollout.demonstration import BadDemonstration, Demonstrator
+from agenttrain.rollout.demonstration import BadDemonstration
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.recorded import recorded_tools
 from agenttrain.rollout.seeds import seeds_of
-from agenttrain.show_data import context_of
+from agenttrain.runs.setup import Components, context_of
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_file import rollout_record
 from agenttrain.tracking.rollouts_read import completions
@@ -52,11 +50,11 @@ def replay_rollouts(
     """
     said = f"replay {folder}"
     records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
-    declared = None if live else read_declared(folder)
-    found = chat_and_tools(config, *(declared or build_tools(config)))
+    components = Components(config, tools=None if live else read_declared(folder))
+    _ = components.chat  # built first: an error in it is reported before one in the data
     if read_summary(folder).get("verb") == "sft":
-        return _print_all(records, _demonstrations(config, found, records), step)
-    tasks = recorded_tasks(config, splits_of(config), records, step)
+        return _print_all(records, _demonstrations(components, records), step)
+    tasks = recorded_tasks(config, components.tasks, records, step)
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
         raise ConfigError(
@@ -64,23 +62,15 @@ def replay_rollouts(
             "a replay needs the rows that the run had"
         )
     if step == EVALUATED:
-        tasks = {name: _evaluated(task, config, found) for name, task in tasks.items()}
+        tasks = {name: _evaluated(task, components) for name, task in tasks.items()}
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
-    differences = asyncio.run(_replay_all(config, found, records, tasks, live=live))
+    differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
 
 
-def _demonstrations(
-    config: RunConfig, found: ChatTools, records: Sequence[Record]
-) -> list[str | None]:
+def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:
     """Make the demonstrations of a supervised step anew from their rows; where each differs."""
-    source = splits_of(config).train
-    demonstrate = Demonstrator(
-        chat=found.chat,
-        toolbox=found.toolbox,
-        limits=config.rollout,
-        environments=found.environments,
-    )
+    source, demonstrate = components.train_tasks, components.demonstrator
     differences: list[str | None] = []
     for record in records:
         # The id begins with the row's place: `7/demonstrations/7`.
@@ -95,7 +85,7 @@ def _demonstrations(
         except BadDemonstration as error:
             differences.append(f"rollout {record['rollout_id']}: DIFFERS: {error}")
         else:
-            differences.append(difference(record, rollout, found.chat.decode))
+            differences.append(difference(record, rollout, components.chat.decode))
     return differences
 
 
@@ -109,10 +99,12 @@ def _print_all(records: Sequence[Record], differences: Sequence[str | None], ste
     return int(same < len(records))
 
 
-def _evaluated(task: Task, config: RunConfig, found: ChatTools) -> Task:
+def _evaluated(task: Task, components: Components) -> Task:
     """The task as an evaluation had it."""
-    methods = found.environments.toolbox_of(found.environments.kind_of(task))
-    return restricted(task, config.eval.tools, (*found.toolbox.names, *methods.names))
+    environments = components.environments
+    methods = environments.toolbox_of(environments.kind_of(task))
+    declared = (*components.toolbox.names, *methods.names)
+    return restricted(task, components.config.eval.tools, declared)
 
 
 def _chosen(
@@ -130,7 +122,7 @@ def _chosen(
 
 async def _replay_all(
     config: RunConfig,
-    found: ChatTools,
+    components: Components,
     records: Sequence[Record],
     tasks: Mapping[str, Task],
     *,
@@ -140,28 +132,27 @@ async def _replay_all(
         return [
             difference(
                 record,
-                await replay(record, tasks[record["rollout_id"]], config, found, live=live),
-                found.chat.decode,
+                await replay(record, tasks[record["rollout_id"]], config, components, live=live),
+                components.chat.decode,
             )
             for record in records
         ]
     finally:
-        await found.toolbox.aclose()
-        await found.environments.aclose()
+        await components.aclose()
 
 
 async def replay(
-    record: Record, task: Task, config: RunConfig, found: ChatTools, *, live: bool
+    record: Record, task: Task, config: RunConfig, components: Components, *, live: bool
 ) -> Rollout:
     """The rollout that the loop makes of a record's completions and tool results.
 
     `live`: an environment is reset with the seeds that it had.
     """
     engine = RecordedEngine(
-        completions(record, found.chat.stop_token_ids),
+        completions(record, components.chat.stop_token_ids),
         max_context=context_of(config) or sys.maxsize,
     )
-    tools, environments = found.toolbox, found.environments
+    tools, environments = components.toolbox, components.environments
     if not live:
         tools, environments = recorded_tools(
             record, task, tools, environments, over=lambda: engine.exhausted
@@ -176,7 +167,7 @@ async def replay(
     )
     context = RolloutContext(
         engine=engine,
-        chat=found.chat,
+        chat=components.chat,
         toolbox=tools,
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         environments=environments,

@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agenttrain.build import make_policy
-from agenttrain.check import splits_of
+from agenttrain.algorithms.metrics import Averages
 from agenttrain.config.schema import RunConfig
 from agenttrain.crash import read_batch
 from agenttrain.recorded import recorded_rubric, recorded_tasks, step_records
 from agenttrain.rewards.base import RewardError
+from agenttrain.runs.loading import make_policy
+from agenttrain.runs.setup import Components
 from agenttrain.tracking.rollouts_file import step_path
 from agenttrain.tracking.rollouts_read import read_rollout
+from agenttrain.trainer import update_once
 from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.types import NotFinite, Rollout, Task
@@ -57,7 +59,7 @@ def _logprobs(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
 
 def _reward(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
     records = step_records(bundle, crash["step"], f"replay {bundle}")
-    tasks = recorded_tasks(config, splits_of(config), records, crash["step"])
+    tasks = recorded_tasks(config, Components(config).tasks, records, crash["step"])
     rubric = recorded_rubric(config, bundle, records, tasks.values())
     asyncio.run(rubric.score(_rollouts(bundle, crash["step"], tasks)))
 
@@ -68,7 +70,11 @@ def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
 
 def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
     policy = _policy(config, bundle)
-    policy.retry(read_batch(bundle, _rollouts(bundle, crash["step"], {})))
+    rows = read_batch(bundle, _rollouts(bundle, crash["step"], {}))
+    with policy.ready():
+        minibatch = policy.minibatch(rows)
+        if minibatch is not None:
+            update_once(policy, minibatch, Averages())
 
 
 def _policy(config: RunConfig, bundle: Path) -> Any:

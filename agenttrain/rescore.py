@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from agenttrain.check import splits_of, tokenizer_and_chat
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.recorded import recorded_rubric, recorded_tasks, step_records, written_steps
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import may_be_scored
+from agenttrain.runs.setup import Components, chat_of
 from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.rollouts_read import read_rollout
 from agenttrain.tracking.run_folder import write_atomically
@@ -56,11 +56,14 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     said = f"rescore {folder}"
     steps = written_steps(folder, said) if step is None else [step]
     recorded = {number: step_records(folder, number, said) for number in steps}
-    splits = splits_of(config)
-    tasks = {n: recorded_tasks(config, splits, records, n) for n, records in recorded.items()}
+    components = Components(config)
+    tasks = {
+        n: recorded_tasks(config, components.tasks, records, n) for n, records in recorded.items()
+    }
     everyone = chain(*(found.values() for found in tasks.values()))
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), everyone)
-    _, chat = tokenizer_and_chat(config, tools=bool(config.tools or config.environment))
+    # No tool is built, or started, for a rollout that is only scored again.
+    chat = chat_of(config, components.tokenizer, tools=bool(config.tools or config.environment))
     rows: list[Rescored] = []
     for number, records in recorded.items():
         known = tasks[number]

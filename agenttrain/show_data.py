@@ -10,14 +10,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NoReturn
 
-from agenttrain.check import (
-    Certified,
-    certified,
-    check_rows,
-    context_of,
-    rewards_of,
-    splits_of,
-)
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.data.build import Splits
@@ -25,6 +17,7 @@ from agenttrain.data.required import column_names
 from agenttrain.data.source import LOOKED_AT, TaskSource
 from agenttrain.rollout.episode import begin, end
 from agenttrain.rollout.seeds import derive_seed
+from agenttrain.runs.setup import Components, context_of
 from agenttrain.types import AgenttrainError, Rollout, Task
 
 MEASURED = 500
@@ -64,36 +57,35 @@ def show(config: RunConfig, options: Options) -> int:
     A run refuses a template without its certificate and a reward without its columns.
     """
     try:
-        components = certified(config)
-        tasks = splits_of(config)
-        rewards = rewards_of(config, components, check_rows(components, tasks.by_key)).columns
-        context = context_of(config)
-        for line in _summary(tasks, components, config, context):
+        components = Components(config)
+        certificate, tasks = components.certificate, components.tasks
+        rewards = components.rubric.columns
+        for line in _summary(components, context_of(config)):
             print(line)
         reward_lines = list(_rewards(rewards, tasks))
         print("\n".join(reward_lines))
         shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
-        for task in asyncio.run(_begun(shown, components, config.seed)):
-            ids = prompt_ids(task, components)
+        for task in asyncio.run(_begun(shown, components)):
+            ids = components.prompt_ids(task)
             later = "".join(f"\n(later) {text}" for text in task.user_turns)
             rule = f"── task {task.task_id}, {len(ids)} tokens "
             line = "─" * max(100 - len(rule), 2)
             print(f"\n{rule}{line}\n{components.chat.decode(ids)}{later}")
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if not components.certificate.passed:
+    if not certificate.passed:
         print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
     refused = any(line.endswith("MISSING") for line in reward_lines)
-    return int(refused or not components.certificate.passed)
+    return int(refused or not certificate.passed)
 
 
-async def _begun(tasks: Sequence[Task], components: Certified, seed: int) -> list[Task]:
+async def _begun(tasks: Sequence[Task], components: Components) -> list[Task]:
     """Return the tasks with the prompts that their rollouts begin with: an environment's reset may
     give a part of them, or all.
 
     Raises ToolUnavailable where it fails, or where nobody asks anything.
     """
-    begun = []
+    begun, seed = [], components.config.seed
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
@@ -102,14 +94,12 @@ async def _begun(tasks: Sequence[Task], components: Certified, seed: int) -> lis
             begun.append(rollout.task)
             await end(rollout, episode)
     finally:
-        await components.toolbox.aclose()
-        await components.environments.aclose()
+        await components.aclose()
     return begun
 
 
-def _summary(
-    tasks: Splits, components: Certified, config: RunConfig, context: int | None
-) -> Iterator[str]:
+def _summary(components: Components, context: int | None) -> Iterator[str]:
+    config, tasks = components.config, components.tasks
     yield from tasks.notes
     for key, source in tasks.by_key.items():
         endless = len(source) == sys.maxsize
@@ -124,14 +114,12 @@ def _summary(
             gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
             columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
         yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
-        yield from _lengths(source, components, config, context)
+        yield from _lengths(source, components, context)
 
 
-def _lengths(
-    source: TaskSource, components: Certified, config: RunConfig, context: int | None
-) -> Iterator[str]:
+def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:
     first = source.tasks(0, min(len(source), MEASURED))
-    lengths = sorted(len(prompt_ids(task, components)) for task in first if task.messages)
+    lengths = sorted(len(components.prompt_ids(task)) for task in first if task.messages)
     if not lengths:
         yield "  prompts are given by the environment's reset"
         return
@@ -144,18 +132,13 @@ def _lengths(
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)
-    room = config.rollout.max_turn_tokens
+    room = components.config.rollout.max_turn_tokens
     tight = sum(length < context < length + room for length in lengths)
     if overlong:
         yield f"  overlong  {overlong} of {len(first):,} fill the context of {context} and are left"
         yield "            out; shorten them, or raise engine.max_context"
     if tight:
         yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
-
-
-def prompt_ids(task: Task, found: Certified) -> list[int]:
-    """Return the ids that a rollout of the task begins with."""
-    return found.chat.prompt_ids(task.messages, found.schemas(task))
 
 
 def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -18,10 +18,10 @@ from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import RunConfig
 from agenttrain.config.suggest import did_you_mean
 from agenttrain.data.source import TaskSource
-from agenttrain.rollout.build import build_tools
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.episode import begin, end
 from agenttrain.rollout.row_tools import RowTools
+from agenttrain.runs.setup import Components
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AgenttrainError, Rollout, Task, ToolCall, ToolContext, ToolResult
 
@@ -75,16 +75,17 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
 
 
-def show(config: RunConfig, options: Options, rows: Callable[[], TaskSource]) -> int:
+def show(config: RunConfig, options: Options) -> int:
     """Print the tools, or call those asked for. Exit code 1 when a call has an error.
 
-    Where the options name a row of `rows`, the tools are those that its model sees; calls are made
-    for it, or else for the first row. Raises ConfigError for tools that cannot be built, and for
-    rows and calls that are not there.
+    Where the options name a row of data.train, the tools are those that its model sees; calls are
+    made for it, or else for the first row. Raises ConfigError for tools that cannot be built, and
+    for rows and calls that are not there.
     """
     try:
-        toolbox, environments = build_tools(config)
-        row_tools, results = asyncio.run(_try(toolbox, environments, options, rows))
+        components = Components(config)
+        toolbox, environments = components.toolbox, components.environments
+        row_tools, results = asyncio.run(_try(components, options))
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
@@ -132,23 +133,20 @@ def _arguments(name: str, text: str) -> dict[str, Any]:
 
 
 async def _try(
-    toolbox: Toolbox,
-    environments: Environments,
-    options: Options,
-    rows: Callable[[], TaskSource],
+    components: Components, options: Options
 ) -> tuple[RowTools | None, list[ToolResult]]:
     """Return the tools of the row that was named, if one was, and the results of the calls."""
     try:
         if not options.calls and not options.names_a_row:
             return None, []
-        task = _chosen(options, rows())
+        toolbox, environments = components.toolbox, components.environments
+        task = _chosen(options, components.train_tasks)
         named = options.names_a_row
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, options.calls, task, tools_of)
         return RowTools(task, toolbox, environments) if named else None, results
     finally:
-        await toolbox.aclose()
-        await environments.aclose()
+        await components.aclose()
 
 
 def _chosen(options: Options, rows: TaskSource) -> Task:

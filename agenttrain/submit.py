@@ -21,7 +21,6 @@ from rich.syntax import Syntax
 from agenttrain.cli_sweep import new_sweep
 from agenttrain.config.command import RUN_DIR, Command, parse
 from agenttrain.config.compose import Composed, compose_run, hydra_session
-from agenttrain.config.distributed import process_problems
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.folders import check_writable, job_name, run_folder
 from agenttrain.config.schema import RunConfig
@@ -149,7 +148,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     if command.saved is not None:
         settings = compose_run(typed.slurm, source).config.slurm
         runs = compose_all(command)
-        _refuse(command.verb, runs[0].config, settings)
+        _refuse(runs[0].config, settings)
         folder = command.saved.absolute()
         trust = [TRUSTED] if command.trust else []
         started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
@@ -163,7 +162,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
             if _section(text) == "distributed" and any(text not in run for run in combinations):
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
     first = compose_run([*combination, *typed.slurm], source).config
-    _refuse(command.verb, first, first.slurm)
+    _refuse(first, first.slurm)
     # One process per GPU of the job, unless it was said: this machine may have fewer.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0
     if gpus and first.distributed.processes is None:
@@ -193,10 +192,10 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
-def _refuse(verb: str, config: RunConfig, settings: SlurmConfig) -> None:
+def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
     """Raise ConfigError for a run that cannot be a job with these settings."""
     config = replace(config, slurm=settings)
-    checks = (slurm_problems(config), submission_problems(config), process_problems(verb, config))
+    checks = (slurm_problems(config), submission_problems(config))
     if problems := [problem for check in checks for problem in check]:
         raise ConfigError("\n".join(problems))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["agenttrain.launch", "agenttrain.launch_sft", "agenttrain.cli"])
+CONTEXT.set_forkserver_preload(["agenttrain.runs.run", "agenttrain.cli"])
 PATIENCE_S = 600
 """Only a run that hangs takes so long."""
 

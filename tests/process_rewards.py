@@ -45,11 +45,11 @@ def hung(rollout: Rollout, **columns: object) -> float:
 def faulty(rollout: Rollout, **columns: object) -> float:
     """Rank 1 meets a bug, in code that nobody expects to raise."""
     if RANK == "1" and once_in_step_2(rollout):
-        sys.modules["agenttrain.training.credit"].assign_advantages.__code__ = _bug.__code__
+        sys.modules["agenttrain.training.update"].assign_advantages.__code__ = _bug.__code__
     return plain(rollout)
 
 
-def _bug(*arguments: object) -> None:
+def _bug(*arguments: object, **options: object) -> None:
     raise LookupError("a bug of rank 1")
 
 

@@ -20,6 +20,7 @@ from two_processes import Case, make
 from agenttrain.config.exit_codes import DONE
 from agenttrain.crash import Evidence
 from agenttrain.processes.worker import leave
+from agenttrain.trainer import update
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
@@ -35,18 +36,18 @@ CASES = {
 IDS = list(range(7, 60))
 
 
-def update(trained: Policy, step: int, world: World) -> dict[str, float]:
+def learn(trained: Policy, step: int, world: World) -> dict[str, float]:
     """The step's update, its groups shared out in turn."""
     made = random_groups(step, groups=3)
     mine = [g if i % world.size == world.rank else [] for i, g in enumerate(made)]
-    return trained.update(mine)
+    return update(trained, mine)
 
 
 def saved(case: Case, mode: str, world: World, folder: Path) -> dict:
     """Two updates, a checkpoint, and the update after it."""
     trained = make(case, mode, world)
     for step in range(2):
-        update(trained, step, world)
+        learn(trained, step, world)
     keeping(folder, world).save(trained, step=2)
     return told(trained, world)
 
@@ -59,7 +60,7 @@ def keeping(folder: Path, world: World) -> Checkpoints:
 def told(trained: Policy, world: World) -> dict:
     """The weights exactly, and those after one more update with its metrics."""
     before = sums(trained)
-    metrics = update(trained, 2, world)
+    metrics = learn(trained, 2, world)
     return {"before": before, "metrics": metrics, "after": sums(trained)}
 
 
@@ -76,7 +77,7 @@ def loaded(case: Case, mode: str, world: World, folder: Path) -> dict:
     """What the checkpoint of others makes of a policy with other weights."""
     torch.manual_seed(5)
     trained = make(case, mode, world)
-    update(trained, 7, world)
+    learn(trained, 7, world)
     keeping(folder, world).load_latest(trained)
     drawn = world.gather([random.random()])
     return {**told(trained, world), "drawn": drawn}
@@ -85,7 +86,7 @@ def loaded(case: Case, mode: str, world: World, folder: Path) -> dict:
 def sent(case: Case, mode: str, world: World) -> dict[str, float]:
     """Greatest differences between the policy, what it samples from, and what it sends."""
     trained = make(case, mode, world, sampled=True)
-    update(trained, 0, world)
+    learn(trained, 0, world)
     trained.refresh_sampler()
     plain = tiny.model(seed=3).to(case.dtype)
     missing, unexpected = plain.load_state_dict(dict(named_weights(trained.model)), strict=False)
@@ -115,9 +116,8 @@ def blamed(mode: str, world: World, folder: Path) -> dict:
     evidence = Evidence(folder=folder, policy=trained, checkpoints=checkpoints)
     errors = []
     try:
-        with evidence.of(1) as seen:
-            seen.rollouts = [rollout for group in mine for rollout in group]
-            trained.update(mine)
+        with evidence.of(1, [rollout for group in mine for rollout in group]):
+            update(trained, mine)
     except BrokenUpdate as error:
         errors.append([str(error), *error.culprits])
     return {"errors": world.gather(errors)}

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agenttrain.build import prepare
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.launch import Job, make_trainer
+from agenttrain.runs.run import Run, make_trainer
+from agenttrain.runs.setup import prepare
 from agenttrain.tracking.run_folder import write_config
 from agenttrain.trainer import Trainer
 from agenttrain.types import Completion, NotFinite, Sampling
@@ -123,17 +123,17 @@ class Planting:
         self.engine.expect(sessions)
 
 
-async def plant(run: Path, where: str) -> str:
+async def plant(folder: Path, where: str) -> str:
     """The error of a run of which something is spoilt after its first step."""
     with hydra_session(Source()):
         # With a bonus there is an update also where all rewards are equal.
         settings = [*SETTINGS, "tracker.console=false", "algorithm.entropy_bonus=0.001"]
         composed = compose_run(open_keys(settings), Source())
-    job = Job(config=composed.config, plain=composed.plain, folder=run)
-    run.mkdir()
-    write_config(run, job.plain, None)
+    run = Run(verb="train", config=composed.config, plain=composed.plain, folder=folder)
+    folder.mkdir()
+    write_config(folder, run.plain, None)
     async with AsyncExitStack() as stack:
-        trainer = await make_trainer(job, prepare(job.config), stack)
+        trainer = await make_trainer(run, prepare(run.config), stack)
         await trainer.step(1)
         _spoil(trainer, where)
         before = [p.detach().clone() for p in trainer.policy.model.parameters()]
@@ -156,8 +156,8 @@ def _spoil(trainer: Trainer, where: str) -> None:
         adamw = trainer.policy.optimizer.optimizer
         adamw.register_step_post_hook(lambda *_: weight.data[3:5].fill_(math.inf))
     else:
-        engine = Planting(trainer.collector.engine, "train-2-0-1")
-        trainer.collector = replace(trainer.collector, engine=engine)
+        engine = Planting(trainer.engine, "train-2-0-1")
+        trainer.source.collector = replace(trainer.source.collector, engine=engine)
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,8 @@ def test_a_run_draws_the_same_numbers_with_vllm_as_without(
     tmp_path: Path,
 ) -> None:
     """vLLM seeds random, numpy and torch when it starts, in all ranks with the same seed."""
-    from agenttrain import build
     from agenttrain.config.schema import RunConfig
+    from agenttrain.runs import loading
 
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
     config = RunConfig()
@@ -249,10 +249,10 @@ def test_a_run_draws_the_same_numbers_with_vllm_as_without(
     def draws() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    build.seed_all(11)
+    loading.seed_random(11)
     expected = draws()
-    build.seed_all(11)
-    engine = build._engine(config, policy, tmp_path)
+    loading.seed_random(11)
+    engine = loading.make_engine(config, policy, tmp_path)
     assert draws() == expected
     started = f"engine: compiling, and capturing CUDA graphs: minutes .*log: {tmp_path}/vllm.log"
     assert re.search(started, capsys.readouterr().out)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from agenttrain.build import Prepared, prepare
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.validate import validate
+from agenttrain.runs.setup import Components, prepare
 
 ROOT = Path(__file__).parents[1]
 SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Environments")[2]
@@ -65,7 +65,7 @@ def test_the_environment_of_the_readme_runs(tmp_path: Path) -> None:
     )
 
 
-def prepared(*overrides: str) -> Prepared:
+def prepared(*overrides: str) -> Components:
     """What the overrides make, without weights."""
     source = Source()
     with hydra_session(source):

@@ -18,6 +18,7 @@ from same_run import assert_same, metrics
 from training_cases import policy, random_groups
 
 from agenttrain.config.exit_codes import DONE
+from agenttrain.trainer import update
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import newest_first, verify
 
@@ -132,7 +133,7 @@ def kill_at_operations(folder: Path, stride: int) -> None:
     trained = policy()
     checkpoints(folder).save(trained, step=1)
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    trained.update(random_groups(0))
+    update(trained, random_groups(0))
     after = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     steps, loaded = [], policy()
     for nth in itertools.count(1, stride):

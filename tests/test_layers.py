@@ -10,18 +10,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "agenttrain"
 LAYERS = (
-    ("types", "threads", "clock", "output"),
+    ("types", "threads", "output"),
     ("signals",),
     ("config",),
     ("chat", "tools", "environments", "data", "rewards", "engine", "tracking", "algorithms"),
     ("rollout", "training", "sweep", "slurm"),
-    ("check", "evaluate", "crash", "fingerprints", "guards", "plan", "show_tools", "stall"),
+    ("evaluate", "crash", "guards", "plan", "stall"),
     ("watchdog",),
-    ("trainer", "show_data", "recorded"),
-    ("build", "imitation", "job"),
-    ("ending",),
-    ("launch", "replay", "replay_crash", "rescore"),
-    ("cli_check", "cli_recorded", "cli_sweep", "launch_sft"),
+    ("trainer",),
+    ("runs",),
+    ("recorded", "show_data", "show_tools"),
+    ("replay", "replay_crash", "rescore"),
+    ("cli_check", "cli_recorded", "cli_sweep"),
     ("processes", "submit"),
     ("cli",),
 )

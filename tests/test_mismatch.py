@@ -10,7 +10,7 @@ from training_cases import rollout
 
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, Origins, likely_cause, mismatch
 from agenttrain.training.batch import make_rows, stand_in
-from agenttrain.training.origins import origins
+from agenttrain.training.policy import origins_of
 from agenttrain.types import Completion, Finish, Origin
 
 CPU = torch.device("cpu")
@@ -147,9 +147,9 @@ def test_origins_of_rows() -> None:
     )
     grown.trajectories[0].append_sampled(later, grown.trajectories[0].token_ids)
     short = rollout([(Origin.prompt, [7]), (Origin.sampled, [2])], sample=1)
-    found = origins([make_rows(grown)[0], make_rows(short)[0]], 3, CPU)
+    found = origins_of([make_rows(grown)[0], make_rows(short)[0]], 3, CPU)
     # sampled          20     21 22 2   2
     assert found.turn_S.tolist() == [0, 1, 1, 1, 0]
     assert found.third_S.tolist() == [0, 0, 1, 2, 0]
     assert found.stale_S.tolist() == [True, True, False, False, True]
-    assert origins([stand_in()], 0, CPU).turn_S.numel() == 0
+    assert origins_of([stand_in()], 0, CPU).turn_S.numel() == 0

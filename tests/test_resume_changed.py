@@ -13,7 +13,7 @@ import yaml
 from agenttrain.cli import main
 from agenttrain.config.source_code import code_of
 from agenttrain.data.source import TaskSource
-from agenttrain.fingerprints import _files, _json, _rows, check_unchanged, read, write
+from agenttrain.runs.fingerprints import _files, _json, _rows, check_unchanged, read, write
 
 pytestmark = pytest.mark.timeout(1200)  # whole runs
 

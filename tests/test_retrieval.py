@@ -6,12 +6,12 @@ import asyncio
 import json
 from pathlib import Path
 
-from agenttrain.build import prepare
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.data.encyclopedia import ALL_PEOPLE
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.runs.setup import prepare
 from agenttrain.types import StopReason
 
 

@@ -11,7 +11,6 @@ import pytest
 import worlds
 from parts import LIMITS, add, call, ids, script, toolbox
 
-from agenttrain.check import Certified, check_rows
 from agenttrain.data.row_tools import read_tools
 from agenttrain.data.source import TaskSource, to_task
 from agenttrain.engine.scripted import ScriptedEngine
@@ -22,6 +21,7 @@ from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.row_check import RowError, check_collisions, row_tool_sets, tool_sets
 from agenttrain.rollout.row_tools import RowTools
+from agenttrain.runs.setup import check_rows
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.types import Rollout, RowTool, StopReason, Task, ToolContext, ToolError
@@ -280,18 +280,10 @@ def test_rows_are_checked_before_a_run_and_their_tool_sets_found():
 
 
 def test_the_template_is_certified_with_the_tools_of_rows():
-    from agenttrain.chat.certificate import certify
-
-    chat, tools = parts.chat(), toolbox(add, lookup)
-    found = Certified(
-        tokenizer=None,
-        chat=chat,
-        toolbox=tools,
-        environments=NONE,
-        certificate=certify(chat, tools.schemas()),
-    )
     rows = TaskSource([{"prompt": "b", "tools": [CITY]}, {"prompt": "b", "tools": []}])
-    assert check_rows(found, {"data.train": rows}) == {CITY["name"]}
+    assert check_rows(parts.chat(), toolbox(add, lookup), NONE, {"data.train": rows}) == {
+        CITY["name"]
+    }
 
 
 def test_an_environment_may_not_hide_a_tool_of_the_run():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from process_runs import agenttrain
 from safetensors.torch import load_file
 
 from agenttrain.cli import main
@@ -57,18 +58,22 @@ def test_random_weights_begin_at_the_entropy_of_the_vocabulary(whole: Path) -> N
     assert summary["eval"]["after"]["conversations"] == 4
 
 
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
-    whole: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
-    # As after a kill in step 3: the last checkpoint and its row are gone, half a row is there.
+def killed(finished: Path, tmp_path: Path) -> Path:
+    """A copy as after a kill in step 4: the last checkpoint and the last row are gone."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(rows[:3]))
-    checkpoints = folder / "checkpoints"
-    (checkpoints / "step-000004").rename(tmp_path / "gone")
+    (folder / "checkpoints" / "step-000004").rename(tmp_path / "gone")
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"status": "running", "latest_checkpoint": "checkpoints/step-000002"}
     (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = killed(whole, tmp_path)
     assert main(["sft", f"resume={folder}"]) == 0
     assert metrics(folder) == metrics(whole)
     resumed, expected = weights(folder), weights(whole)
@@ -103,6 +108,67 @@ def test_eval_of_the_run_wants_tasks_and_loads_what_was_learnt(
     assert main(["eval", run, "data=shop", "eval.questions=2", folder]) == 0
     config = (tmp_path / "eval" / "config.yaml").read_text()
     assert "init: pretrained" in config
+
+
+PROCESSES = "distributed.processes=2"
+DEALT = (
+    *("sft.batch_size=3", "eval.questions=3", "checkpoint.every=2"),
+    *("optimizer=sgd", "optimizer.lr=1.0", "optimizer.betas=[0.9,0.99]"),
+)
+"""Three rows a step: the first process has two, the second one."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dealt") / "alone"
+    sft(folder, *DEALT, "steps=4")
+    return folder
+
+
+def same_but_for_rounding(folder: Path, other: Path) -> None:
+    """The same rows, losses and held-out losses; weights that plain gradients made."""
+    assert len(metrics(folder)) == len(metrics(other)) == 4
+    for mine, theirs in zip(metrics(folder), metrics(other), strict=True):
+        names = {name for name in theirs if not name.startswith(("training/", "tokens_per"))}
+        assert names <= mine.keys()
+        assert {n: mine[n] for n in names} == pytest.approx(
+            {n: theirs[n] for n in names}, rel=1e-4, nan_ok=True
+        )
+    for step in range(1, 5):
+        files = [run / f"rollouts/step-{step:06d}.jsonl" for run in (folder, other)]
+        mine, theirs = ([json.loads(line) for line in f.read_text().splitlines()] for f in files)
+        assert [one["rollout_id"] for one in mine] == [one["rollout_id"] for one in theirs]
+    mine, theirs = (json.loads((f / "summary.json").read_text())["eval"] for f in (folder, other))
+    for when in ("before", "after"):
+        assert mine[when] == pytest.approx(theirs[when], rel=1e-4)
+    trained, expected = weights(folder), weights(other)
+    for name, tensor in expected.items():
+        assert torch.allclose(trained[name], tensor, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)], ids=["ddp", "fsdp2"]
+)
+def test_two_processes_learn_what_one_learns(mode: str, alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    dealt = (*TINY, *DEALT, f"distributed={mode}", PROCESSES, f"hydra.run.dir={folder}")
+    agenttrain(*dealt, "steps=4")
+    same_but_for_rounding(folder, alone)
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_with_two(alone: Path, tmp_path: Path) -> None:
+    folder = killed(alone, tmp_path)
+    agenttrain("sft", f"resume={folder}", "distributed=ddp", PROCESSES)
+    same_but_for_rounding(folder, alone)
+
+
+def test_a_bad_row_of_one_process_ends_both(tmp_path: Path) -> None:
+    # The first three rows are tried before the run begins; the sixth is the second process's.
+    rows_file(tmp_path, *[ROW] * 5, ROW[:2] + ROW[3:])
+    with pytest.raises(AssertionError, match=r"task 5: turn 0: 1 calls have 0 replies"):
+        agenttrain(*own(tmp_path, "distributed=ddp", PROCESSES, "sft.batch_size=4"))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
 
 
 ROW = [

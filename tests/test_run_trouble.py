@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import yaml
 
-from agenttrain.build import seed_all
 from agenttrain.cli import main
 from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
-from agenttrain.launch import launch
+from agenttrain.runs.run import Run
 from agenttrain.tracking.run_folder import held, read_summary, update_summary
+from agenttrain.training.random_states import seed_random
 
 SHORT = ("debug=tiny", "steps=1", "tracker=none", "eval.questions=0")
 STOPS = """
@@ -35,7 +35,8 @@ def start(folder: Path, *overrides: str, verb: str = "train", sweep: bool = Fals
     """The exit code of a run whose settings nobody checked before."""
     with hydra_session(Source()):
         composed = compose_run(open_keys([*SHORT, *overrides]), Source())
-    return launch(composed.config, composed.plain, folder, verb, sweep)
+    run = Run(verb=verb, config=composed.config, plain=composed.plain, folder=folder, sweep=sweep)
+    return run.execute()
 
 
 def with_summary(folder: Path, **entries: object) -> Path:
@@ -230,7 +231,7 @@ def test_an_evaluation_writes_as_many_rollouts_as_it_is_told(tmp_path):
 
 @pytest.mark.parametrize("seed", [0, -1, 2**40])
 def test_a_seed_is_numpys_too(seed):
-    seed_all(seed)
+    seed_random(seed)
     drawn = np.random.rand()
-    seed_all(seed)
+    seed_random(seed)
     assert np.random.rand() == drawn

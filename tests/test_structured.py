@@ -19,7 +19,6 @@ from agenttrain.chat.families import families
 from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.originals import original, small_tokenizer
-from agenttrain.check import Certified, check_rows
 from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
@@ -30,6 +29,7 @@ from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rollout.environments import Environments
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.request import grammar_of
+from agenttrain.runs.setup import check_rows
 from agenttrain.types import RowTool, Sampling
 
 ADD = {
@@ -140,16 +140,9 @@ def test_engines_without_grammars_refuse_them() -> None:
 @pytest.mark.parametrize("schema", ["qwen_xml", "llama3", "mistral", "gpt_oss"])
 def test_formats_without_a_grammar(schema: str) -> None:
     chat = load_chat(tiny.tokenizer(), ChatTemplateConfig(), ResponseSchemaConfig(name=schema))
-    found = Certified(
-        tokenizer=None,
-        chat=chat,
-        toolbox=toolbox(add),
-        environments=Environments(),
-        certificate=None,
-        structured_calls=True,
-    )
     with pytest.raises(ChatError, match="structured_calls=true: the response schema does not"):
-        check_rows(found, {"data.train": TaskSource([{"prompt": "a"}])})
+        rows = {"data.train": TaskSource([{"prompt": "a"}])}
+        check_rows(chat, toolbox(add), Environments(), rows, structured_calls=True)
 
 
 @pytest.mark.parametrize(("family", "source"), ORIGINALS)

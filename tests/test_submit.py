@@ -188,7 +188,6 @@ def test_the_examples_are_what_is_written(name, capsys):
         ("-m seed=1,2 slurm.nodes=1,2", "slurm.nodes=1,2: "),
         ("-m seed=1,2 steps=0", "in the run seed=1 steps=0"),
         ("eval model.path=bundled:shop", "submit eval: only train and sft can be submitted"),
-        ("sft experiment=shop_warmstart distributed=ddp slurm=gpu", "sft works in one process"),
         ("resume=auto hydra.run.dir=x", "resume=auto: the job adds it itself"),
         ("resume=nowhere", "resume=nowhere: is no run folder"),
     ],

@@ -15,6 +15,7 @@ import torch
 from training_cases import policy, random_groups, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agenttrain.trainer import update
 from agenttrain.training import checkpoint as module
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError, NotRead, latest, seal, verify
@@ -29,7 +30,7 @@ def checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
 
 
 def steps(trained, first: int, last: int) -> list[dict]:
-    return [trained.update(random_groups(seed)) for seed in range(first, last)]
+    return [update(trained, random_groups(seed)) for seed in range(first, last)]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path: Path) -> None:

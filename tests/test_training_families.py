@@ -14,7 +14,7 @@ from agenttrain.training.batch import make_rows
 from agenttrain.training.hidden import packed_hidden, separate_hidden, why_not_packed
 from agenttrain.training.layout import Segment, one_after_the_other
 from agenttrain.training.logprobs import Scorer, check_head, logit_transform
-from agenttrain.training.scoring import score
+from agenttrain.training.policy import score
 from agenttrain.types import Origin
 
 CPU = torch.device("cpu")

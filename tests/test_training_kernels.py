@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from training_cases import policy, random_groups
 
+from agenttrain.trainer import update
 from agenttrain.training import attend as attend_module
 from agenttrain.training import attention, kernels, logprobs, varlen
 from agenttrain.training.attend import Scoring, attend
@@ -213,7 +214,7 @@ def test_a_sharded_model_is_first_computed_sharded_and_gathered_in_its_format(
     # The reference, and then the policy; only then a forward pass.
     assert events[:3] == ["sharded", "sharded", "forward"]
     assert trained.kernel == "flash"
-    trained.update(random_groups(0))
+    update(trained, random_groups(0))
     own = trained.model.model.layers[0].mlp.up_proj
     dtypes: list[torch.dtype] = []
     own.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))

@@ -33,6 +33,7 @@ from agenttrain.config.algorithm import (
 from agenttrain.config.exit_codes import DONE
 from agenttrain.config.schema import LoraSettings, OptimizerName
 from agenttrain.processes.worker import leave
+from agenttrain.trainer import update
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharded_state import whole_weights
@@ -204,7 +205,7 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
     found, advantages = [], []
     for seed in range(case.steps):
         made = groups(seed)
-        found.append(trained.update([made[i] if i in share else [] for i in range(GROUPS)]))
+        found.append(update(trained, [made[i] if i in share else [] for i in range(GROUPS)]))
         mine = {one.rollout_id: one.advantage for i in share for one in made[i]}
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))

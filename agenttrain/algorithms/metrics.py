@@ -5,6 +5,8 @@ Shapes: S sampled tokens of B rollouts; row_S names each token's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,3 +81,56 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
         (config.has_bonus, ["entropy_coef"]),
     ]
     return ["entropy", *(name for wanted, names in optional if wanted for name in names)]
+
+
+class Averages:
+    """Combines parts of the same name over microbatches, updates and processes.
+
+    Example: parts (6., 3.) and (2., 1.) of ``kl`` make the mean 2.0; parts (6., 6.) and (2., 2.) of
+    ``kl_max`` make 6.0, as of every name that ends in ``max``; those in ``min`` make the least.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def add(self, parts: Metrics, *, counted: bool = True) -> None:
+        """Add parts; where they are not `counted`, only their names, with parts of nothing.
+
+        Every process needs the same names: `means` combines them over all.
+        """
+        for name, part in parts.items():
+            part = part if counted else _empty(name, part)
+            known = self._parts.get(name)
+            new = part if known is None else _combine(name, torch.stack((known, part)))
+            self._parts[name] = new
+
+    def means(self, accelerator: Any) -> dict[str, float]:
+        """Return the value of each name over all processes, which must have added the same names.
+
+        NaN where there was nothing to average, or to take the greatest or least of.
+        """
+        if not self._parts:
+            return {}
+        names = sorted(self._parts)
+        own = torch.stack([self._parts[name] for name in names])
+        parts = accelerator.gather(own[None])
+        return {name: _value(name, _combine(name, parts[:, i])) for i, name in enumerate(names)}
+
+
+def _empty(name: str, like: Tensor) -> Tensor:
+    """Return the part of `name` that changes no other, [2]."""
+    if not name.endswith(("max", "min")):
+        return torch.zeros_like(like)
+    return torch.full_like(like, -torch.inf if name.endswith("max") else torch.inf)
+
+
+def _combine(name: str, parts: Tensor) -> Tensor:
+    if name.endswith("max"):
+        return parts.amax(0)
+    return parts.amin(0) if name.endswith("min") else parts.sum(0)
+
+
+def _value(name: str, part: Tensor) -> float:
+    if not name.endswith(("max", "min")):
+        return (part[0] / part[1]).item()
+    return part[0].item() if part[0].isfinite() else torch.nan

@@ -116,13 +116,3 @@ def is_endpoint(text: str) -> bool:
     """
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65536
-
-
-def process_problems(verb: str, config: Any) -> Iterator[str]:
-    """Yield what the verb cannot do in several processes."""
-    section: DistributedConfig = config.distributed
-    if verb == "sft" and section.name is not DistributedName.single:
-        yield (
-            f"distributed={section.name}: agenttrain sft works in one process; leave it out, or "
-            "add distributed=single"
-        )

@@ -17,7 +17,6 @@ from agenttrain.config.compose import Composed
 from agenttrain.config.distributed import (
     DistributedConfig,
     DistributedName,
-    process_problems,
     shared_problems,
 )
 from agenttrain.config.errors import ConfigError
@@ -56,7 +55,6 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
             adopt(run, command.overrides)
             problems += shared_problems(run.config, several=True)
         section = run.config.distributed
-        problems += process_problems(command.verb, run.config)
         if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)
         if problems:

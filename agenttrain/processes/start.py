@@ -29,13 +29,9 @@ def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -
 
                 adopt(composed, ())
                 return lead(Order.of(composed, folder, verb, sweep=sweep))
-            if verb == "sft":
-                from agenttrain.launch_sft import launch_sft
+            from agenttrain.runs.run import Run
 
-                return launch_sft(config, plain, folder, sweep=sweep)
-            from agenttrain.launch import launch
-
-            return launch(config, plain, folder, verb, sweep=sweep)
+            return Run(verb=verb, config=config, plain=plain, folder=folder, sweep=sweep).execute()
         except KeyboardInterrupt:
             return stop_code(stop, verb)
 

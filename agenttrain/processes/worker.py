@@ -80,9 +80,17 @@ def serve(order: Order, world: World) -> int:
         faulthandler.enable()
     composed = order.composed()
     config, plain = composed.config, composed.plain
-    from agenttrain.launch import launch
+    from agenttrain.runs.run import Run
 
-    return launch(config, plain, folder, order.verb, order.sweep, world=world)
+    run = Run(
+        verb=order.verb,
+        config=config,
+        plain=plain,
+        folder=folder,
+        sweep=order.sweep,
+        world=world,
+    )
+    return run.execute()
 
 
 def _end_with(launcher: int) -> None:

@@ -39,6 +39,7 @@ from agenttrain.types import (
     ToolResult,
 )
 
+REMEDY = "Correct the row, or leave such rows out with data.on_bad_row=skip"
 UNLIMITED = 2**31
 """Tokens: a demonstration's length is not limited here."""
 

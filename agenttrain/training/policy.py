@@ -1,6 +1,7 @@
 """The policy: the model that is trained, its optimizer, and its frozen reference.
 
-Shapes: S sampled tokens of a microbatch.
+`agenttrain.trainer.update` shows how its methods make the updates of a step. Shapes: S sampled
+tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,43 +21,40 @@ from transformers import PreTrainedModel
 from agenttrain.algorithms.entropy import EntropyBonus
 from agenttrain.algorithms.kl import kl_estimate
 from agenttrain.algorithms.loss import policy_loss
-from agenttrain.algorithms.metrics import mean_parts, metric_names
-from agenttrain.algorithms.mismatch import MISMATCH_NAMES, mismatch
+from agenttrain.algorithms.metrics import Averages, Metrics, mean_parts, metric_names
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
 from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
 from agenttrain.config.schema import OptimizerConfig, TrainingConfig
-from agenttrain.training.averages import Averages, nothing
 from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
-from agenttrain.training.credit import assign_advantages, has_gradient, weigh
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, named
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
-from agenttrain.training.origins import origins
 from agenttrain.training.reference import make_reference
 from agenttrain.training.schedule import learning_rate
-from agenttrain.training.scoring import (
-    flat,
-    keep_scores,
-    needs_own,
-    probe,
-    score,
-    with_own,
-    with_reference,
-)
 from agenttrain.training.sharded_state import spread
 from agenttrain.training.sharding import Sharding, refresh, whole, whole_copy
-from agenttrain.training.update import Part, Plan, loss_inputs, plan
+from agenttrain.training.update import (
+    Minibatch,
+    keep_scores,
+    loss_inputs,
+    needs_own_scores,
+    top_entropy,
+    weigh,
+)
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
 from agenttrain.types import Rollout
 
 
 class Policy:
-    """Turns a step's rollouts into optimizer updates.
+    """The model with what it takes to score rollouts with it and to update it.
 
     `model` is the module that is trained, on its device, and that an engine in the same process
-    samples from. `step` counts the calls of `update`.
+    samples from. `step` counts the finished steps. A step is `score`, `begin_step`, then `forward`
+    and `backward` of the `batches` of each of its `minibatches` with an `optimizer_step`, and
+    `end_step`; all processes do it together.
     """
 
     def __init__(
@@ -92,12 +92,13 @@ class Policy:
         share_weights(self.model, self.world)
         self.sampler = whole_copy(self.model, device) if sharding and sampled else self.model
         self.step = 0
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._config = optimizer
         self._training = training
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
-        self._reward_weights = dict(reward_weights or {})
+        self.reward_weights = dict(reward_weights or {})
+        """Of the rubric, for algorithms that look at each reward function."""
         self._bonus = EntropyBonus(algorithm.entropy_bonus)
         self._scorer = Scorer(
             self.model,
@@ -112,13 +113,13 @@ class Policy:
         self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
-        self._decide(max(training.token_budget, max_completion_tokens))
+        self._choose_kernels(max(training.token_budget, max_completion_tokens))
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
 
-    def _decide(self, tokens: int) -> None:
-        """Find out how rollouts of up to `tokens` tokens are computed, where the weights now are.
+    def _choose_kernels(self, tokens: int) -> None:
+        """Try how rollouts of up to `tokens` tokens can be computed, where the weights now are.
 
         Raises SlowAttention and UnsupportedModel.
         """
@@ -144,63 +145,201 @@ class Policy:
         calls = self._scorer.kernels
         return {f"training/kernel/{name}": n / calls.total() for name, n in sorted(calls.items())}
 
-    def update(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-        """All optimizer updates of one step; sets every rollout's advantage; returns metrics.
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Row]]:
+        """Return the rows of the rollouts that have a reward, scored as the algorithm asks.
 
-        Rollouts that the trainer scores get its `trainer_logprobs` and `entropies` too, which it
-        computes anyway: of rollouts without a gradient it needs none.
-
-        Groups come in the order of their tasks; their rollouts are taken in the order of `sample`.
-        In a world of several processes each gives the groups of all, those of others empty: which
-        rollouts an update is made of does not depend on who has them. Rollouts without a reward
-        take no part. Raises BrokenUpdate, in all processes, before weights are touched by a loss or
-        gradient that is not finite.
-
-        Metrics: loss, grad_norm, lr, train/tokens (sampled tokens per update), those of
-        `metric_names` over the rollouts that had a gradient, and `MISMATCH_NAMES` (the distance
-        between the engine's and the trainer's logprobs before the first update). The
-        names are always the same; NaN stands where no rollout had a gradient.
+        That is by the reference where there is a KL penalty, and by the policy itself where its
+        probabilities before the step's first update are needed.
         """
-        ordered = [sorted(group, key=lambda rollout: rollout.sample) for group in groups]
-        averages = Averages()
-        rows = [[row for r in group if _scored(r) for row in make_rows(r)] for group in ordered]
+        rows = [[row for r in group if _is_trained(r) for row in make_rows(r)] for group in groups]
         if self._reference is not None:
-            rows = with_reference(rows, self._reference, self._pack)
-        if needs_own(self._algorithm):
-            rows = with_own(rows, self._scorer, self._pack)
-        penalties = self._penalties(rows, averages)
-        assign_advantages(ordered, self._algorithm, penalties, self._reward_weights)
+            scores = self._scores(self._reference, _flat(rows))
+            rows = [[replace(row, ref_logprobs_S=scores[row.key][0]) for row in g] for g in rows]
+        if needs_own_scores(self.algorithm):
+            scores = self._scores(self._scorer, _flat(rows))
+            for row in _flat(rows):
+                keep_scores([row], *scores[row.key])
+            rows = [[_with_own(row, *scores[row.key]) for row in g] for g in rows]
+        return rows
+
+    def penalties(self, groups: Sequence[Sequence[Row]]) -> tuple[dict[str, float], Metrics]:
+        """Return the KL over each rollout's sampled tokens where it is a part of the reward.
+
+        Between the reference and the probabilities that `algorithm.behaviour` names; by
+        rollout_id, and as parts of the metric ``kl``.
+        """
+        if not self.algorithm.kl_in_reward:
+            return {}, {}
+        penalties: defaultdict[str, float] = defaultdict(float)
+        kl = torch.zeros(2, device=self.device)
+        for row in _flat(groups):
+            recomputed = self.algorithm.behaviour is Behaviour.recomputed
+            own_S = row.old_logprobs_S if recomputed else row.behaviour_S
+            assert own_S is not None and row.ref_logprobs_S is not None
+            kl_S = kl_estimate(own_S, row.ref_logprobs_S, self.algorithm.kl)
+            penalties[row.rollout.rollout_id] += kl_S.sum().item()
+            kl = kl + mean_parts(kl_S).to(self.device)
+        return penalties, {"kl": kl}
+
+    def begin_step(self) -> None:
+        """Set the step's learning rate."""
         lr = learning_rate(self._config, self.step + 1, self._steps)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
-        self._update_all(rows, averages)
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Within, `forward` may be called; backward passes belong inside too."""
+        return self._scorer.ready()
+
+    def minibatches(self, groups: Sequence[Sequence[Row]]) -> Iterator[Minibatch]:
+        """Yield `num_epochs` passes of `minibatches` updates, cut by group.
+
+        Those are left out in which no process has a token to learn from. Every process takes part
+        in every other, also without a group in it.
+        """
+        first = True
+        for epoch in range(self.algorithm.num_epochs):
+            for part in split(groups, self.algorithm.minibatches):
+                minibatch = self.minibatch(_flat(part))
+                if minibatch is not None:
+                    minibatch.first, minibatch.epoch, first = first, epoch, False
+                    yield minibatch
+
+    def minibatch(self, rows: Sequence[Row]) -> Minibatch | None:
+        """Return the rows of one update, weighed; None where no process has one to learn from."""
+        algorithm = self.algorithm
+        tokens = self._sum_of_ranks(sum(row.sampled_length for row in rows))
+        if tokens == 0:
+            return None
+        weighed = weigh(
+            rows,
+            algorithm,
+            tokens=tokens,
+            rollouts=self._sum_of_ranks(len(rows)),
+            fixed_length=self._max_completion_tokens,
+        )
+        minibatch = Minibatch(rows=weighed, tokens=tokens)
+        if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
+            return None
+        count = sum(row.sampled_length for row in weighed if row.weight > 0)
+        if algorithm.top_entropy < 1:
+            minibatch.kept = top_entropy(weighed, algorithm.top_entropy, self.world)
+            count = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
+        minibatch.bonus_tokens = self._sum_of_ranks(count)
+        minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
+        return minibatch
+
+    def batches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
+        """Yield the microbatches of an update; the last one's backward pass syncs the gradients."""
+        microbatches = self._pack(minibatch.trained(self.algorithm))
+        if not microbatches:
+            # Without a gradient of its own it still has to meet the others in the backward pass.
+            microbatches = self._pack([stand_in()])
+        for microbatch in microbatches:
+            # Sums in float32 copies meet those of the other processes by themselves, in `_clip`.
+            syncs = microbatch is microbatches[-1] and self._masters is None
+            with contextlib.nullcontext() if syncs else self.accelerator.no_sync(self._wrapped):
+                yield microbatch
+
+    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy of every sampled token, with their graph, [S] each."""
+        logprobs_S, entropy_S = self._wrapped(microbatch)
+        return logprobs_S, entropy_S
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a microbatch's loss."""
+        # Processes average their gradients; the loss is their sum.
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+        if self._masters is not None:
+            self._masters.fold()
+
+    def optimizer_step(self, minibatch: Minibatch) -> Metrics:
+        """Update the weights with the clipped gradient of a minibatch; return its metrics.
+
+        Raises BrokenUpdate, in all processes and before weights are touched, where a loss or the
+        gradient is not finite.
+        """
+        losses = torch.stack(minibatch.losses)
+        norm = self._clip(losses)
+        if norm is None:
+            raise self._broken_update(losses, minibatch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if minibatch.epoch == 0 and not needs_own_scores(self.algorithm):
+            for batch, logprobs_S, entropy_S in minibatch.scores:
+                keep_scores(batch.rows, logprobs_S, entropy_S)
+        metrics = {
+            "grad_norm": self._once(norm),
+            "loss": torch.stack((losses.sum(), self._once(1.0)[1])),
+            "train/tokens": self._once(minibatch.tokens),
+        }
+        if self.algorithm.mask_truncated:
+            masked = torch.tensor([row.weight == 0 for row in minibatch.rows])
+            metrics["mask/truncated"] = mean_parts(masked).to(self.device)
+        if self.algorithm.has_bonus and minibatch.bonus_tokens:
+            entropy = torch.stack(minibatch.entropy).sum()
+            total = float(self.accelerator.reduce(entropy, "sum"))
+            self._bonus.observe(total / minibatch.bonus_tokens, self.algorithm)
+            metrics["entropy_coef"] = self._once(self._bonus.coefficient)
+        return {**metrics, **self._mismatch(minibatch)} if minibatch.first else metrics
+
+    def _mismatch(self, minibatch: Minibatch) -> Metrics:
+        """Return the distance of the engine that sampled; `minibatch` is the step's first."""
+        rows = [row for batch, _, _ in minibatch.scores for row in batch.rows]
+        engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
+        trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
+        # As many updates of the engine's weights as steps so far.
+        origins = origins_of(rows, self.step, engine_S.device)
+        sums = torch.stack((engine_S.sum(), trainer_S.sum(), engine_S.new_tensor(len(engine_S))))
+        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+        return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+
+    def end_step(self, averages: Averages) -> dict[str, float]:
+        """Count the step, let the reference follow, and return the step's metrics.
+
+        The names are always the same; NaN stands where no rollout had a gradient.
+        """
+        lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1
         if self._reference is not None:
             self._reference.follow(self.model, self.step)
         return_free_memory()
-        return {**self._nothing(), **averages.means(self.accelerator), "lr": lr}
+        empty = {
+            **dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0),
+            **dict.fromkeys((*metric_names(self.algorithm), *MISMATCH_NAMES), math.nan),
+        }
+        return {**empty, **averages.means(self.accelerator), "lr": lr}
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> dict[RowKey, Tensor]:
         """Row's key -> log-probabilities of its sampled tokens [S], without a gradient."""
-        rows = [row for rollout in rollouts for row in make_rows(rollout)]
-        with self._scorer.ready():
-            found = score(self._scorer, self._pack(rows))
-        return {key: logprobs_S for key, (logprobs_S, _) in found.items()}
+        scores = self._scores(self._scorer, [row for r in rollouts for row in make_rows(r)])
+        return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability at temperature 1 of every id after the first; all processes together."""
-        return probe(self._scorer, token_ids, self.accelerator.device)
+        targets_S = torch.arange(len(token_ids) - 1)
+        row = replace(
+            stand_in(),
+            token_ids_T=torch.tensor(token_ids),
+            targets_S=targets_S,
+            behaviour_S=torch.zeros(len(targets_S)),
+            ref_logprobs_S=None,
+        )
+        transform = self._scorer.transform
+        self._scorer.transform = replace(transform, temperature=1.0)
+        try:
+            with self._scorer.ready():
+                packed = self._scorer.pack([row], len(token_ids), self.device)
+                ((logprobs_S, _),) = score(self._scorer, packed).values()
+        finally:
+            self._scorer.transform = transform
+        values: list[float] = logprobs_S.tolist()
+        return values
 
     def refresh_sampler(self) -> None:
         """`sampler` gets the policy's weights, where it is a copy; all processes together."""
         if self.sampler is not self.model:
             refresh(self.sampler, self.model)
-
-    def _nothing(self) -> dict[str, float]:
-        """The metrics of a step in which nothing had a gradient."""
-        names = (*metric_names(self._algorithm), *MISMATCH_NAMES)
-        zero = dict.fromkeys(("loss", "grad_norm", "train/tokens"), 0.0)
-        return {**zero, **dict.fromkeys(names, math.nan)}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next update depends on, besides the weights."""
@@ -224,127 +363,9 @@ class Policy:
         if self._reference is not None and state["reference"] is not None:
             self._reference.load_state_dict(state["reference"])
 
-    def _penalties(self, groups: list[list[Row]], averages: Averages) -> dict[str, float]:
-        """KL over the sampled tokens of each rollout, where it is a part of the reward.
-
-        Between the reference and the probabilities that `algorithm.behaviour` names.
-        """
-        penalties: defaultdict[str, float] = defaultdict(float)
-        if not self._algorithm.kl_in_reward:
-            return penalties
-        # A process without rollouts has the name too: averages are over all processes.
-        averages.add("kl", torch.zeros(2, device=self.accelerator.device))
-        for row in flat(groups):
-            recomputed = self._algorithm.behaviour is Behaviour.recomputed
-            own_S = row.old_logprobs_S if recomputed else row.behaviour_S
-            assert own_S is not None and row.ref_logprobs_S is not None
-            kl_S = kl_estimate(own_S, row.ref_logprobs_S, self._algorithm.kl)
-            penalties[row.rollout.rollout_id] += kl_S.sum().item()
-            averages.add("kl", mean_parts(kl_S).to(self.accelerator.device))
-        return penalties
-
-    def _update_all(self, groups: list[list[Row]], averages: Averages) -> None:
-        """`num_epochs` passes of `minibatches` updates; the sampler's gap before the first."""
-        measured = False
-        # Every process takes part in every update, those without a group in it too.
-        parts = split(groups, self._algorithm.minibatches)
-        with self._scorer.ready():
-            for epoch in range(self._algorithm.num_epochs):
-                for part in parts:
-                    done = self._update_once(flat(part), averages)
-                    if epoch == 0 and not needs_own(self._algorithm):
-                        for one in done:
-                            keep_scores(one.microbatch.rows, one.trainer_S, one.entropy_S)
-                    if done and not measured:
-                        measured = True
-                        self._compare(done, averages)
-
-    def _update_once(self, rows: list[Row], averages: Averages) -> list[Part]:
-        """One optimizer update over `rows`; what each microbatch contributed."""
-        algorithm = self._algorithm
-        tokens = self._total(sum(row.sampled_length for row in rows))
-        if tokens == 0:
-            return []
-        weighted = weigh(
-            rows,
-            algorithm,
-            tokens=tokens,
-            rollouts=self._total(len(rows)),
-            fixed_length=self._max_completion_tokens,
-        )
-        trained = [row for row in weighted if has_gradient(row, algorithm)]
-        if self._total(len(trained)) == 0:
-            return []
-        shared = plan(weighted, algorithm, self._bonus, self.accelerator)
-        microbatches = self._pack(trained)
-        if not microbatches:
-            # Without a gradient of its own it still has to meet the others in the backward pass.
-            microbatches = self._pack([stand_in()])
-        parts = [
-            self._accumulate(microbatch, shared, averages, last=microbatch is microbatches[-1])
-            for microbatch in microbatches
-        ]
-        losses = torch.stack([part.loss for part in parts])
-        norm = self._clip(losses)
-        if norm is None:
-            raise self._blame(losses, rows, trained, shared)
-        self._step(losses, norm, averages)
-        self._count("train/tokens", tokens, averages)
-        self._observe(weighted, parts, shared, averages)
-        return parts
-
-    def _accumulate(
-        self, microbatch: Microbatch, shared: Plan, averages: Averages, *, last: bool
-    ) -> Part:
-        """Forward and backward of a microbatch."""
-        accelerator = self.accelerator
-        # Sums in float32 copies meet those of the other processes by themselves, in `_clip`.
-        meets = last and self._masters is None
-        with contextlib.nullcontext() if meets else accelerator.no_sync(self._wrapped):
-            logprobs_S, entropy_S = self._wrapped(microbatch)
-            inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
-            loss, metrics = policy_loss(inputs, self._algorithm)
-            # Processes average their gradients; the loss is their sum.
-            accelerator.backward(loss * accelerator.num_processes)
-        if self._masters is not None:
-            self._masters.fold()
-        entropy_S = entropy_S.detach()
-        for name, part in {**metrics, "entropy": mean_parts(entropy_S)}.items():
-            # The row that stands in is no rollout: it is in no mean of rollouts.
-            averages.add(name, part if entropy_S.numel() else nothing(name, part))
-        return Part(
-            loss=loss.detach(),
-            microbatch=microbatch,
-            trainer_S=logprobs_S.detach(),
-            entropy_S=entropy_S,
-            entropy=(entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S).sum(),
-        )
-
-    def _observe(
-        self, rows: list[Row], parts: list[Part], shared: Plan, averages: Averages
-    ) -> None:
-        """Measure what the whole update says, and let the entropy bonus follow it."""
-        if self._algorithm.mask_truncated:
-            masked = torch.tensor([row.weight == 0 for row in rows])
-            averages.add("mask/truncated", mean_parts(masked).to(self.accelerator.device))
-        if self._algorithm.has_bonus and shared.bonus_tokens:
-            entropy = torch.stack([part.entropy for part in parts]).sum()
-            total = float(self.accelerator.reduce(entropy, "sum"))
-            self._bonus.observe(total / shared.bonus_tokens, self._algorithm)
-            self._count("entropy_coef", self._bonus.coefficient, averages)
-
-    def _compare(self, parts: list[Part], averages: Averages) -> None:
-        """Measure the distance of the engine that sampled; `parts` are of the first update."""
-        rows = [row for part in parts for row in part.microbatch.rows]
-        engine_S = torch.cat([part.microbatch.behaviour_S for part in parts])
-        trainer_S = torch.cat([part.trainer_S for part in parts])
-        # As many updates of the engine's weights as steps so far.
-        found = origins(rows, self.step, engine_S.device)
-        sums = torch.stack((engine_S.sum(), trainer_S.sum(), engine_S.new_tensor(len(engine_S))))
-        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-        means = (engine / count, trainer / count)
-        for name, part in mismatch(engine_S, trainer_S, found, means).items():
-            averages.add(name, part)
+    def _scores(self, scorer: Any, rows: Sequence[Row]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+        with scorer.ready():
+            return score(scorer, self._pack(rows))
 
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; its norm before, or None when it or a loss is not finite."""
@@ -357,7 +378,7 @@ class Policy:
         probing = self.accelerator.scaler is not None
         finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
         # The norm is everybody's, a loss is not.
-        return None if self._total(int(not finite)) else float(norm)
+        return None if self._sum_of_ranks(int(not finite)) else float(norm)
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the processes; those of sharded weights are already."""
@@ -367,27 +388,20 @@ class Policy:
             if parameter.grad is not None:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
 
-    def _step(self, losses: Tensor, norm: float, averages: Averages) -> None:
-        """Update the weights with the clipped gradient."""
-        self.optimizer.step()
+    def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
+        """Return the error that names what broke an update, rollouts or weights of all ranks."""
         self.optimizer.zero_grad()
-        self._count("grad_norm", norm, averages)
-        averages.add("loss", torch.stack((losses.sum(), self._once(1.0))))
-
-    def _blame(
-        self, losses: Tensor, rows: list[Row], trained: list[Row], shared: Plan
-    ) -> BrokenUpdate:
-        """The error that names who made an update that is not finite, of all processes."""
-        self.optimizer.zero_grad()
+        trained = minibatch.trained(self.algorithm)
 
         def alone(row: Row) -> tuple[Tensor, Tensor]:
             (microbatch,) = self._scorer.pack([row], 1, self.accelerator.device)
             with self.accelerator.no_sync(self._wrapped):
-                logprobs_S, entropy_S = self._wrapped(microbatch)
-                inputs = loss_inputs(microbatch, logprobs_S, entropy_S, self._algorithm, shared)
-                loss, _ = policy_loss(inputs, self._algorithm)
+                inputs = loss_inputs(
+                    microbatch, *self.forward(microbatch), minibatch, self.algorithm
+                )
+                loss, _ = policy_loss(inputs, self.algorithm)
                 loss.backward()
-            return loss.detach(), logprobs_S.detach()
+            return loss.detach(), inputs.logprobs_S.detach()
 
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
@@ -400,13 +414,8 @@ class Policy:
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
             f"{cause}{told(found, named)}. The weights are those before it",
             [culprit.rollout_id for culprit in found],
-            world.to_main(rows, "the rows of a broken update"),
+            world.to_main(minibatch.rows, "the rows of a broken update"),
         )
-
-    def retry(self, rows: Sequence[Row]) -> None:
-        """Do again the update that raised BrokenUpdate with these rows; raises it if it does."""
-        with self._scorer.ready():
-            self._update_once(list(rows), Averages())
 
     def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
         """Microbatches; where weights are sharded, as many in every process."""
@@ -417,19 +426,57 @@ class Policy:
             made += self._scorer.pack([stand_in()], budget, device) * (most - len(made))
         return made
 
-    def _total(self, count: int) -> int:
-        """The sum over all processes."""
-        local = torch.tensor(count, device=self.accelerator.device)
+    def _sum_of_ranks(self, count: int) -> int:
+        local = torch.tensor(count, device=self.device)
         return int(self.accelerator.reduce(local, "sum"))
 
-    def _count(self, name: str, value: float, averages: Averages) -> None:
-        """Add a figure that all processes know, once."""
-        averages.add(name, torch.stack((self._once(value), self._once(1.0))))
-
     def _once(self, value: float) -> Tensor:
-        mine = value if self.accelerator.is_main_process else 0.0
-        return torch.tensor(mine, device=self.accelerator.device)
+        """Return the part of a figure that all processes know and the main one contributes."""
+        counts = self.accelerator.is_main_process
+        return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
 
 
-def _scored(rollout: Rollout) -> bool:
+def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+    """Row's key -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU, no gradient."""
+    scores: dict[RowKey, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for microbatch in microbatches:
+            lengths = [row.sampled_length for row in microbatch.rows]
+            pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
+            for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
+                if row.sampled_length:  # not the one that stands in for a process without rows
+                    scores[row.key] = (logprobs_S, entropy_S)
+    return scores
+
+
+def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origins:
+    """Return the origins of the rows' sampled tokens, one row after the other.
+
+    `version` is what the trainer holds. Example: of 4 sampled tokens the thirds are 0 0 1 2.
+    """
+    turns: list[int] = []
+    thirds: list[int] = []
+    stale: list[bool] = []
+    for row in rows:
+        for span in row.trajectory.sampled_spans():
+            turns += [span.turn] * len(span.token_ids)
+            stale += [span.policy_version != version] * len(span.token_ids)
+        sampled = row.sampled_length
+        thirds += [index * len(THIRDS) // sampled for index in range(sampled)]
+    return Origins(
+        turn_S=torch.tensor(turns, dtype=torch.long, device=device),
+        third_S=torch.tensor(thirds, dtype=torch.long, device=device),
+        stale_S=torch.tensor(stale, dtype=torch.bool, device=device),
+    )
+
+
+def _is_trained(rollout: Rollout) -> bool:
     return rollout.reward is not None and rollout.sampled_length > 0
+
+
+def _with_own(row: Row, logprobs_S: Tensor, entropy_S: Tensor) -> Row:
+    return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
+
+
+def _flat(groups: Sequence[Sequence[Row]]) -> list[Row]:
+    return [row for group in groups for row in group]

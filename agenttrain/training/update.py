@@ -1,107 +1,206 @@
-"""One optimizer update: its rows, what its loss depends on, what it measures.
+"""The optimizer updates of a step: their rows, advantages, and what their losses are divided by.
 
-Shapes: S sampled tokens of a microbatch.
+Shapes: F reward functions, P groups, G rollouts of the largest, B rows, S sampled tokens of a
+microbatch, N tokens of all processes.
 """
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
-from agenttrain.algorithms.entropy import EntropyBonus, top_entropy_mask
+from agenttrain.algorithms.advantages import advantages, normalized_advantages
+from agenttrain.algorithms.aggregate import token_weights
+from agenttrain.algorithms.entropy import top_entropy_mask
 from agenttrain.algorithms.loss import LossInputs
-from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
+from agenttrain.config.algorithm import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
 from agenttrain.training.batch import Microbatch, Row, RowKey
+from agenttrain.training.world import World
+from agenttrain.types import Rollout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What all microbatches of an update share."""
+def assign_advantages(
+    groups: Sequence[Sequence[Rollout]],
+    config: AlgorithmConfig,
+    world: World,
+    *,
+    penalties: Mapping[str, float],
+    reward_weights: Mapping[str, float],
+) -> None:
+    """Set `advantage` of every rollout: None where it has no reward.
 
-    kept: Mapping[RowKey, Tensor] | None
-    """Row's key -> whether each of its sampled tokens is one of top entropy; None: all are."""
-    bonus_tokens: int
-    """Tokens that the entropy bonus acts on, over all processes."""
-    bonus: float
+    `penalties` (rollout_id -> KL over its sampled tokens) are taken off the rewards, times beta,
+    before the baseline; rollouts that are not named have none. `reward_weights` are those of the
+    rubric, 1 for a function without one. Statistics of the batch are over all processes.
+    """
+    rewards = [[_rewards_by_name(rollout, config, penalties) for rollout in g] for g in groups]
+    first, everyone = 0, rewards
+    if world.size > 1 and (config.scale is Scale.batch or config.advantage is Advantage.batch):
+        shares = world.gather([rewards], "the rewards of a batch")
+        first = sum(map(len, shares[: world.rank]))
+        everyone = [group for share in shares for group in share]
+    weights = {"": 1.0, **reward_weights}
+    advantages_PG = _advantages(everyone, config, weights)[first : first + len(groups)]
+    for group, values in zip(groups, advantages_PG.tolist(), strict=True):
+        for rollout, value in zip(group, values, strict=False):
+            # NaN with a reward: none of the functions that count gave one.
+            rollout.advantage = None if math.isnan(value) else value
+
+
+def _rewards_by_name(
+    rollout: Rollout, config: AlgorithmConfig, penalties: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Return the rewards by function; under the name "" where their sum counts."""
+    if config.rewards is Rewards.normalize_each:
+        return dict(rollout.rewards)
+    if rollout.reward is None:
+        return {"": None}
+    return {"": rollout.reward - config.beta * penalties.get(rollout.rollout_id, 0.0)}
+
+
+def _advantages(
+    groups: Sequence[Sequence[Mapping[str, float | None]]],
+    config: AlgorithmConfig,
+    weights: Mapping[str, float],
+) -> Tensor:
+    """Return the advantage of every rollout, [P, G]."""
+    names = sorted({name for group in groups for rewards in group for name in rewards}) or [""]
+    width = max((len(group) for group in groups), default=0) or 1
+    rewards_FPG = torch.full((len(names), len(groups), width), torch.nan, dtype=torch.float64)
+    for f, name in enumerate(names):
+        for p, group in enumerate(groups):
+            for g, rewards in enumerate(group):
+                value = rewards.get(name)
+                rewards_FPG[f, p, g] = torch.nan if value is None else value
+    if config.rewards is Rewards.normalize_each:
+        each = [weights.get(name, 1.0) for name in names]
+        return normalized_advantages(rewards_FPG, each, scale=config.scale)
+    return advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+
+
+@dataclass(slots=True, kw_only=True)
+class Minibatch:
+    """The rows of one optimizer update, sums over all processes, and results of its microbatches.
+
+    The sums are of the rows of all processes: a loss is divided by them.
+    """
+
+    rows: list[Row]
+    """All of this process, with the weight of their tokens in the loss."""
+    tokens: int
+    """Sampled tokens, of all processes."""
+    epoch: int = 0
+    first: bool = False
+    """Set for the first of a step: the policy is what it was when the engine sampled."""
+    kept: Mapping[RowKey, Tensor] | None = None
+    """Row's key -> a mask of its sampled tokens of top entropy; None: all are trained."""
+    bonus_tokens: int = 0
+    """Tokens that the entropy bonus acts on, of all processes."""
+    bonus: float = 0.0
     """Weight of the entropy of one of them."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of each microbatch."""
+    scores: list[tuple[Microbatch, Tensor, Tensor]] = field(default_factory=list)
+    """Each microbatch with its logprobs and entropies before the update, [S] each."""
+    entropy: list[Tensor] = field(default_factory=list)
+    """Of each microbatch the sum of entropies over the tokens that the bonus acts on."""
+
+    def trained(self, config: AlgorithmConfig) -> list[Row]:
+        """Return the rows that change the policy; the others need no forward pass."""
+        return [
+            row
+            for row in self.rows
+            if row.weight > 0 and (row.advantage != 0 or config.kl_in_loss or config.has_bonus)
+        ]
+
+    def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
+        """Keep the result of a microbatch, without its graph."""
+        assert inputs.entropy_S is not None
+        entropy_S = inputs.entropy_S.detach()
+        self.losses.append(loss.detach())
+        self.scores.append((microbatch, inputs.logprobs_S.detach(), entropy_S))
+        acting_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
+        self.entropy.append(acting_S.sum())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a microbatch contributed to an update."""
+def weigh(
+    rows: Sequence[Row], config: AlgorithmConfig, *, tokens: int, rollouts: int, fixed_length: int
+) -> list[Row]:
+    """Return the rows of one optimizer update with the weight of their tokens in its loss.
 
-    loss: Tensor
-    microbatch: Microbatch
-    trainer_S: Tensor
-    """The logprobs before the update."""
-    entropy_S: Tensor
-    """The entropies before it."""
-    entropy: Tensor
-    """Sum over the tokens that the bonus acts on."""
-
-
-def plan(
-    rows: Sequence[Row], config: AlgorithmConfig, bonus: EntropyBonus, accelerator: Any
-) -> Plan:
-    """The plan of an update over the weighed `rows` and those of the other processes."""
-    acting = [row for row in rows if row.weight > 0]
-    kept = None
-    count = sum(row.sampled_length for row in acting)
-    if config.top_entropy < 1:
-        kept = _top_entropy(acting, config.top_entropy, accelerator)
-        count = sum(int(kept_S.sum()) for kept_S in kept.values())
-    total = int(accelerator.reduce(torch.tensor(count, device=accelerator.device), "sum"))
-    weight = bonus.weight(config) / max(total, 1)
-    return Plan(kept=kept, bonus_tokens=total, bonus=weight)
+    `tokens` and `rollouts` count the whole update over all processes. Truncated rollouts that are
+    masked count like any other and weigh nothing, so that the others' weight does not depend on
+    how many there are.
+    """
+    weights_B = token_weights(
+        torch.tensor([row.sampled_length for row in rows]),
+        config.aggregation,
+        tokens=tokens,
+        rollouts=rollouts,
+        fixed_length=fixed_length,
+    )
+    return [
+        replace(row, weight=0.0 if config.mask_truncated and row.rollout.truncated else weight)
+        for row, weight in zip(rows, weights_B.tolist(), strict=True)
+    ]
 
 
-def _top_entropy(rows: Sequence[Row], share: float, accelerator: Any) -> dict[RowKey, Tensor]:
-    """`Plan.kept` of the rows, which compete with those of the other processes.
+def top_entropy(rows: Sequence[Row], share: float, world: World) -> dict[RowKey, Tensor]:
+    """Return `Minibatch.kept` of the weighed rows, which compete with those of the other processes.
 
     Where entropies are equal the earlier positions come first, and at one position the rollouts in
-    the order of their ids: neither says who holds a rollout or what is packed with it.
+    the order of their ids: neither depends on who holds a rollout or what is packed with it.
     """
-    pieces = [row.old_entropy_S for row in rows if row.old_entropy_S is not None]
-    mine = torch.cat(pieces) if pieces else torch.zeros(0)
-    lengths = [piece.numel() for piece in pieces]
-    names = [(row.rollout.group_id, row.rollout.sample, row.key) for row in rows]
-    shares: list[tuple[list[Any], list[int]]] = gather_object([(names, lengths)])
-    padded = accelerator.pad_across_processes(mine.to(accelerator.device), dim=0)
-    by_process = accelerator.gather(padded).cpu().view(len(shares), -1)
-    entropies = [one[: sum(x)] for one, (_, x) in zip(by_process, shares, strict=True)]
-    rank_of = {name: rank for rank, name in enumerate(sorted(n for x, _ in shares for n in x))}
-    places = [
-        torch.arange(length) * len(rank_of) + rank_of[name]
-        for names_, lengths_ in shares
-        for name, length in zip(names_, lengths_, strict=True)
+    own: list[tuple[tuple[Any, ...], Tensor]] = [
+        ((row.rollout.group_id, row.rollout.sample, row.key), row.old_entropy_S)
+        for row in rows
+        if row.weight > 0 and row.old_entropy_S is not None
     ]
-    empty = torch.zeros(0, dtype=torch.long)
-    kept_N = top_entropy_mask(torch.cat(entropies), torch.cat([empty, *places]), share)
-    of_process = kept_N.split([one.numel() for one in entropies])[accelerator.process_index]
-    return {name[-1]: kept for name, kept in zip(names, of_process.split(lengths), strict=True)}
+    shares = world.gather([own], "the entropies of an update")
+    everyone = [pair for pairs in shares for pair in pairs]
+    rank_of = {name: rank for rank, name in enumerate(sorted(name for name, _ in everyone))}
+    entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in everyone)])
+    place_N = torch.cat(
+        [
+            torch.zeros(0, dtype=torch.long),
+            *(torch.arange(len(e)) * len(rank_of) + rank_of[name] for name, e in everyone),
+        ]
+    )
+    kept_N = top_entropy_mask(entropy_N, place_N, share)
+    kept = kept_N.split([len(entropy_S) for _, entropy_S in everyone])
+    first = sum(map(len, shares[: world.rank]))
+    return {name[-1]: mask for (name, _), mask in zip(own, kept[first:], strict=False)}
 
 
 def loss_inputs(
     microbatch: Microbatch,
     logprobs_S: Tensor,
     entropy_S: Tensor,
+    minibatch: Minibatch,
     config: AlgorithmConfig,
-    plan: Plan,
 ) -> LossInputs:
-    """The inputs of a microbatch's loss."""
+    """Return the inputs of a microbatch's loss."""
     kept_S = None
-    if plan.kept is not None:
-        # The row that stands in for a process without rows has no token and is not in the plan.
-        kept = [plan.kept[row.key] for row in microbatch.rows if row.sampled_length]
+    if minibatch.kept is not None:
+        # The row that stands in for a process without rows has no token and no mask.
+        kept = [minibatch.kept[r.key] for r in microbatch.rows if r.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
+    behaviour_S = microbatch.behaviour_S
+    if config.behaviour is Behaviour.recomputed:
+        old = [row.old_logprobs_S for row in microbatch.rows]
+        known = [values for values in old if values is not None]
+        # Before a step's only update the policy is still what it was when the step began.
+        whole = len(known) == len(old)
+        behaviour_S = torch.cat(known).to(logprobs_S) if whole else logprobs_S.detach()
     return LossInputs(
         logprobs_S=logprobs_S,
-        behaviour_S=_behaviour(microbatch, logprobs_S, config),
+        behaviour_S=behaviour_S,
         engine_S=microbatch.behaviour_S,
         ref_logprobs_S=microbatch.ref_logprobs_S,
         entropy_S=entropy_S,
@@ -109,14 +208,23 @@ def loss_inputs(
         row_S=microbatch.row_S,
         advantages_B=microbatch.advantages_B,
         weights_B=microbatch.weights_B,
-        bonus=plan.bonus,
+        bonus=minibatch.bonus,
     )
 
 
-def _behaviour(microbatch: Microbatch, logprobs_S: Tensor, config: AlgorithmConfig) -> Tensor:
-    if config.behaviour is Behaviour.engine:
-        return microbatch.behaviour_S
-    old = [row.old_logprobs_S for row in microbatch.rows]
-    known = [values for values in old if values is not None]
-    # Before a step's only update the policy is still what it was when the step began.
-    return torch.cat(known).to(logprobs_S) if len(known) == len(old) else logprobs_S.detach()
+def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
+    """Give the trajectories of `rows`, in their order, the trainer's own scores."""
+    lengths = [row.sampled_length for row in rows]
+    pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
+    for row, own_S, entropies in zip(rows, *pieces, strict=True):
+        row.trajectory.trainer_logprobs = array("f", own_S.numpy())
+        row.trajectory.entropies = array("f", entropies.numpy())
+
+
+def needs_own_scores(config: AlgorithmConfig) -> bool:
+    """Return whether the policy has to score the rollouts before the step's first update.
+
+    With one update per step the probabilities before it are those that it computes anyway.
+    """
+    recomputed = config.behaviour is Behaviour.recomputed
+    return config.top_entropy < 1 or (recomputed and (config.updates > 1 or config.kl_in_reward))

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import harness
 
-from agenttrain.build import prepare
 from agenttrain.config.compose import Source, compose_run, hydra_session
-from agenttrain.launch import Job, make_trainer
+from agenttrain.runs.run import Run, make_trainer
+from agenttrain.runs.setup import prepare
 from agenttrain.tracking.rollouts_file import write_step
 from agenttrain.trainer import Trainer
 from agenttrain.training.blame import check_logprobs, check_weights
@@ -37,16 +37,21 @@ def measure(quick: bool) -> dict[str, float]:
     source = Source()
     with hydra_session(source), tempfile.TemporaryDirectory() as folder:
         composed = compose_run([f"steps={steps}", "tracker.console=false"], source)
-        job = Job(config=composed.config, plain=composed.plain, folder=Path(folder) / "run")
-        job.folder.mkdir()
-        return asyncio.run(run(job, steps))
+        run = Run(
+            verb="train",
+            config=composed.config,
+            plain=composed.plain,
+            folder=Path(folder) / "run",
+        )
+        run.folder.mkdir()
+        return asyncio.run(measured(run, steps))
 
 
-async def run(job: Job, steps: int) -> dict[str, float]:
+async def measured(run: Run, steps: int) -> dict[str, float]:
     """Seconds by phase over the steps after the second."""
     async with AsyncExitStack() as stack:
-        trainer = await make_trainer(job, prepare(job.config), stack)
-        rows = [await one_step(trainer, step) for step in range(1, steps + 1)][2:]
+        trainer = await make_trainer(run, prepare(run.config), stack)
+        rows = [await one_step(run, trainer, step) for step in range(1, steps + 1)][2:]
     whole = sum(row["step_s"] for row in rows)
     share = {
         f"share_{phase}": sum(row[f"time/{phase}_s"] for row in rows) / whole
@@ -64,19 +69,19 @@ async def run(job: Job, steps: int) -> dict[str, float]:
     }
 
 
-async def one_step(trainer: Trainer, step: int) -> dict[str, float]:
+async def one_step(run: Run, trainer: Trainer, step: int) -> dict[str, float]:
     """One step and its record, timed."""
     started = time.perf_counter()
-    metrics, collected = await trainer.step(step)
+    metrics, rollouts = await trainer.step(step)
     finished = time.perf_counter()
-    trainer.tracker.step(step, metrics, collected.rollouts)
+    run.tracker.step(step, metrics, rollouts)
     recorded = time.perf_counter()
     # What the tracker and the step did among other things, once more by itself.
-    write_step(trainer.evidence.folder / "again", step, collected.rollouts)
+    write_step(run.folder / "again", step, rollouts)
     written = time.perf_counter()
     for _ in range(2):  # before the step and after its update
         check_weights(trainer.policy.model, "")
-    check_logprobs(collected.rollouts)
+    check_logprobs(rollouts)
     checked = time.perf_counter()
     return {
         **metrics,

@@ -57,7 +57,6 @@ from typing import Any
 import harness
 from transformers import AutoTokenizer
 
-from agenttrain.build import load, prepare
 from agenttrain.chat.load import load_chat
 from agenttrain.chat.template import Chat
 from agenttrain.config.compose import Source, compose_run, hydra_session
@@ -71,6 +70,8 @@ from agenttrain.config.schema import (
 from agenttrain.engine.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collect import Collector, collect
+from agenttrain.runs.loading import make_engine, make_policy
+from agenttrain.runs.setup import prepare
 from agenttrain.tools.base import FunctionTool, Tool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Sampling, Task, ToolContext
@@ -327,14 +328,15 @@ def transformers(quick: bool) -> dict[str, float]:
     with hydra_session(Source()):
         config = compose_run(["tracker.console=false"], Source()).config
     prepared = prepare(config)
-    loaded = load(config, prepared)
+    policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
+    sampling = prepared.collector(make_engine(config, policy))
     tasks = prepared.train_tasks.tasks(0, 8)
 
     def wall(scale: float, deterministic: bool) -> tuple[float, float]:
         slow = Slow(prepared.toolbox.tool("sql"), scale)
         tools = {"sql": slow, "final_answer": prepared.toolbox.tool("final_answer")}
         collector = replace(
-            loaded.collector,
+            sampling,
             toolbox=Toolbox(tools, stop_tools=["final_answer"]),
             limits=replace(config.rollout, max_turns=TURNS, deterministic=deterministic),
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import Any, Protocol
+from typing import Any
 
 from agenttrain.config.errors import ConfigError
 from agenttrain.config.model_path import model_folder
@@ -26,8 +26,7 @@ from agenttrain.config.schema import RunConfig, RunPart
 from agenttrain.config.source_code import code_of
 from agenttrain.config.target import locate
 from agenttrain.data.source import TaskSource
-from agenttrain.rollout.environments import Environments
-from agenttrain.tools.toolbox import Toolbox
+from agenttrain.runs.setup import Components
 from agenttrain.tracking.run_folder import write_atomically
 
 FILE = "fingerprints.json"
@@ -44,45 +43,17 @@ CODE_ARGUMENTS = ("_target_", "connect")
 Fingerprints = dict[str, dict[str, str]]
 
 
-class Parts(Protocol):
-    """What a run is made of, before there are weights."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """With the template that the run uses."""
-        ...
-
-    @property
-    def toolbox(self) -> Toolbox:
-        """The run's tools."""
-        ...
-
-    @property
-    def environments(self) -> Environments:
-        """With their methods."""
-        ...
-
-    @property
-    def train_tasks(self) -> TaskSource:
-        """Of data.train."""
-        ...
-
-    @property
-    def test_tasks(self) -> TaskSource:
-        """Of data.test."""
-        ...
-
-
-def fingerprints(config: RunConfig, parts: Parts) -> Fingerprints:
-    """Of a run that is about to begin or to go on."""
-    toolboxes = [parts.toolbox, *parts.environments.toolboxes.values()]
+def fingerprints(components: Components) -> Fingerprints:
+    """Return the fingerprints of a run that is about to begin or to go on."""
+    config = components.config
+    toolboxes = [components.toolbox, *components.environments.toolboxes.values()]
     schemas = [schema for toolbox in toolboxes for schema in toolbox.schemas()]
     found = {
         RunPart.data: {
-            "rows of data.train": _rows(parts.train_tasks),
-            "rows of data.test": _rows(parts.test_tasks),
+            "rows of data.train": _rows(components.train_tasks),
+            "rows of data.test": _rows(components.test_tasks),
         },
-        RunPart.template: {"chat template": _digest(str(parts.tokenizer.chat_template))},
+        RunPart.template: {"chat template": _digest(str(components.tokenizer.chat_template))},
         RunPart.tools: {
             **{f"schema of {s['function']['name']}": _digest(_json(s)) for s in schemas},
             **_code("tools", config.tools),
@@ -90,7 +61,10 @@ def fingerprints(config: RunConfig, parts: Parts) -> Fingerprints:
         },
         RunPart.environment: _code("environment", config.environment),
         RunPart.reward: _code("reward", config.reward),
-        RunPart.model: {"tokenizer": _digest(_json(parts.tokenizer.get_vocab())), **_model(config)},
+        RunPart.model: {
+            "tokenizer": _digest(_json(components.tokenizer.get_vocab())),
+            **_model(config),
+        },
     }
     return {str(part): digests for part, digests in found.items()}
 
@@ -124,10 +98,11 @@ def check_unchanged(folder: Path, now: Fingerprints, allowed: Sequence[RunPart])
         print(f"resume_changed={part}: {told} changed", flush=True)
 
 
-def check_resumed(config: RunConfig, parts: Parts) -> None:
+def check_resumed(components: Components) -> None:
     """`check_unchanged` for a run that would go on, where it has done a step."""
+    config = components.config
     if config.resume is not None and done_steps(Path(config.resume)):
-        check_unchanged(Path(config.resume), fingerprints(config, parts), config.resume_changed)
+        check_unchanged(Path(config.resume), fingerprints(components), config.resume_changed)
 
 
 def write(folder: Path, now: Fingerprints) -> None:

@@ -1,0 +1,83 @@
+"""The end of a run on the console, and the page of a step's rollouts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agenttrain.config.model_path import model_folder
+from agenttrain.config.schema import RunConfig
+from agenttrain.evaluate import Evaluation, Scores
+from agenttrain.tracking import viewer
+from agenttrain.tracking.report import print_report
+from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path
+from agenttrain.types import Rollout
+
+SHOWN = 3
+"""Rollouts printed at the end of a run."""
+
+
+def print_scores(
+    *,
+    before: Sequence[Scores],
+    after: Sequence[Evaluation],
+    decode: Callable[[Sequence[int]], str],
+    run_folder: Path,
+    dashboard: str | None,
+    best: Mapping[str, Any] | None,
+) -> None:
+    """Print the scores before and after, the best one, and some rollouts."""
+    print_report(
+        Console(),
+        before=before,
+        after=after,
+        rollouts=[rollout_record(rollout) for rollout in _instructive(after)],
+        decode=decode,
+        run_folder=run_folder,
+        dashboard=dashboard,
+        best=best,
+    )
+
+
+def print_losses(folder: Path, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Print the held-out losses of supervised learning, and what to do next."""
+    if before and after:
+        print(
+            f"held-out loss  {before['loss']:.4f} -> {after['loss']:.4f} nats per token, "
+            f"{after['conversations']:.0f} conversations"
+        )
+    model = shlex.quote(str(folder / "checkpoints" / "latest"))
+    print(f"run            {folder}")
+    print(f"tokens         agenttrain view {shlex.quote(str(folder))}")
+    print(f"next           agenttrain eval model.path={model}   how good is it at its tasks?")
+    print(f"               agenttrain model.path={model}        reinforcement learning from here")
+
+
+def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = None) -> Path:
+    """Write the HTML page of a step's rollouts; without `to` it lies beside their file."""
+    from transformers import AutoTokenizer
+
+    # The checkpoint's tokenizer is the one that the run had; model.path may have changed since.
+    saved = folder / "checkpoints" / "latest"
+    source = saved if saved.exists() else model_folder(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    path = to or step_path(folder, step).with_suffix(".html")
+    title = f"{folder.resolve().name}, step {step}"
+    viewer.write(path, read_step(folder, step), tokenizer.decode, title=title)
+    return path
+
+
+def _instructive(evaluations: Sequence[Evaluation]) -> list[Rollout]:
+    """Return sampled rollouts to show: the longest solved ones, and last an unsolved one."""
+    rollouts = [
+        rollout
+        for evaluation in evaluations[:1]
+        for rollout in evaluation.rollouts
+        if rollout.reward is not None
+    ]
+    ranked = sorted(rollouts, key=lambda r: (r.reward, len(r.tool_results)), reverse=True)
+    return ranked if len(ranked) < SHOWN else [*ranked[: SHOWN - 1], ranked[-1]]

@@ -1,0 +1,548 @@
+"""One run of a verb, from its folder to its exit code: train, sft and eval go the same way.
+
+    code = Run(verb="train", config=config, plain=plain, folder=folder).execute()
+
+A run holds its folder, listens to signals, is watched, builds its components, continues from its
+newest checkpoint, and records in summary.json how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
+from agenttrain.config.command import resuming
+from agenttrain.config.errors import ConfigError
+from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.config.mcp_server import without_password
+from agenttrain.config.saved import done_steps
+from agenttrain.config.schema import RunConfig
+from agenttrain.crash import Evidence
+from agenttrain.evaluate import Best, Evaluation, Evaluator, LossEvaluator, TaskEvaluator, from_json
+from agenttrain.guards import Guards
+from agenttrain.rollout.collect import Collected, NoRewards, unrewarded
+from agenttrain.rollout.deal import Costs
+from agenttrain.rollout.declared import write_declared
+from agenttrain.rollout.source import Demonstrations, RolloutSource
+from agenttrain.runs.fingerprints import check_unchanged, fingerprints
+from agenttrain.runs.fingerprints import write as write_fingerprints
+from agenttrain.runs.loading import curriculum_of, make_engine, make_policy
+from agenttrain.runs.report import print_losses, print_scores
+from agenttrain.runs.setup import Components, prepare
+from agenttrain.signals import Preempted, StopRequest, listening
+from agenttrain.tracking.rollouts_file import limit, write_step
+from agenttrain.tracking.run_folder import (
+    FolderInUse,
+    held,
+    read_summary,
+    update_summary,
+    write_config,
+)
+from agenttrain.tracking.silent import Silent
+from agenttrain.tracking.tracker import Tracker
+from agenttrain.tracking.trackio_sink import dashboard_command
+from agenttrain.trainer import BatchSource, Trainer
+from agenttrain.training.checkpoint import CheckpointError, Checkpoints, NotWritten
+from agenttrain.training.policy import Policy
+from agenttrain.training.weight_sync import sync
+from agenttrain.training.world import PeerFailed, World
+from agenttrain.types import AgenttrainError, Rollout
+from agenttrain.watchdog import Watchdog
+
+CROSS_ENTROPY = AlgorithmConfig(
+    name="sft",
+    group_size=1,
+    advantage=Advantage.none,
+    scale=Scale.none,
+    surrogate=Surrogate.reinforce,
+    aggregation=Aggregation.token_mean,
+)
+"""With a reward of 1 for each demonstration: sum of -log p / number of tokens of the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Who takes part in a phase of a step, besides the work itself."""
+
+    shown: bool = False
+    """The console shows its name."""
+    watched: bool = True
+    """The watchdog has a deadline for it, and the heartbeat its name."""
+    timed: bool = False
+    """Its wall seconds become a metric."""
+    collective: str | None = None
+    """Name of the work in which all processes meet in torch's collectives."""
+    evidence: bool = False
+    """An error in it leaves a crash bundle."""
+
+
+PHASES = {
+    "rollout": Phase(shown=True, timed=True, evidence=True),
+    "data": Phase(shown=True, timed=True),
+    "check": Phase(watched=False, evidence=True),
+    "train": Phase(shown=True, timed=True, collective="the update", evidence=True),
+    "sync": Phase(timed=True, collective="the weight sync"),
+    "evaluation": Phase(shown=True),
+    "checkpoint": Phase(),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One process of an execution of a verb in its folder.
+
+    Every process of `world` makes the same calls; the main one alone writes into the folder,
+    besides checkpoints, and reports errors, which the others raise.
+    """
+
+    verb: str
+    config: RunConfig
+    plain: dict[str, Any]
+    """The resolved settings, as config.yaml keeps them."""
+    folder: Path
+    """The run folder; a run that is in it already goes on."""
+    sweep: bool = False
+    """Set where the folder is one of a sweep's, `<experiment>/<sweep>/<number>`."""
+    world: World = field(default_factory=World)
+    stop: StopRequest = field(default_factory=StopRequest)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    tracker: Tracker = field(default_factory=Silent)
+    evidence: Evidence | None = None
+    """Writes crash bundles; None: there are none."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of the timed phases, which the trainer clears at the start of a step."""
+
+    def execute(self) -> int:
+        """Run the verb; return the exit code. Raises ConfigError for a folder of another verb."""
+        with listening() as self.stop:
+            if self.world.size > 1:
+                self.stop.agree = self._agree
+            if not self.world.is_main:
+                return self._execute()
+            try:
+                with held(self.folder):
+                    earlier = read_summary(self.folder)
+                    self._check_verb(earlier)
+                    self.sweep = self.sweep or earlier.get("sweep", False)
+                    self.record(
+                        verb=self.verb,
+                        sweep=self.sweep or None,
+                        processes=self.world.size if self.world.size > 1 else None,
+                        stalled_phase=None,
+                    )
+                    return self._execute()
+            except (FolderInUse, OSError) as error:
+                print(self._message(error), file=sys.stderr)
+                return FAILED
+
+    def _agree(self, signalled: bool) -> bool:
+        return self.world.max(float(signalled), "whether a signal came") > 0
+
+    def _check_verb(self, summary: dict[str, Any]) -> None:
+        verb = summary.get("verb", self.verb)
+        if verb != self.verb:
+            raise ConfigError(
+                f"{self.folder}: holds a run of `agenttrain {verb}`, and `agenttrain {self.verb}` "
+                "cannot go on with it. Give another folder: resume= the run that was trained, or "
+                "hydra.run.dir= a new one."
+            )
+
+    def _execute(self) -> int:
+        """Run the verb in a folder that is held; the main process reports and records errors."""
+        try:
+            with Watchdog(self.folder, self.config.watchdog, self.world) as self.watchdog:
+                self.watchdog.begin("load")
+                components = self.prepare()
+                work = self._evaluate if self.verb == "eval" else self._train
+                asyncio.run(work(components))
+        except Preempted as stopped:
+            return self._preempted(str(stopped))
+        except KeyboardInterrupt:
+            return self._interrupted()
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not self.world.is_main:
+                raise
+            return self._failed(error)
+        return DONE
+
+    def prepare(self) -> Components:
+        """Build the run's components, and record in the folder what they are.
+
+        config.yaml stands before anything slow, so that a stopped run can go on.
+        """
+        if not self.world.is_main:
+            return prepare(self.config, self.verb)
+        path = self.folder / "config.yaml"
+        new = not path.exists()
+        if new:
+            write_config(self.folder, self.plain, None)
+        try:
+            components = prepare(self.config, self.verb)
+        except Exception:
+            if new:  # a run that cannot be built has not begun: its folder is free for the next try
+                path.unlink(missing_ok=True)
+            raise
+        now = fingerprints(components)
+        if self.config.resume is not None and done_steps(self.folder):
+            check_unchanged(self.folder, now, self.config.resume_changed)
+        write_fingerprints(self.folder, now)
+        write_config(self.folder, self.plain, components.certificate.hash)
+        write_declared(self.folder, components.toolbox, components.environments)
+        fix = components.chat.fix
+        if fix.chosen:
+            print(f"chat template: {fix.chosen}")
+        if changes := fix.text():
+            file = self.folder / "chat_template.diff"
+            file.write_text(changes, encoding="utf-8")
+            print(f"{changes.splitlines()[0]} ({file})")
+        for warning in components.certificate.warnings:
+            print(f"  {warning}")
+        for note in components.tasks.notes:
+            print(note, flush=True)
+        return components
+
+    async def _train(self, components: Components) -> None:
+        """Train, with evaluations before and after; reinforcement or supervised learning."""
+        with self._timed("seconds"):
+            async with AsyncExitStack() as stack:
+                trainer = await make_trainer(self, components, stack)
+                with self.stop.deferred(trainer.save_checkpoint):
+                    before = self._evaluation_before()
+                    if before is None:
+                        evaluations = await trainer.evaluate("before")
+                        before = trainer.evaluator.summary(evaluations)
+                    scores = {"before": before, **_best(trainer)}
+                    self.record(status="running", error=None, eval=scores)
+                    with self._timed("training_seconds"):
+                        await trainer.train()
+                    evaluations = await trainer.evaluate("after")
+                    trainer.save_checkpoint()
+        after = trainer.evaluator.summary(evaluations)
+        scores = {"before": before, "after": after, **_best(trainer)}
+        self.record(status="finished", steps=trainer.done, eval=scores)
+        if not self.world.is_main:
+            return
+        if self.verb == "sft":
+            print_losses(self.folder, before, after)
+        else:
+            self._print_scores(components, before, evaluations, trainer.best)
+
+    def _evaluation_before(self) -> dict[str, Any] | None:
+        """Return the evaluation before the first step of a run that goes on, to every process."""
+        before = None
+        if self.world.is_main:
+            before = read_summary(self.folder).get("eval", {}).get("before")
+        return self.world.broadcast(before, "the evaluation before training")
+
+    async def _evaluate(self, components: Components) -> None:
+        with self._timed("seconds"):
+            async with AsyncExitStack() as stack:
+                trainer = await make_trainer(self, components, stack)
+                evaluations = await trainer.evaluate("eval")
+        rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
+        if not self.world.is_main:
+            return
+        write_step(self.folder, 0, rollouts, limit(self.config.tracker.rollouts))
+        scores = {"after": trainer.evaluator.summary(evaluations)}
+        if (reason := unrewarded(rollouts)) is not None:
+            self.record(steps=0, eval=scores)
+            cause = reason or "all of them failed"
+            message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
+            raise NoRewards(message, Collected())
+        self.record(status="finished", steps=0, eval=scores)
+        self._print_scores(components, {}, evaluations)
+
+    def _print_scores(
+        self,
+        components: Components,
+        before: dict[str, Any],
+        evaluations: Sequence[Any],
+        best: Best | None = None,
+    ) -> None:
+        command = dashboard_command(self.folder, self.project, trackio_folder=self.trackio_folder)
+        print_scores(
+            before=from_json(before),
+            after=[e for e in evaluations if isinstance(e, Evaluation)],
+            decode=components.chat.decode,
+            run_folder=self.folder,
+            dashboard=command if self.tracker.has_dashboard else None,
+            # One that was made on the way; the table has what the run ended with.
+            best=best.found if best and best.step != self.config.steps else None,
+        )
+
+    @contextmanager
+    def phase(
+        self, name: str, step: int, *, label: str = "", rollouts: Sequence[Rollout] = ()
+    ) -> Iterator[None]:
+        """Within, the run is in a phase of a step: see PHASES.
+
+        `label` is shown instead of the name; `rollouts` are the step's so far, which a crash bundle
+        keeps.
+        """
+        phase = PHASES[name]
+        with ExitStack() as stack:
+            if phase.evidence and self.evidence is not None:
+                stack.enter_context(self.evidence.of(step, rollouts))
+            if phase.shown:
+                self.tracker.phase(label or name)
+            if phase.timed:
+                stack.enter_context(self._clock(name))
+            if phase.watched:
+                stack.enter_context(self.watchdog.phase(name, step))
+            if phase.collective is not None:
+                stack.enter_context(self.world.collective(f"{phase.collective} of step {step}"))
+            yield
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the wall seconds within to those that summary.json has, however the work ends."""
+        earlier = read_summary(self.folder).get(name, 0.0)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._record_end(**{name: earlier + time.perf_counter() - started})
+
+    def record(self, **changes: Any) -> None:
+        """`update_summary` by the main process; the others leave it to that one."""
+        if self.world.is_main:
+            update_summary(self.folder, **changes)
+
+    def _record_end(self, **changes: Any) -> None:
+        """`record` while the run ends already: a full disk is no second error."""
+        with suppress(OSError):
+            self.record(**changes)
+
+    @property
+    def project(self) -> str:
+        """The experiment's name: the folder that holds the run's, or the sweep's."""
+        parent = self.folder.resolve().parent
+        return parent.parent.name if self.sweep else parent.name
+
+    @property
+    def trackio_folder(self) -> Path:
+        """The folder of the dashboard's data, which a sweep's runs share."""
+        return (self.folder.parent if self.sweep else self.folder) / "trackio"
+
+    def checkpoints(self, tokenizer: Any) -> Checkpoints:
+        """Return the run's checkpoints."""
+        folder, keep = self.folder / "checkpoints", self.config.checkpoint.keep
+        return Checkpoints(folder, tokenizer=tokenizer, keep=keep, main=self.world.is_main)
+
+    def restore(self, checkpoints: Checkpoints, policy: Policy) -> dict[str, Any] | None:
+        """Load the newest checkpoint of a run that goes on, into the policy too; return its state.
+
+        None: the run starts at step 0.
+        """
+        if self.config.resume is None:
+            return None
+        exists = False
+        with self.world.together("whether there is a checkpoint", CheckpointError):
+            exists = self.world.is_main and self._has_checkpoint(checkpoints)
+        return checkpoints.load_latest(policy) if self.world.broadcast(exists) else None
+
+    def _has_checkpoint(self, checkpoints: Checkpoints) -> bool:
+        """Return whether a run goes on from a checkpoint; print what it costs if there is none.
+
+        Raises CheckpointError when there was one and it is gone.
+        """
+        if not checkpoints.empty:
+            return True
+        saved = read_summary(self.folder).get("latest_checkpoint")
+        if saved is not None:
+            raise CheckpointError(
+                f"{self.folder / saved}: the run saved this checkpoint, and {checkpoints.folder} "
+                "holds none now. Put it back; or start a new run: resuming would begin at step 0."
+            )
+        metrics = self.folder / "metrics.jsonl"
+        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        cut = f", {rows} recorded steps are cut" if rows else ""
+        print(f"no checkpoint yet: starting again from step 0{cut}", flush=True)
+        return False
+
+    def make_tracker(self, done: int) -> Tracker:
+        """Build the tracker of a run that has done so many steps."""
+        if not self.world.is_main:
+            return Silent()
+        return Tracker(
+            self.folder,
+            self.config.tracker,
+            project=self.project,
+            name=self.folder.resolve().name,
+            total_steps=self.config.steps,
+            resume_step=None if self.config.resume is None else done,
+            trackio_folder=self.trackio_folder,
+            group=self.folder.resolve().parent.name if self.sweep else None,
+            run_config=self.plain,
+        )
+
+    def record_kernel(self, components: Components, policy: Policy) -> None:
+        """Record in config.yaml which kernels compute the attention of training."""
+        if not self.world.is_main:
+            return
+        write_config(self.folder, self.plain, components.certificate.hash, policy.kernel)
+        if policy.device.type == "cuda":
+            print(f"attention: training/kernel={policy.kernel}", flush=True)
+
+    def _preempted(self, signal: str) -> int:
+        """End after a signal, with everything saved."""
+        self._record_end(status="preempted")
+        if self.world.is_main:
+            saved = read_summary(self.folder).get("latest_checkpoint")
+            where = "before the first step" if saved is None else f"with {saved}"
+            print(f"stopped by {signal} {where}; to go on: {self._again}", file=sys.stderr)
+        return PREEMPTED
+
+    def _interrupted(self) -> int:
+        """End at once: after Ctrl-C, a second SIGTERM, or a first signal with nothing to save."""
+        stop = self.stop
+        if stop.at_once and not stop.insisted and self.verb != "eval":
+            return self._preempted(str(stop.name))
+        self._record_end(status="interrupted")
+        if self.world.is_main:
+            goes_on = "" if self.verb == "eval" else f"; to go on: {self._again}"
+            print(f"interrupted{goes_on}", file=sys.stderr)
+        return TERMINATED if stop.insisted or stop.at_once else INTERRUPTED
+
+    def _failed(self, error: Exception) -> int:
+        """End after an error. Raises it again if it is a bug, or another process reports it.
+
+        Where something could not be written, the message names the checkpoint that stands.
+        """
+        if isinstance(error, PeerFailed):
+            self._record_end(status="failed", error=str(error))
+            raise error
+        if not isinstance(error, AgenttrainError | ValueError | OSError):
+            self._record_end(status="failed", error=f"{type(error).__name__}: {error}")
+            raise error
+        message = self._message(error)
+        self._record_end(status="failed", error=message)
+        with suppress(OSError):
+            saved = read_summary(self.folder).get("latest_checkpoint")
+            if isinstance(error, OSError | NotWritten) and saved is not None:
+                message += f"\n{saved} stands; once this is mended: {self._again}"
+        print(message, file=sys.stderr)
+        return FAILED
+
+    def _message(self, error: Exception) -> str:
+        """Return an error in a line, with the path that it is about."""
+        nameless = isinstance(error, OSError) and error.filename is None
+        where = f" (run folder {self.folder})" if nameless else ""
+        return without_password(f"{type(error).__name__}: {error}{where}")
+
+    @property
+    def _again(self) -> str:
+        return f"agenttrain {resuming(self.verb)}resume={quote(str(self.folder))}"
+
+
+async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) -> Trainer:
+    """Build the trainer at the run's newest checkpoint, or at its start.
+
+    The stack closes the components, the engine and the tracker, which become the run's.
+    """
+    config, world = run.config, run.world
+    supervised = run.verb == "sft"
+    policy = make_policy(
+        config,
+        CROSS_ENTROPY if supervised else config.algorithm,
+        temperature=1.0 if supervised else config.rollout.temperature,
+        reward_weights=None if supervised else components.rubric.weights,
+        world=world,
+        sampled=not supervised,
+    )
+    engine = None
+    if not supervised:
+        engine = make_engine(config, policy, run.folder)
+        stack.push_async_callback(engine.aclose)
+    stack.push_async_callback(components.aclose)
+    run.record_kernel(components, policy)
+    collector = None if engine is None else components.collector(engine)
+    run.watchdog.watch(collector, policy.model.get_input_embeddings())
+    checkpoints = run.checkpoints(components.tokenizer)
+    state = run.restore(checkpoints, policy)
+    done = 0 if state is None else state["step"]
+    probed = None
+    if engine is not None:
+        # One engine may compile minutes longer than another.
+        world.exchange((), "the engine in every process", patient=True)
+        with world.collective("the first weight sync"):
+            probed = await sync(
+                policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
+            )
+    run.tracker = stack.enter_context(run.make_tracker(done))
+    source: BatchSource
+    evaluator: Evaluator
+    if collector is None:
+        source = demonstrations = Demonstrations(
+            config=config,
+            demonstrator=components.demonstrator,
+            tasks=components.train_tasks,
+            max_tokens=_longest_conversation(config, policy),
+            peers=world,
+        )
+        evaluator = LossEvaluator(
+            config=config,
+            source=demonstrations,
+            tasks=components.test_tasks,
+            policy=policy,
+            world=world,
+        )
+    else:
+        run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
+        source = rollouts = RolloutSource(
+            config=config,
+            collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
+            tasks=components.train_tasks,
+            curriculum=curriculum_of(config, components.train_tasks),
+            peers=world,
+            costs=Costs(config.eval.group_by),
+        )
+        evaluator = TaskEvaluator(
+            config=config, source=rollouts, tasks=components.test_tasks, world=world
+        )
+    trainer = Trainer(
+        config=config,
+        run=run,
+        source=source,
+        policy=policy,
+        evaluator=evaluator,
+        engine=engine,
+        checkpoints=checkpoints,
+        guards=None if supervised else Guards(config=config.guards),
+        best=None if supervised else Best(),
+        probed=probed,
+    )
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer
+
+
+def _longest_conversation(config: RunConfig, policy: Policy) -> int:
+    """Return the tokens of the longest conversation that is learnt."""
+    text = policy.model.config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    limits = [limit for limit in (config.sft.max_tokens, context) if limit is not None]
+    return min(limits, default=2**31)
+
+
+def _best(trainer: Trainer) -> dict[str, Any]:
+    return {} if trainer.best is None else {"best": trainer.best.found}

@@ -1,0 +1,456 @@
+"""What a run is made of before there are weights: tokenizer, chat, tools, data, rewards.
+
+`prepare` builds and checks all of it, so that a tool that cannot be built, a template that is
+refused or a row that asks for too much stops the run before anything expensive starts. The policy
+and its engine are built afterwards, in `loading.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.features import system_problem
+from agenttrain.chat.load import load_chat
+from agenttrain.chat.response_export import response_template
+from agenttrain.chat.template import Chat
+from agenttrain.config.arithmetic import tasks_of_round
+from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
+from agenttrain.config.model_path import model_folder
+from agenttrain.config.schema import OnBadRow, RunConfig
+from agenttrain.config.suggest import did_you_mean
+from agenttrain.data.build import Splits, build_tasks
+from agenttrain.data.required import check_reward_columns
+from agenttrain.data.source import TaskSource, check_columns
+from agenttrain.engine.base import Engine
+from agenttrain.environments.build import build_kinds
+from agenttrain.rewards.build import build_rubric
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.collect import Collector
+from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
+from agenttrain.rollout.environments import Environments
+from agenttrain.rollout.grammar_check import check_grammars
+from agenttrain.rollout.row_check import check_collisions, row_tool_sets, tool_sets
+from agenttrain.rollout.row_tools import RowTools
+from agenttrain.tools.build import build_toolbox
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import AssistantTurn, Finish, Message, Task
+
+RENDERED_TASKS = 8
+"""First tasks of each split whose prompts are rendered before a run starts."""
+ANSWER = AssistantTurn(content="ok", reasoning=None, calls=())
+ROW_TOOL_SETS = 4
+"""Distinct sets of tools that the rows of a split list, with which the template is certified."""
+
+
+class Components:
+    """What a run is made of, each part built when it is first asked for.
+
+    Example: ``components = prepare(config)`` builds and checks everything that training needs;
+    ``Components(config).chat`` builds the tools and the chat, and no task and no reward.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        verb: str = "train",
+        *,
+        tools: tuple[Toolbox, Environments] | None = None,
+    ) -> None:
+        """`tools` are those that an earlier run recorded; None: build the configuration's."""
+        self.config = config
+        self.verb = verb
+        self._tools = tools
+
+    def with_config(self, config: RunConfig) -> Components:
+        """Return components of another configuration that share these tools, chat and certificate.
+
+        For configurations that do not differ in what these depend on.
+        """
+        shared = Components(config, self.verb, tools=(self.toolbox, self.environments))
+        shared.tokenizer, shared.chat = self.tokenizer, self.chat
+        shared.certificate = self.certificate
+        return shared
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """The run's own tools."""
+        return self._toolbox_and_environments[0]
+
+    @property
+    def environments(self) -> Environments:
+        """The run's environments with their methods."""
+        return self._toolbox_and_environments[1]
+
+    @cached_property
+    def _toolbox_and_environments(self) -> tuple[Toolbox, Environments]:
+        return self._tools or build_tools(self.config)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; after `prepare` with the chat template that training uses."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_folder(self.config.model.path))
+
+    @cached_property
+    def chat(self) -> Chat:
+        """The model's chat template and response schema, for a run with these tools."""
+        return chat_of(self.config, self.tokenizer, tools=any(map(bool, self._tool_sets)))
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The certificate of the template on the run's tools: a refused one if there is any.
+
+        With several environments it is certified with the tools of each.
+        """
+        return _certificate(self.chat, self._tool_sets)
+
+    @cached_property
+    def tasks(self) -> Splits:
+        """Training and test tasks, and notes on rows left out and held out.
+
+        With an environment a row need not ask anything itself, unless it is a demonstration.
+        """
+        config = self.config
+        needs_prompt = self.verb == "sft" or not config.environment
+        return build_tasks(config.data, seed=config.seed, needs_prompt=needs_prompt)
+
+    @property
+    def train_tasks(self) -> TaskSource:
+        """Tasks of data.train."""
+        return self.tasks.train
+
+    @property
+    def test_tasks(self) -> TaskSource:
+        """Tasks of data.test."""
+        return self.tasks.test
+
+    @cached_property
+    def row_tool_names(self) -> set[str]:
+        """Names of the tools that rows list; the rows are checked as by `check_rows`."""
+        return check_rows(
+            self.chat,
+            self.toolbox,
+            self.environments,
+            self.tasks.by_key,
+            structured_calls=self.config.rollout.structured_calls,
+        )
+
+    @cached_property
+    def rubric(self) -> Rubric:
+        """The run's rewards, those of its environments among them.
+
+        Raises ValueError for a reward on a tool that neither the run nor a row has.
+        """
+        names = {*self.toolbox.names, *self.environments.tool_names, *self.row_tool_names}
+        rubric = rubric_of(self.config, self.environments.rewards)
+        rubric.check_tools(names)
+        return rubric
+
+    @cached_property
+    def prompt_lengths(self) -> dict[str, list[int]]:
+        """Tokens of the first prompts of each split, by its key; their user turns are rendered too.
+
+        Raises ChatError that names the key, the task and what to change where the template refuses
+        one.
+        """
+        return {
+            # An environment's reset may give the whole prompt, which then no row has.
+            key: [self._prompt_length(task, key) for task in _first(source) if task.messages]
+            for key, source in self.tasks.by_key.items()
+        }
+
+    @property
+    def demonstrator(self) -> Demonstrator:
+        """The maker of rollouts out of rows with answers."""
+        return Demonstrator(
+            chat=self.chat,
+            toolbox=self.toolbox,
+            limits=self.config.rollout,
+            environments=self.environments,
+        )
+
+    def collector(self, engine: Engine) -> Collector:
+        """Return a collector of rollouts that samples from `engine`."""
+        return Collector(
+            engine=engine,
+            chat=self.chat,
+            toolbox=self.toolbox,
+            rubric=self.rubric,
+            limits=self.config.rollout,
+            environments=self.environments,
+        )
+
+    def schemas(self, task: Task) -> list[dict[str, Any]]:
+        """Return the schemas of the tools that the model sees with this task."""
+        return RowTools(task, self.toolbox, self.environments).schemas
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Return the ids that a rollout of the task begins with."""
+        return self.chat.prompt_ids(task.messages, self.schemas(task))
+
+    def probe_prompt(self) -> list[int]:
+        """Return the ids of the first task's prompt, for the probe of a weight sync.
+
+        Where an environment gives the prompt: the ids that end a turn.
+        """
+        sources = (source for source in (self.train_tasks, self.test_tasks) if len(source))
+        for task in (task for source in sources for task in source.tasks(0, 1)):
+            if task.messages:
+                return self.prompt_ids(task)
+        return list(self.chat.stop_token_ids[:1])
+
+    async def aclose(self) -> None:
+        """Close the tools and the environments."""
+        try:
+            await self.environments.aclose()
+        finally:
+            await self.toolbox.aclose()
+
+    @property
+    def _tool_sets(self) -> list[list[dict[str, Any]]]:
+        return tool_sets(self.toolbox, self.environments)
+
+    def _prompt_length(self, task: Task, key: str) -> int:
+        try:
+            return _render(self.chat, task, self.schemas(task))
+        except ChatError as error:
+            raise ChatError(
+                f"{key}: task {task.task_id}: {error}; or remove the messages from the rows"
+            ) from error
+
+
+def prepare(config: RunConfig, verb: str = "train") -> Components:
+    """Build and check the components of a run of `verb`; errors name the key to change.
+
+    A model that is one of our checkpoints is verified: CheckpointError if it is torn.
+    """
+    from agenttrain.runs.loading import check_model, verify_model  # torch comes with it
+
+    components = Components(config, verb)
+    if verb == "sft":
+        check_model(config, sampled=False)
+    else:
+        verify_model(config)
+    components.certificate.raise_if_refused()
+    complete(components)
+    return components
+
+
+def complete(components: Components) -> None:
+    """Build and check what `prepare` does after the certificate, which has passed."""
+    from agenttrain.runs.loading import check_model  # torch comes with it
+
+    config, verb = components.config, components.verb
+    if verb != "sft":
+        check_model(config)
+    # Saved with every checkpoint: whoever serves it shows the model what training showed it.
+    components.tokenizer.chat_template = components.chat.saved_template
+    components.tokenizer.response_template = response_template(components.chat)
+    if verb == "sft":
+        _check_demonstrations(components)
+        return
+    tasks = components.tasks
+    if len(tasks.test):
+        check_columns(tasks.test, {"eval.group_by": config.eval.group_by})
+    declared = (*components.toolbox.names, *components.environments.tool_names)
+    for name in config.eval.tools or ():
+        if name not in declared:
+            raise ValueError(
+                f"eval.tools={name}: is no tool of this run{did_you_mean(name, declared)}; its "
+                f"tools are: {', '.join(declared) or 'none'}"
+            )
+    rubric = components.rubric
+    _check_room(components, training=verb == "train")
+    for key, source in tasks.by_key.items():
+        check_reward_columns(source, rubric.columns, key)
+
+
+def build_tools(config: RunConfig) -> tuple[Toolbox, Environments]:
+    """Build the run's own tools, and its environments with their methods.
+
+    Raises ValueError with key, value and remedy, also for a stop tool that is neither.
+    """
+    environments = Environments(
+        build_kinds(config.environment),
+        stop_tools=config.stop_tools,
+        max_stuck=config.rollout.max_stuck_calls,
+    )
+    stops = [name for name in config.stop_tools if name not in environments.tool_names]
+    toolbox = build_toolbox(
+        config.tools,
+        stops,
+        threads=config.rollout.concurrency,
+        max_stuck=config.rollout.max_stuck_calls,
+    )
+    check_collisions(toolbox, environments)
+    return toolbox, environments
+
+
+def chat_of(config: RunConfig, tokenizer: Any, *, tools: bool) -> Chat:
+    """Load the run's chat template and response schema, for a run with or without tools."""
+    return load_chat(tokenizer, config.chat_template, config.response_schema, tools=tools)
+
+
+def rubric_of(config: RunConfig, rewarding: Sequence[str]) -> Rubric:
+    """Build the rewards of a run of which the environments `rewarding` have one of their own.
+
+    Raises ValueError where an environment's reward is hidden, or there is none.
+    """
+    sections = reward_sections(config, rewarding=bool(rewarding))
+    targets = [section.get("_target_") for section in sections.values()]
+    if rewarding and REWARD_TARGET not in targets:
+        raise ValueError(
+            f"reward.{REWARD}._target_={sections[REWARD]['_target_']}: hides the `reward` of "
+            f"environment.{rewarding[0]}; give yours another name: reward.mine._target_"
+        )
+    if not rewarding and REWARD_TARGET in targets:
+        raise ValueError(
+            f"reward.{REWARD}: none of the environments has a method `reward(self, rollout)`; add "
+            f"one, or leave out reward.{REWARD}"
+        )
+    return build_rubric(sections)
+
+
+def context_of(config: RunConfig) -> int | None:
+    """Return the engine's limit of one sequence in tokens; None where no config names one."""
+    from transformers import AutoConfig
+
+    if config.engine.max_context is not None:
+        return config.engine.max_context
+    folder = model_folder(config.model.path)
+    if (adapters := folder / "adapter_config.json").is_file():  # the limit is their base model's
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        folder = Path(base)
+    text = AutoConfig.from_pretrained(folder).get_text_config()
+    return getattr(text, "max_position_embeddings", None)
+
+
+def check_rows(
+    chat: Chat,
+    toolbox: Toolbox,
+    environments: Environments,
+    sources: Mapping[str, TaskSource],
+    *,
+    structured_calls: bool = False,
+) -> set[str]:
+    """Check the rows of each source, and the template with the tools that they list.
+
+    Returns the names of these tools. Raises RowError that names the row, CertificateError as
+    `Certificate.raise_if_refused`, ChatError as `check_grammars`.
+    """
+    names: set[str] = set()
+    if structured_calls:
+        check_grammars(chat, tool_sets(toolbox, environments))
+    for key, source in sources.items():
+        sets = list(row_tool_sets(key, source, toolbox, environments))
+        names.update(schema["function"]["name"] for schemas in sets for schema in schemas)
+        if sets:
+            _certificate(chat, sets[:ROW_TOOL_SETS]).raise_if_refused()
+        if structured_calls:
+            check_grammars(chat, sets)
+    return names
+
+
+def overlong_notes(components: Components) -> list[str]:
+    """Return lines that say how many of the first prompts would be left out of the run."""
+    context = context_of(components.config)
+    return [
+        f"note: {count} of the first {len(lengths)} of {key} fill the context of {context} tokens "
+        "and would be left out (data/overlong)"
+        for key, lengths in components.prompt_lengths.items()
+        if context is not None and (count := sum(length >= context for length in lengths))
+    ]
+
+
+def _certificate(chat: Chat, sets: Sequence[list[dict[str, Any]]]) -> Certificate:
+    """Return the certificate of the first set of tools that is refused, else of the first."""
+    certificates = [certify(chat, schemas) for schemas in sets]
+    refused = (certificate for certificate in certificates if not certificate.passed)
+    return next(refused, certificates[0])
+
+
+def _first(source: TaskSource) -> Sequence[Task]:
+    return source.tasks(0, min(RENDERED_TASKS, len(source)))
+
+
+def _render(chat: Chat, task: Task, schemas: Sequence[dict[str, Any]]) -> int:
+    """Return the tokens of the prompt. Raises ChatError where it, or a later user turn, is refused.
+
+    A later user turn is rendered behind an answer.
+    """
+    if any(message["role"] == "system" for message in task.messages):
+        problem = system_problem(chat, schemas)
+        if problem is not None:
+            raise ChatError(
+                f"{problem}, and this task has one; put its text into the first user message, or "
+                "set chat_template=file with chat_template.path=<file.jinja>"
+            )
+    length = len(chat.prompt_ids(task.messages, schemas))
+    messages: list[Message] = list(task.messages)
+    for text in task.user_turns:
+        question: Message = {"role": "user", "content": text}
+        messages += [ANSWER.message(), question]
+        chat.prompt_ids(messages, schemas)
+        chat.suffix(
+            ANSWER, [question], completion_ids=[0], finish=Finish.length, generation_prompt=True
+        )
+    return length
+
+
+def _check_room(components: Components, *, training: bool) -> None:
+    """Raise ChatError where the prompts of the whole first step fill the context.
+
+    Single prompts that do are left out and counted while the run goes on. Without `training` only
+    the evaluation's rows count.
+    """
+    config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
+    context = context_of(config)
+    if context is None or any(kind.resets for kind in components.environments.kinds.values()):
+        return  # a reset may replace the prompt that the row has
+    step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
+    counts = {
+        "data.train": step if training else 0,
+        "data.test": min(config.eval.questions, len(tasks.test)),
+    }
+    if config.data.curriculum.enabled:  # takes rows in an order of its own
+        counts["data.train"] = 0
+    for key, count in counts.items():
+        known = lengths.get(key, ())[:count]
+        if not known or min(known) < context:
+            continue
+        later = tasks.by_key[key].tasks(RENDERED_TASKS, max(count - RENDERED_TASKS, 0))
+        if all(components._prompt_length(task, key) >= context for task in later):
+            setting = "" if config.engine.max_context is None else "engine.max_context="
+            raise ChatError(
+                f"{key}: the prompts of all {count} tasks that are drawn first leave no room: they "
+                f"have {min(known)} tokens or more, and the context is {setting}{context}; raise "
+                "it, or give shorter prompts"
+            )
+
+
+def _check_demonstrations(components: Components) -> None:
+    """Check all rows, and make the first demonstrations of each split of them.
+
+    Raises BadDemonstration naming the key and the row.
+    """
+    config = components.config
+    _ = components.row_tool_names
+    if config.data.on_bad_row is not OnBadRow.error:
+        return
+    sources = {"data.train": components.train_tasks}
+    if config.eval.questions:
+        sources["data.test"] = components.test_tasks
+    demonstrate = components.demonstrator
+    for key, source in sources.items():
+        for task in source.tasks(0, min(len(source), config.sft.batch_size)):
+            try:
+                demonstrate(task, task.task_id)
+            except BadDemonstration as error:
+                raise BadDemonstration(f"{key}: {error}. {REMEDY}") from error
