@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agenttrain.config.schema import OnBadRow, RunConfig
+from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.config.schema import OnBadRow
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.source import TaskSource
 from agenttrain.rollout.collect import Collected, Collector, NoRewards, unrewarded
@@ -56,9 +57,12 @@ class RolloutSource:
     """
 
     phase = "rollout"
-    config: RunConfig
     collector: Collector
     tasks: TaskSource
+    algorithm: AlgorithmConfig
+    tasks_per_step: int
+    seed: int
+    """The run's."""
     curriculum: Curriculum | None = None
     """Chooses among the tasks; None: they are taken in their order."""
     peers: Peers = field(default_factory=Alone)
@@ -71,15 +75,15 @@ class RolloutSource:
 
         Raises NoRewards, in all processes, where not one rollout of all has a reward.
         """
-        config, costs = self.config, self.costs.copy()
+        costs = self.costs.copy()
         tasks = self.curriculum or self.tasks
         drawn = await draw(
             self.collector,
             lambda start, count: tasks.tasks(self.cursor + start, count),
-            count=config.tasks_per_step,
-            config=config.algorithm,
-            sampling=Sampling(temperature=config.rollout.temperature),
-            seed_path=(config.seed, "train", step),
+            count=self.tasks_per_step,
+            config=self.algorithm,
+            sampling=Sampling(temperature=self.collector.limits.temperature),
+            seed_path=(self.seed, "train", step),
             peers=self.peers,
             costs=costs,
         )
@@ -99,7 +103,7 @@ class RolloutSource:
             tasks=drawn.tasks,
             costs=costs,
             stuck=len(self.collector.stuck),
-            metrics=drawn.metrics() if config.algorithm.resamples else {},
+            metrics=drawn.metrics() if self.algorithm.resamples else {},
         )
 
     def finish(self, batch: Batch) -> None:
@@ -161,9 +165,11 @@ class Demonstrations:
     """
 
     phase = "data"
-    config: RunConfig
     demonstrator: Demonstrator
     tasks: TaskSource
+    batch_size: int
+    """Rows of a step, of all processes."""
+    on_bad_row: OnBadRow = OnBadRow.error
     max_tokens: int = 2**31
     """Of a conversation; longer ones are left out."""
     peers: Peers = field(default_factory=Alone)
@@ -171,8 +177,7 @@ class Demonstrations:
     async def groups(self, step: int) -> Batch:
         """Make the demonstrations of a step. Raises BadDemonstration, in all processes."""
         await asyncio.sleep(0)  # nothing else here waits, and Ctrl-C arrives where something does
-        size = self.config.sft.batch_size
-        return self.demonstrate(self.tasks, (step - 1) * size, size)
+        return self.demonstrate(self.tasks, (step - 1) * self.batch_size, self.batch_size)
 
     def demonstrate(self, source: TaskSource, start: int, count: int) -> DemonstrationBatch:
         """Make rollouts of this process's share of `count` rows: every row of the n-th is its own.
@@ -195,7 +200,7 @@ class Demonstrations:
         try:
             rollout = self.demonstrator(task, f"{place}/{task.task_id}")
         except BadDemonstration:
-            if self.config.data.on_bad_row is OnBadRow.error:
+            if self.on_bad_row is OnBadRow.error:
                 raise
             batch.bad += 1
             return

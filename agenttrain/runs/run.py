@@ -493,9 +493,10 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     evaluator: Evaluator
     if collector is None:
         source = demonstrations = Demonstrations(
-            config=config,
             demonstrator=components.demonstrator,
             tasks=components.train_tasks,
+            batch_size=config.sft.batch_size,
+            on_bad_row=config.data.on_bad_row,
             max_tokens=_longest_conversation(config, policy),
             peers=world,
         )
@@ -509,7 +510,9 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     else:
         run.evidence = Evidence(folder=run.folder, policy=policy, checkpoints=checkpoints)
         source = rollouts = RolloutSource(
-            config=config,
+            algorithm=config.algorithm,
+            tasks_per_step=config.tasks_per_step,
+            seed=config.seed,
             collector=replace(collector, stop=run.stop, progress=run.tracker.progress.rollouts),
             tasks=components.train_tasks,
             curriculum=curriculum_of(config, components.train_tasks),
