@@ -19,10 +19,25 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from agenttrain import cli_sweep
-from agenttrain.cli_check import certify_files, check, check_files
-from agenttrain.cli_recorded import replay, rescore, view
-from agenttrain.config.command import (
+from agenttrain.commands.arguments import help_text
+from agenttrain.commands.check import certify_files, check, check_files
+from agenttrain.commands.records import replay, rescore, view
+from agenttrain.commands.slurm.submit import submit
+from agenttrain.commands.sweep import command as cli_sweep
+from agenttrain.commands.sweep.compare import compare
+from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.record import is_job
+from agenttrain.commands.sweep.run import end_with_sweep
+from agenttrain.launch.orders import check_processes, count_gpus, is_later_node, started_by_others
+from agenttrain.launch.start import as_rank, start
+from agenttrain.settings.checks import (
+    check_init,
+    check_structured,
+    check_test_rows,
+    check_verb,
+    validate,
+)
+from agenttrain.settings.command_line import (
     RUN_DIR,
     TIMESTAMP,
     Command,
@@ -31,9 +46,10 @@ from agenttrain.config.command import (
     resuming,
     split_verb,
 )
-from agenttrain.config.compose import (
+from agenttrain.settings.compose import (
     HYDRA_VERSION,
     Composed,
+    check_writable,
     compose_raw,
     compose_run,
     convert,
@@ -41,16 +57,8 @@ from agenttrain.config.compose import (
     open_keys,
     register,
 )
-from agenttrain.config.data_settings import check_test_rows
-from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
-from agenttrain.config.folders import check_writable
-from agenttrain.config.groups import conf_folder
-from agenttrain.config.help import help_text
-from agenttrain.config.machine import CHECK, Machine, machine_problems
-from agenttrain.config.mcp_server import without_password
-from agenttrain.config.model_path import PARTS, SIZES
-from agenttrain.config.saved import (
+from agenttrain.settings.machine import CHECK, Machine, machine_problems
+from agenttrain.settings.saved import (
     check_new,
     evaluated,
     finished_steps,
@@ -58,24 +66,14 @@ from agenttrain.config.saved import (
     resumed_as_begun,
     run_of,
 )
-from agenttrain.config.schema import Schedule
-from agenttrain.config.sft import check_init, check_verb
-from agenttrain.config.structured_checks import check_structured
-from agenttrain.config.sweep import expand
-from agenttrain.config.trust import SECTIONS
-from agenttrain.config.validate import validate
-from agenttrain.output import lost_output, protect
-from agenttrain.processes.count import (
-    check_processes,
-    count_gpus,
-    is_later_node,
-    started_by_others,
-)
-from agenttrain.processes.start import as_rank, start
-from agenttrain.submit import submit
-from agenttrain.sweep.compare import compare
-from agenttrain.sweep.process import end_with_sweep
-from agenttrain.sweep.record import is_job
+from agenttrain.settings.trust import SECTIONS
+from agenttrain.tools.config import without_password
+from agenttrain.training.config import Schedule
+from agenttrain.types import ConfigError
+from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED
+from agenttrain.utils.files import conf_folder
+from agenttrain.utils.model_path import PARTS, SIZES
+from agenttrain.utils.output import lost_output, protect
 
 RUNNING_VERBS = ("train", "sft", "eval")
 """Those whose runs a sweep may have."""
@@ -336,7 +334,7 @@ def _only(command: Command, one: str) -> Composed:
 
 def _data(arguments: Sequence[str]) -> int:
     """`data [--rows N] [overrides]`: the rows as the model will see them."""
-    from agenttrain import show_data
+    from agenttrain.commands import data as show_data
 
     options, overrides = show_data.parse(arguments)
     composed = _only(parse(overrides), "data -m: shows the rows of one run")
@@ -350,7 +348,7 @@ def _submit(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     """`plan [--gpu-memory-gb 80] [--devices 8] [overrides]`: memory per GPU, from config.json."""
-    from agenttrain.plan import command as planning
+    from agenttrain.commands.plan import command as planning
 
     options, overrides = planning.parse(arguments)
     composed = _only(parse(["plan", *overrides]), "plan -m: plans one run")
@@ -360,7 +358,7 @@ def _plan(arguments: Sequence[str]) -> int:
 def _tools(arguments: Sequence[str]) -> int:
     """`tools [--row N] [--task ID] [--call NAME JSON] [--json] [overrides]`: what the model can
     call, and a try."""
-    from agenttrain import show_tools
+    from agenttrain.commands import tools as show_tools
 
     options, overrides = show_tools.parse(arguments)
     composed = _only(parse(overrides), "tools -m: shows the tools of one run")
@@ -368,13 +366,13 @@ def _tools(arguments: Sequence[str]) -> int:
 
 
 def _templates(arguments: Sequence[str]) -> int:
-    from agenttrain.chat.command import main  # tokenizers come with it
+    from agenttrain.commands.templates import main  # tokenizers come with it
 
     return main(arguments)
 
 
 def _export(arguments: Sequence[str]) -> int:
-    from agenttrain.training.export import main
+    from agenttrain.commands.export import main
 
     return main(arguments)
 

@@ -14,24 +14,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agenttrain.algorithms.loss import policy_loss
-from agenttrain.algorithms.metrics import Averages, mean_parts
-from agenttrain.config.schema import RunConfig
-from agenttrain.engine.base import Engine
-from agenttrain.evaluate import Best, Evaluation, Evaluator, HeldOutLoss
-from agenttrain.guards import Guards, GuardTripped
+from agenttrain.algorithms.loss import Averages, mean_parts, policy_loss
+from agenttrain.engines.base import Engine
+from agenttrain.evaluation import Best, Evaluation, Evaluator, HeldOutLoss
+from agenttrain.health.guards import Guards, GuardTripped
 from agenttrain.rollout.source import Batch
-from agenttrain.signals import StopRequest
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import FolderGone
 from agenttrain.tracking.tracker import Tracker
 from agenttrain.training.blame import check_logprobs, check_weights
-from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from agenttrain.training.policy import Policy
-from agenttrain.training.random_states import random_states, set_random_states
 from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
 from agenttrain.training.weight_sync import Probed, rest, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
+from agenttrain.utils.signals import StopRequest
 
 
 class RunContext(Protocol):

@@ -514,3 +514,7 @@ class Rollout:
     def truncated(self) -> bool:
         """Whether a token limit cut the rollout, by stop reason and not by its last token."""
         return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
+
+
+class ConfigError(AgenttrainError, ValueError):
+    """A configuration that cannot run; its text says key, value and remedy."""

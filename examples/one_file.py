@@ -27,26 +27,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenttrain.algorithms.advantages import advantages
-from agenttrain.algorithms.aggregate import token_weights
+from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.loss import LossInputs, policy_loss
-from agenttrain.chat.load import load_chat
-from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import (
-    ChatTemplateConfig,
-    EngineConfig,
-    ResponseSchemaConfig,
-    RolloutConfig,
-)
-from agenttrain.data.calculator import row
-from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.algorithms.losses import token_weights
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.data.bundled.calculator import row
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import run_rollout
-from agenttrain.rollout.seeds import derive_seed
-from agenttrain.tools.base import FunctionTool
+from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.training.batch import make_row
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.seeds import derive_seed
 
 STEPS = 12
 TASKS_PER_STEP = 16  # P

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agenttrain.data.demonstrations import row  # noqa: E402
+from agenttrain.data.bundled.demonstrations import row  # noqa: E402
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

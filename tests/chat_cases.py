@@ -6,8 +6,8 @@ from functools import cache
 
 from tiny import TEMPLATE, tokenizer
 
-from agenttrain.chat.specs import load_spec
-from agenttrain.chat.template import Chat
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.loading import load_spec
 from agenttrain.types import AssistantTurn, Message, ToolCall
 
 EOS = 2

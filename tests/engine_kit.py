@@ -8,8 +8,8 @@ from dataclasses import replace
 import tiny
 import torch
 
-from agenttrain.config.schema import EngineConfig
-from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
 PLAIN = Sampling(max_tokens=8, seed=1)

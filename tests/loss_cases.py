@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.aggregate import token_weights
-from agenttrain.algorithms.entropy import top_entropy_mask
+from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import LossInputs, policy_loss
-from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.algorithms.losses import token_weights, top_entropy_mask
 
 
 @dataclass(frozen=True, kw_only=True)

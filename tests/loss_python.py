@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from agenttrain.config.algorithm import AlgorithmConfig
+from agenttrain.algorithms.config import AlgorithmConfig
 
 FIXED_LENGTH = 8
 BONUS = 0.25

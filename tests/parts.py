@@ -9,19 +9,16 @@ from typing import Any
 
 import tiny
 
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.template import Chat
-from agenttrain.config.schema import (
-    ChatTemplateConfig,
-    ResponseSchemaConfig,
-    RolloutConfig,
-    ToolLimits,
-)
-from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.rollout.collect import Collected, Collector, collect
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.collector import Collected, Collector, collect
+from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
-from agenttrain.tools.base import FunctionTool
+from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Sampling, Task
 

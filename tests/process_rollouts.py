@@ -13,20 +13,19 @@ import parts
 from parts import LIMITS, call, ids
 from torchrun import tell
 
-from agenttrain.config.algorithm import AlgorithmConfig
-from agenttrain.config.exit_codes import DONE
-from agenttrain.config.schema import EvalConfig
-from agenttrain.engine.base import EngineError
-from agenttrain.engine.scripted import ScriptedEngine
-from agenttrain.evaluate import evaluate
-from agenttrain.processes.worker import leave
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.evaluation import evaluate
+from agenttrain.launch.worker import leave
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector
-from agenttrain.rollout.deal import Costs
-from agenttrain.rollout.peers import merge
-from agenttrain.rollout.resample import Drawn, draw
+from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.config import EvalConfig
+from agenttrain.rollout.sampling import Drawn, draw
+from agenttrain.rollout.sharing import Costs, merge
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Completion, Rollout, Sampling, Task
+from agenttrain.utils.exit_codes import DONE
 
 BYE = "7<|im_end|>"
 ADD = call("add", '{"a": 3, "b": 4}')

@@ -17,16 +17,16 @@ from torchrun import tell
 from training_cases import random_groups
 from two_processes import Case, make
 
-from agenttrain.config.exit_codes import DONE
-from agenttrain.crash import Evidence
-from agenttrain.processes.worker import leave
+from agenttrain.health.crash import Evidence
+from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
 from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharded_state import whole_weights
+from agenttrain.training.sharding import whole_weights
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.training.world import World
+from agenttrain.utils.exit_codes import DONE
 
 CASES = {
     "adamw": Case(algorithm={"beta": 0.1}),

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import Done, ToolContext, ToolFailure, ToolUnavailable
 
 

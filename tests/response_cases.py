@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from agenttrain.chat.response_parts import ResponseSpec
-from agenttrain.chat.specs import load_spec, spec_of
+from agenttrain.chat.loading import load_spec, spec_of
+from agenttrain.chat.parsers.base import ResponseSpec
 
 Call = tuple[str, dict[str, Any]]
 

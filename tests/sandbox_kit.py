@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agenttrain.config.sandbox import BACKENDS, SandboxSettings
+from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 from agenttrain.types import ToolFailure
 

@@ -13,9 +13,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from agenttrain import cli
-from agenttrain.config.command import split_verb
-from agenttrain.config.compose import Source, compose_run, hydra_session
-from agenttrain.config.model_path import model_folder
+from agenttrain.settings.command_line import split_verb
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
 HAS_GPU = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from agenttrain.config.algorithm import AlgorithmConfig
-from agenttrain.config.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.rollout.collect import Collected
-from agenttrain.rollout.figures import step_figures
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.rollout.collector import Collected, step_figures
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.training.kernels import Kernel
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import Gap

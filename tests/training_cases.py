@@ -7,8 +7,9 @@ import random
 import tiny
 import torch
 
-from agenttrain.config.schema import AlgorithmConfig, OptimizerConfig, TrainingConfig
+from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.training.batch import Bundle, Microbatch, Row, make_rows, pack
+from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
 

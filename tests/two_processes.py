@@ -16,7 +16,7 @@ from torchrun import tell
 from training_cases import policy, random_groups
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from agenttrain.config.algorithm import (
+from agenttrain.algorithms.config import (
     Advantage,
     Aggregation,
     Behaviour,
@@ -30,16 +30,15 @@ from agenttrain.config.algorithm import (
     Scale,
     Surrogate,
 )
-from agenttrain.config.exit_codes import DONE
-from agenttrain.config.schema import LoraSettings, OptimizerName
-from agenttrain.processes.worker import leave
+from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
+from agenttrain.training.config import LoraSettings, OptimizerName
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharded_state import whole_weights
-from agenttrain.training.sharding import Sharding
+from agenttrain.training.sharding import Sharding, whole_weights
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, StopReason
+from agenttrain.utils.exit_codes import DONE
 
 GROUPS = 4
 STEPS = 6

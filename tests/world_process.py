@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torchrun import tell
 
-from agenttrain.config.exit_codes import DONE
-from agenttrain.processes.worker import leave
+from agenttrain.launch.worker import leave
 from agenttrain.training.world import PeerFailed, World, WorldTimeout
+from agenttrain.utils.exit_codes import DONE
 
 
 def main() -> None:

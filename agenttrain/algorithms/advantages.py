@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agenttrain.config.algorithm import Advantage, Scale
+from agenttrain.algorithms.config import Advantage, Scale
 
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it, as TRL does."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.rows import row_mean, row_sum
-from agenttrain.config.algorithm import Correction, CorrectionMode
+from agenttrain.algorithms.config import Correction, CorrectionMode
+from agenttrain.algorithms.losses import row_mean, row_sum
 
 
 def correction_ratio(

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.kl import kl_estimate
-from agenttrain.algorithms.metrics import Metrics, mean_parts
-from agenttrain.config.algorithm import KlEstimator
+from agenttrain.algorithms.config import KlEstimator
+from agenttrain.algorithms.loss import Metrics, mean_parts
+from agenttrain.algorithms.losses import kl_estimate
 
 GAP = "sampling/logprob_gap"
 THIRDS = ("early", "middle", "late")

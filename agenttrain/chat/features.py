@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agenttrain.chat.boundary import ANSWER, CALL
+from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.seam import ANSWER, CALL
-from agenttrain.chat.template import Chat
 from agenttrain.types import Finish, Message
 
 USER_TEXT = "What is 3 + 4?"

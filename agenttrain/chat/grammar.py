@@ -9,6 +9,8 @@ inside the reasoning opens nothing, and reasoning behind a call is none.
 Some calls stay for the parser and the tool to refuse: a number beyond a float's range, half of a
 surrogate pair, a key given twice in an object whose keys the schema leaves open, over 16 marks in a
 string; and what xgrammar leaves out of a schema, such as `multipleOf` or `allOf` of several.
+
+A check that vLLM's grammar compiler takes a grammar, before there is an engine.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.render import USER
-from agenttrain.chat.response_marked import MarkedSpec
-from agenttrain.chat.response_parts import ResponseSpec
+from agenttrain.chat.parsers.base import ResponseSpec
+from agenttrain.chat.parsers.marked import MarkedSpec
+from agenttrain.chat.probing import USER
 from agenttrain.types import Message
 
 Format = dict[str, Any]
@@ -174,3 +176,23 @@ def _dispatch(
         "excludes": list(excluded),
         "loop": loop,
     }
+
+
+_PLACE = re.compile(r"^\[.*?\] \S+: ")
+"""The time and the line of xgrammar's source that its messages begin with."""
+
+
+def grammar_problem(grammar: str) -> str | None:
+    """Return xgrammar's objection to a structural tag; None: none, or it is not installed.
+
+    It comes with vLLM, so that it is where grammars are used.
+    """
+    try:
+        import xgrammar
+    except ImportError:
+        return None
+    try:
+        xgrammar.Grammar.from_structural_tag(grammar)
+    except Exception as error:  # its own, pydantic's, and C++'s as RuntimeError
+        return _PLACE.sub("", str(error).strip()).strip() or type(error).__name__
+    return None

@@ -1,18 +1,27 @@
-"""The `data:` section of a configuration -> tasks."""
+"""The `data:` section of a configuration -> tasks.
+
+Check that the rows have the columns that a run's rewards read.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.config.data_settings import HOLD_OUT, names_test_rows
-from agenttrain.config.schema import DataConfig
-from agenttrain.config.target import about_argument, locate_section
-from agenttrain.data.change import Change
-from agenttrain.data.source import GeneratedRows, Rows, TaskSource
-from agenttrain.data.usable import ChangedRows, SomeRows, left_out, look_through, split_off
+from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
+from agenttrain.data.tasks import LOOKED_AT, GeneratedRows, Rows, TaskSource
+from agenttrain.data.transform import (
+    Change,
+    ChangedRows,
+    SomeRows,
+    left_out,
+    look_through,
+    split_off,
+)
+from agenttrain.utils.locate import about_argument, locate_section
+from agenttrain.utils.names import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,7 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
     """Build the rows that `section` (at `key`, e.g. "data.train") declares.
 
     `_target_` names a function of `index`, or a class whose instances have rows by number; its
-    other arguments stand beside it. Example: ``{"_target_": "agenttrain.data.shop.row",
+    other arguments stand beside it. Example: ``{"_target_": "agenttrain.data.bundled.shop.row",
     "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy; a ValueError of the
     target's own that begins ``split=…`` becomes one of ``data.train.split``.
     """
@@ -115,3 +124,30 @@ def _usable(
     if note := left_out(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
     return SomeRows(changed, usable.good)
+
+
+def column_names(source: TaskSource) -> list[str]:
+    """Return the columns of the first rows; single rows may lack some."""
+    known: dict[str, None] = {}
+    for task in source.tasks(0, min(len(source), LOOKED_AT)):
+        known.update(dict.fromkeys(task.columns))
+    return list(known)
+
+
+def check_reward_columns(
+    source: TaskSource, columns: Mapping[str, Sequence[str]], key: str
+) -> None:
+    """Raise ValueError for a column that a reward needs and none of the first rows has.
+
+    `columns` by reward, `key` of the rows. Example: ``check_reward_columns(tasks, {"exact_match":
+    ("answer",)}, "data.train")``.
+    """
+    known = column_names(source)
+    for reward, names in columns.items():
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"reward.{reward}: needs the column {name!r}, and the rows of {key} have: "
+                    f"{', '.join(known) or 'none'}{did_you_mean(name, known)}; make it of another: "
+                    f"data.map.{name}=…"
+                )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from agenttrain.config.curriculum import CurriculumConfig
-from agenttrain.data.source import TaskSource
+from agenttrain.data.config import CurriculumConfig
+from agenttrain.data.tasks import TaskSource
 from agenttrain.types import Rollout, Task
 
 Result = tuple[str, int, int]

@@ -1,14 +1,110 @@
-"""Rows from a file (JSON lines, JSON, CSV, parquet) or from a folder that `save_to_disk` wrote."""
+"""Rows from a file (JSON lines, JSON, CSV, parquet) or from a folder that `save_to_disk` wrote.
+
+Rows as `datasets` has them, made plain.
+
+Rows of a dataset on the Hugging Face hub, or of a local folder of data files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from agenttrain.config.row_file import check_row_file
-from agenttrain.data.rows import ArrowRows, BadRow, load, reason
+from agenttrain.data.config import check_hub, check_row_file
+
+BLOCK = 128
+"""Rows decoded together: reading in order is then many times faster than row by row."""
+NOT_TEXT = ("Image", "Audio", "Video", "Pdf")
+"""Features that hold no text."""
+
+
+class BadRow(ValueError):
+    """A row that cannot become a task; the message is the reason, without the row's place."""
+
+
+class ArrowRows:
+    """A table of `datasets` by number, with dates as ISO text and decimals as numbers."""
+
+    fills_missing = True
+    """Arrow gives every struct all keys that some row's has; those it made up are None."""
+
+    def __init__(self, table: Any, *, name: str, limit: int | None = None) -> None:
+        """`name` is what error messages call it. Raises ValueError for images, audio and video."""
+        for column, feature in table.features.items():
+            if type(feature).__name__ in NOT_TEXT:
+                raise ValueError(
+                    f"path={name}: the column {column!r} holds {type(feature).__name__.lower()}s, "
+                    "and only text can be trained on; take a dataset without it"
+                )
+        self._table = table if limit is None else table.select(range(min(limit, len(table))))
+        self._name = name
+        self._block: tuple[int, dict[str, list[Any]]] = (-1, {})
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, position = divmod(index, BLOCK)
+        if self._block[0] != number:
+            self._block = (number, self._table[number * BLOCK : (number + 1) * BLOCK])
+        return {name: plain(values[position]) for name, values in self._block[1].items()}
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages: the first is row 1."""
+        return f"{self._name}, row {index + 1}"
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it, as far as that goes; containers are copied.
+
+    Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
+    """
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return float(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
+    import datasets
+
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
+    """Return what `function` loads; its errors become a ValueError with the text of `message`."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        with quiet():
+            return function()
+    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
+        raise ValueError(message(error)) from error
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong underneath, in a line."""
+    return str(error.__cause__ or error).partition("\n")[0]
 
 
 class FileRows:
@@ -93,3 +189,46 @@ def _table(file: Path, path: str, split: str | None) -> Any:
         return datasets.load_dataset(file.suffix[1:], data_files=str(file), split="train")
 
     return load(read, lambda error: f"path={path}: cannot be read: {reason(error)}")
+
+
+class HubRows(ArrowRows):
+    """The rows of one split, by number; what is in the cache needs no network.
+
+    Example: ``HubRows("openai/gsm8k", subset="main", split="test", limit=100)``
+    """
+
+    def __init__(
+        self,
+        path: str,
+        subset: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """Raises ValueError, beginning with the argument, for what the hub does not have."""
+        check_hub(path, subset, split, revision, limit)
+        import datasets
+
+        def read() -> Any:
+            return datasets.load_dataset(path, subset, split=split, revision=revision)
+
+        def message(error: Exception) -> str:
+            """Return the error in terms of the setting that is to blame."""
+            text = " ".join(str(error).split())
+            if isinstance(error, ConnectionError):
+                return (
+                    f"path={path}: is not in the cache of datasets (HF_HOME), and the hub cannot "
+                    "be reached; load it once where there is a network (HF_HUB_OFFLINE unset) and "
+                    "bring the cache, or save_to_disk it and use data=file "
+                    f"({reason(error)})"
+                )
+            if "split" in text.lower() and f'"{split}"' in text:
+                return f"split={split}: {text}"
+            if "config" in text.lower() and not isinstance(error, OSError):
+                return f"subset={subset}: {text}; set data.subset=…"
+            return f"path={path}: {reason(error)}"
+
+        name = path if subset is None else f"{path} ({subset})"
+        super().__init__(load(read, message), name=name, limit=limit)
+        if len(self) == 0:
+            raise ValueError(f"split={split}: has no rows")

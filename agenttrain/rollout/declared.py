@@ -15,15 +15,15 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from agenttrain.config.schema import Isolation, ToolLimits
-from agenttrain.environments.kind import EnvironmentKind
-from agenttrain.rollout.environments import Environments
+from agenttrain.environments.environment import EnvironmentKind
+from agenttrain.environments.environments import Environments
+from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import ToolContext, ToolUnavailable
 
 FILE = "tools.json"
-HOOKS = ("reset", "user", "reward")
+DECLARED_HOOKS = ("reset", "user", "reward")
 """Of an environment's class; the loop asks which of them there are."""
 LIMITS = tuple(field.name for field in fields(ToolLimits))
 
@@ -56,7 +56,9 @@ def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -
         "environments": {
             name: {
                 **_declared(environments.toolbox_of(kind)),
-                "hooks": [hook for hook in HOOKS if callable(getattr(kind.cls, hook, None))],
+                "hooks": [
+                    hook for hook in DECLARED_HOOKS if callable(getattr(kind.cls, hook, None))
+                ],
             }
             for name, kind in environments.kinds.items()
         },
@@ -76,7 +78,9 @@ def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         kinds, toolboxes = {}, {}
         for name, declared in found["environments"].items():
-            hooks = {hook: lambda self: None for hook in HOOKS if hook in declared["hooks"]}
+            hooks = {
+                hook: lambda self: None for hook in DECLARED_HOOKS if hook in declared["hooks"]
+            }
             kinds[name] = EnvironmentKind(name, type(name, (), hooks))
             toolboxes[name] = _toolbox(declared)
         return _toolbox(found["run"]), DeclaredEnvironments(kinds, toolboxes)

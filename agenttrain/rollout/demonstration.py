@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agenttrain.chat.behaviour import REASONING_KEYS
-from agenttrain.chat.completion import completion_ids
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.demonstrations import completion_ids
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.template import Chat
-from agenttrain.config.schema import RolloutConfig
-from agenttrain.config.suggest import did_you_mean
-from agenttrain.rollout.clip import fit_replies
-from agenttrain.rollout.environments import Environments
+from agenttrain.chat.probing import REASONING_KEYS
+from agenttrain.environments.environments import Environments
+from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.ledger import verify
+from agenttrain.rollout.replies import fit_replies
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -38,6 +37,7 @@ from agenttrain.types import (
     ToolCall,
     ToolResult,
 )
+from agenttrain.utils.names import did_you_mean
 
 REMEDY = "Correct the row, or leave such rows out with data.on_bad_row=skip"
 UNLIMITED = 2**31

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agenttrain.environments.kind import Episode, Start
-from agenttrain.rewards.base import failed, number
-from agenttrain.rewards.given import ChangedRollout, check_unchanged, own_copy
-from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.seeds import derive_seed
+from agenttrain.environments.environment import Episode, Start
+from agenttrain.environments.environments import Environments
+from agenttrain.rewards.function import ChangedRollout, check_unchanged, failed, number, own_copy
 from agenttrain.types import Rollout, StopReason, ToolUnavailable
+from agenttrain.utils.seeds import derive_seed
 
 REWARD = "environment"
 """Name of the reward function that an environment's `reward` is."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, groupby
 
-from agenttrain.chat.template import Chat
+from agenttrain.chat.chat import Chat
 from agenttrain.types import Finish, LedgerError, Message, Origin, Rollout, Span, Trajectory
 
 Place = tuple[str, int, int]

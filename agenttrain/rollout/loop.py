@@ -2,40 +2,41 @@
 
 The model's sampled ids go into the ledger as they are and are never decoded and tokenised again.
 A rollout does not raise for what the model, a tool or the engine does: it ends with a stop reason.
+
+Limits on a rollout's calls: which are refused, and which repeat themselves.
+
+A rollout's prompt: rendered, or taken from its group, and never longer than the context.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from agenttrain.chat.template import Chat
-from agenttrain.config.schema import (
-    OnMalformedCall,
-    OnParallelCalls,
-    OnToolFailure,
-    RolloutConfig,
-)
-from agenttrain.engine.base import Engine, EngineDead, EngineError
-from agenttrain.environments.kind import Episode
-from agenttrain.rewards.given import own_task
-from agenttrain.rollout.clip import fit_replies
-from agenttrain.rollout.environments import Environments
+from agenttrain.chat.chat import Chat
+from agenttrain.engines.base import Engine, EngineDead, EngineError
+from agenttrain.environments.environment import Episode
+from agenttrain.environments.environments import Environments
+from agenttrain.rewards.function import own_task
+from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure, RolloutConfig
 from agenttrain.rollout.episode import begin, end, score
 from agenttrain.rollout.ledger import Readings
-from agenttrain.rollout.limits import limit_result, refusals, repeated
-from agenttrain.rollout.pace import Pace
-from agenttrain.rollout.prompt import append_prompt
-from agenttrain.rollout.request import turn_sampling
-from agenttrain.rollout.row_tools import RowTools
+from agenttrain.rollout.monitoring import Pace
+from agenttrain.rollout.replies import fit_replies
+from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
     AssistantTurn,
     Completion,
     Finish,
     Message,
+    Origin,
+    PromptTooLong,
     Rollout,
     Sampling,
     StopReason,
@@ -46,6 +47,90 @@ from agenttrain.types import (
     ToolResult,
     ToolUnavailable,
 )
+
+
+def refusals(
+    calls: Sequence[ToolCall],
+    before: Sequence[ToolResult],
+    *,
+    most: int | None,
+    own_limit: Callable[[str], int | None],
+) -> list[str | None]:
+    """Why each call of a turn may not run, in words for the model; None: it may.
+
+    `most` limits all calls of a rollout, `own_limit` those of a tool by its name; `before` are the
+    results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
+    before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
+    is reached"]``.
+    """
+    own = [own_limit(call.name) for call in calls]
+    limited = any(limit is not None for limit in own)
+    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
+    refused: list[str | None] = []
+    for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
+        if most is not None and place >= most:
+            refused.append(f"the limit of {most} tool calls is reached")
+        elif limit is not None and call.malformed is None and ran[call.name] >= limit:
+            plural = "" if limit == 1 else "s"
+            refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
+        else:
+            ran[call.name] += 1
+            refused.append(None)
+    return refused
+
+
+def limit_result(call: ToolCall, text: str) -> ToolResult:
+    """What the model reads in place of a call that may not run."""
+    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
+
+
+def _counts(result: ToolResult) -> bool:
+    """Whether the tool ran; only those calls use up its own limit."""
+    error = result.error
+    return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
+
+
+def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
+    """Whether more than `limit` calls in a row are the same, the order of arguments aside."""
+    return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
+
+
+def _identity(call: ToolCall) -> str:
+    if call.malformed is not None:
+        return call.text
+    try:
+        return json.dumps([call.name, call.arguments], sort_keys=True)
+    except (RecursionError, ValueError):  # nested as deeply as could just be parsed
+        return call.text
+
+
+def append_prompt(
+    rollout: Rollout,
+    engine: Engine,
+    chat: Chat,
+    tools: RowTools,
+    prompt_ids: Sequence[int] | None,
+) -> None:
+    """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
+
+    Raises PromptTooLong as `check_room`.
+    """
+    task, trajectory = rollout.task, rollout.trajectories[0]
+    trajectory.messages.extend(dict(message) for message in task.messages)
+    trajectory.prompt_messages = len(trajectory.messages)
+    if prompt_ids is None:
+        prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
+    check_room(task, len(prompt_ids), engine.max_context)
+    trajectory.append_context(prompt_ids, Origin.prompt)
+
+
+def check_room(task: Task, prompt_length: int, max_context: int) -> None:
+    """Raise PromptTooLong unless one token can follow the prompt."""
+    if prompt_length >= max_context:
+        raise PromptTooLong(
+            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
+            f"{max_context}: shorten the prompt or raise engine.max_context"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,44 @@
-"""The tools of one row: what its model sees of the run's, its environment's, and its own."""
+"""The tools of one row: what its model sees of the run's, its environment's, and its own.
+
+What the engine is asked for one turn.
+
+Rows against the tools and environments of a run, before anything is sampled.
+
+Grammars of a run's tools, before anything is sampled (`rollout.structured_calls`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agenttrain.config.schema import ToolLimits
-from agenttrain.config.suggest import did_you_mean
-from agenttrain.environments.kind import Episode
-from agenttrain.rollout.environments import Environments
-from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.grammar import grammar_problem
+from agenttrain.data.tasks import LOOKED_AT, TaskSource
+from agenttrain.environments.environment import Episode
+from agenttrain.environments.environments import Environments
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments, plain_schema
+from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.types import RowTool, Task, ToolCall, ToolContext, ToolError, ToolResult
+from agenttrain.types import (
+    AgenttrainError,
+    RowTool,
+    Sampling,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolError,
+    ToolResult,
+    Trajectory,
+)
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.seeds import derive_seed
 
 ContextOf = Callable[[ToolCall], ToolContext]
 DISPATCHED = {"name", "arguments"}
@@ -202,3 +227,107 @@ def _check_passing(tool: RowTool, executor: dict[str, Any], where: str) -> None:
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema["function"].get("parameters", {}).get("properties", {})
+
+
+def turn_sampling(
+    sampling: Sampling,
+    trajectory: Trajectory,
+    chat: Chat,
+    tools: RowTools,
+    limits: RolloutConfig,
+    *,
+    budget: int,
+) -> Sampling:
+    """How the next turn is sampled: `sampling` is the rollout's, `budget` what the turn may have.
+
+    Raises ChatError where the format of calls has no grammar, and the limits ask for one.
+    """
+    grammar = None
+    if limits.structured_calls:
+        grammar = grammar_of(chat, tools.schemas, after=trajectory.messages[-1]["role"])
+    return replace(
+        sampling,
+        max_tokens=budget,
+        seed=derive_seed(sampling.seed, trajectory.turns),
+        stop_token_ids=sampling.stop_token_ids or chat.stop_token_ids,
+        grammar=grammar,
+    )
+
+
+def grammar_of(chat: Chat, schemas: Sequence[Mapping[str, Any]], *, after: str = "user") -> str:
+    """`Chat.grammar` of the tools whose arguments are read as `ArgumentSchema` reads them."""
+    return chat.grammar([_plain(schema) for schema in schemas], after=after)
+
+
+def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    function = schema["function"]
+    parameters = plain_schema(function.get("parameters") or {})
+    return {**schema, "function": {"name": function["name"], "parameters": parameters}}
+
+
+CHECKED = 20_000
+"""Rows of a dataset that are checked, from the first on."""
+Schemas = list[dict[str, Any]]
+
+
+class RowError(AgenttrainError, ValueError):
+    """A row asks for tools or an environment that it cannot have; names the row."""
+
+
+def check_collisions(toolbox: Toolbox, environments: Environments) -> None:
+    """Raise ValueError when an environment's method has the name of one of the run's tools."""
+    for name, methods in environments.toolboxes.items():
+        for tool in methods.names:
+            if tool in toolbox.names:
+                raise ValueError(
+                    f"environment.{name}: its method {tool!r} has the name of a tool of the run "
+                    f"(tools.{tool}); rename the method, or leave the tool out"
+                )
+
+
+def tool_sets(toolbox: Toolbox, environments: Environments) -> list[Schemas]:
+    """What rows see that list no tools: the run's with each environment's."""
+    run = toolbox.schemas()
+    return [run + methods.schemas() for methods in environments.toolboxes.values()] or [run]
+
+
+def row_tool_sets(
+    key: str, source: TaskSource, toolbox: Toolbox, environments: Environments
+) -> Iterator[Schemas]:
+    """What the rows of `source` see that list their tools, each set once, the first rows' first.
+
+    Of rows that are generated without end only the first are looked at. Raises RowError that
+    begins with `key` (data.train) and names the row.
+    """
+    seen: set[str] = set()
+    count = LOOKED_AT if len(source) == sys.maxsize else min(len(source), CHECKED)
+    for index in range(count):
+        try:
+            task = source.row(index)
+            tools = RowTools(task, toolbox, environments)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"data row {index}: ")
+            raise RowError(f"{key}: {source.where(index)}: {reason}") from error
+        names = json.dumps(tools.schemas)
+        if task.tools is not None and names not in seen:
+            seen.add(names)
+            yield tools.schemas
+
+
+KEY = "rollout.structured_calls=true"
+
+
+def check_grammars(chat: Chat, sets: Iterable[Sequence[Mapping[str, Any]]]) -> None:
+    """Raise ChatError where calls of these sets of tools have no grammar, naming the first tool.
+
+    A set that only exists later, a row's own behind those that are looked at, fails its rollouts.
+    """
+    chat.grammar(())  # whether calls have one at all
+    tools = {repr(schema): schema for schemas in sets for schema in schemas}
+    for schema in tools.values():
+        if problem := grammar_problem(grammar_of(chat, [schema])):
+            raise ChatError(
+                f"{KEY}: no grammar can be made of the parameters of the tool "
+                f"{schema['function']['name']!r}: {problem}; change its schema, or leave "
+                "structured_calls out"
+            )

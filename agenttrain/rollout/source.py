@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agenttrain.config.algorithm import AlgorithmConfig
-from agenttrain.config.schema import OnBadRow
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.data.config import OnBadRow
 from agenttrain.data.curriculum import Curriculum
-from agenttrain.data.source import TaskSource
-from agenttrain.rollout.collect import Collected, Collector, NoRewards, unrewarded
-from agenttrain.rollout.deal import Costs
+from agenttrain.data.tasks import TaskSource
+from agenttrain.rollout.collector import Collected, Collector, NoRewards, step_figures, unrewarded
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
-from agenttrain.rollout.figures import step_figures
-from agenttrain.rollout.peers import Alone, Peers, merge
-from agenttrain.rollout.resample import draw
+from agenttrain.rollout.sampling import draw
+from agenttrain.rollout.sharing import Alone, Costs, Peers, merge
 from agenttrain.types import Rollout, Sampling
 
 Metrics = dict[str, float]

@@ -10,25 +10,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agenttrain.config.algorithm import AlgorithmConfig
-from agenttrain.config.distributed import DistributedName
-from agenttrain.config.engine_checks import float32_on_gpu
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import Init, ModelConfig, RunConfig
+from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.curriculum import Curriculum
-from agenttrain.data.source import TaskSource
-from agenttrain.engine.base import Engine
-from agenttrain.engine.decoder import refuse_unknown_caches
-from agenttrain.engine.transformers import TransformersEngine, max_context
-from agenttrain.rollout.seeds import derive_seed
+from agenttrain.data.tasks import TaskSource
+from agenttrain.engines.base import Engine
+from agenttrain.engines.transformers.decoder import refuse_unknown_caches
+from agenttrain.engines.transformers.engine import TransformersEngine, max_context
+from agenttrain.launch.config import DistributedName
+from agenttrain.settings.optimizer_checks import float32_on_gpu
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify
+from agenttrain.training.config import Init, ModelConfig
 from agenttrain.training.logprobs import checkpoint_layers
 from agenttrain.training.lora import add_lora, base_of, is_adapted
 from agenttrain.training.optimizers import build_optimizer
 from agenttrain.training.policy import Policy
-from agenttrain.training.random_states import random_states, seed_random, set_random_states
 from agenttrain.training.sharding import Sharding
 from agenttrain.training.world import World
+from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.seeds import derive_seed
 
 
 def verify_model(config: RunConfig) -> None:
@@ -143,7 +144,7 @@ def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -
     world = policy.world
     if config.engine.name == "transformers":
         return TransformersEngine(policy.sampler, config.engine)
-    from agenttrain.engine.vllm import VllmEngine
+    from agenttrain.engines.vllm.engine import VllmEngine
 
     lora = config.model.lora
     log = folder and folder / ("vllm.log" if world.is_main else f"logs/vllm-{world.rank}.log")

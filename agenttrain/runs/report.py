@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import RunConfig
-from agenttrain.evaluate import Evaluation, Scores
+from agenttrain.evaluation import Evaluation, Scores
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
-from agenttrain.tracking.rollouts_file import read_step, rollout_record, step_path
+from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
 from agenttrain.types import Rollout
+from agenttrain.utils.model_path import model_folder
 
 SHOWN = 3
 """Rollouts printed at the end of a run."""

@@ -18,44 +18,45 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from agenttrain.config.algorithm import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
-from agenttrain.config.command import resuming
-from agenttrain.config.errors import ConfigError
-from agenttrain.config.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
-from agenttrain.config.mcp_server import without_password
-from agenttrain.config.saved import done_steps
-from agenttrain.config.schema import RunConfig
-from agenttrain.crash import Evidence
-from agenttrain.evaluate import Best, Evaluation, Evaluator, LossEvaluator, TaskEvaluator, from_json
-from agenttrain.guards import Guards
-from agenttrain.rollout.collect import Collected, NoRewards, unrewarded
-from agenttrain.rollout.deal import Costs
+from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale, Surrogate
+from agenttrain.evaluation import (
+    Best,
+    Evaluation,
+    Evaluator,
+    LossEvaluator,
+    TaskEvaluator,
+    from_json,
+)
+from agenttrain.health.crash import Evidence
+from agenttrain.health.guards import Guards
+from agenttrain.health.watchdog import Watchdog
+from agenttrain.rollout.collector import Collected, NoRewards, unrewarded
 from agenttrain.rollout.declared import write_declared
+from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.runs.fingerprints import check_unchanged, fingerprints
 from agenttrain.runs.fingerprints import write as write_fingerprints
 from agenttrain.runs.loading import curriculum_of, make_engine, make_policy
+from agenttrain.runs.provenance import write_config
 from agenttrain.runs.report import print_losses, print_scores
 from agenttrain.runs.setup import Components, prepare
-from agenttrain.signals import Preempted, StopRequest, listening
-from agenttrain.tracking.rollouts_file import limit, write_step
-from agenttrain.tracking.run_folder import (
-    FolderInUse,
-    held,
-    read_summary,
-    update_summary,
-    write_config,
-)
-from agenttrain.tracking.silent import Silent
-from agenttrain.tracking.tracker import Tracker
-from agenttrain.tracking.trackio_sink import dashboard_command
+from agenttrain.settings.command_line import resuming
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.saved import done_steps
+from agenttrain.tools.config import without_password
+from agenttrain.tracking.dashboard import dashboard_command
+from agenttrain.tracking.rollouts import limit, write_step
+from agenttrain.tracking.run_folder import FolderInUse, held, read_summary, update_summary
+from agenttrain.tracking.tracker import Silent, Tracker
 from agenttrain.trainer import BatchSource, Trainer
-from agenttrain.training.checkpoint import CheckpointError, Checkpoints, NotWritten
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import CheckpointError, NotWritten
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import sync
 from agenttrain.training.world import PeerFailed, World
-from agenttrain.types import AgenttrainError, Rollout
-from agenttrain.watchdog import Watchdog
+from agenttrain.types import AgenttrainError, ConfigError, Rollout
+from agenttrain.utils.exit_codes import DONE, FAILED, INTERRUPTED, PREEMPTED, TERMINATED
+from agenttrain.utils.signals import Preempted, StopRequest, listening
 
 CROSS_ENTROPY = AlgorithmConfig(
     name="sft",

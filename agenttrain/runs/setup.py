@@ -14,32 +14,34 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.certificate import Certificate, certify
+from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import system_problem
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.response_export import response_template
-from agenttrain.chat.template import Chat
-from agenttrain.config.arithmetic import tasks_of_round
-from agenttrain.config.environments import REWARD, REWARD_TARGET, reward_sections
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import OnBadRow, RunConfig
-from agenttrain.config.suggest import did_you_mean
-from agenttrain.data.build import Splits, build_tasks
-from agenttrain.data.required import check_reward_columns
-from agenttrain.data.source import TaskSource, check_columns
-from agenttrain.engine.base import Engine
-from agenttrain.environments.build import build_kinds
-from agenttrain.rewards.build import build_rubric
-from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector
+from agenttrain.chat.loading import load_chat
+from agenttrain.chat.parsers.export import response_template
+from agenttrain.data.build import Splits, build_tasks, check_reward_columns
+from agenttrain.data.config import OnBadRow
+from agenttrain.data.tasks import TaskSource, check_columns
+from agenttrain.engines.base import Engine
+from agenttrain.environments.environments import Environments, build_kinds
+from agenttrain.rewards.rubric import Rubric, build_rubric
+from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.config import tasks_of_round
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
-from agenttrain.rollout.environments import Environments
-from agenttrain.rollout.grammar_check import check_grammars
-from agenttrain.rollout.row_check import check_collisions, row_tool_sets, tool_sets
-from agenttrain.rollout.row_tools import RowTools
+from agenttrain.rollout.row_tools import (
+    RowTools,
+    check_collisions,
+    check_grammars,
+    row_tool_sets,
+    tool_sets,
+)
+from agenttrain.settings.component_checks import REWARD, REWARD_TARGET, reward_sections
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import AssistantTurn, Finish, Message, Task
+from agenttrain.utils.model_path import model_folder
+from agenttrain.utils.names import did_you_mean
 
 RENDERED_TASKS = 8
 """First tasks of each split whose prompts are rendered before a run starts."""

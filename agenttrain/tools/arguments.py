@@ -1,15 +1,187 @@
-"""A call's arguments: copied, coerced, checked against the tool's schema, faults put in words."""
+"""Values that a model wrote almost right, made to fit a JSON schema without losing anything.
+
+A string that is the JSON text of a value of the wanted type becomes that value; a number or a
+boolean becomes its JSON text where a string is wanted; 3.0 becomes 3 where an integer is::
+
+    {"type": "integer"}   "3" -> 3      3.0 -> 3     "007", "3.5", True: as they are
+    {"type": "boolean"}   "true", "True" -> True     1, "yes": as they are
+    {"type": "string"}    3 -> "3"                   None, [1]: as they are
+    {"type": "array"}     "[1, 2]" -> [1, 2]
+
+What does not fit stays as it is, for validation to name. A value that fits is never changed.
+
+A call's arguments: copied, coerced, checked against the tool's schema, faults put in words.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from jsonschema import SchemaError
+from jsonschema import Draft202012Validator, SchemaError
+from referencing import Registry
 
-from agenttrain.config.suggest import did_you_mean
-from agenttrain.tools.coerce import coerce, fits, plain_schema, typed_only, validator_of
+from agenttrain.utils.names import did_you_mean
+
+Schema = Mapping[str, Any]
+NOTHING = object()
+PYTHON_BOOLEANS = {"True": "true", "False": "false"}
+
+
+def validator_of(schema: Schema) -> Draft202012Validator:
+    """A validator that never fetches a schema that `$ref` names from the network."""
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def plain_schema(schema: Any) -> Any:
+    """The schema with transformers' ``nullable: true`` in JSON schema's own words.
+
+    Example: ``{"type": "integer", "nullable": True}`` -> ``{"type": ["integer", "null"]}``
+    """
+    if isinstance(schema, list):
+        return [plain_schema(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {
+        key: value if key in ("enum", "const", "default", "examples") else plain_schema(value)
+        for key, value in schema.items()
+        # A property may be called `nullable`; the keyword's value is a boolean.
+        if not (key == "nullable" and isinstance(value, bool))
+    }
+    if schema.get("nullable") is not True:
+        return plain
+    if "type" in plain:
+        types = _types(plain)
+        plain["type"] = types if "null" in types else [*types, "null"]
+    if "enum" in plain and None not in plain["enum"]:
+        plain["enum"] = [*plain["enum"], None]
+    if "anyOf" in plain:
+        plain["anyOf"] = [*plain["anyOf"], {"type": "null"}]
+    return plain
+
+
+_SAYS_TYPE = {"type", "title", "description", "default", "examples"}
+"""Keywords of a schema that asks for nothing but a type."""
+_SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
+
+
+def typed_only(schema: Schema) -> bool:
+    """Return True where `fits` checks as much as a validator does.
+
+    That is an object whose properties have types alone.
+    """
+    if not _SAYS_OBJECT.issuperset(schema) or schema.get("type", "object") != "object":
+        return False
+    properties = schema.get("properties", {}).values()
+    return all(isinstance(one, Mapping) and _SAYS_TYPE.issuperset(one) for one in properties)
+
+
+def fits(value: Mapping[str, Any], schema: Schema) -> bool:
+    """Return True if the properties have their types; missing names are not looked for."""
+    properties = schema.get("properties", {})
+    types = ((item, _types(properties.get(name, {}))) for name, item in value.items())
+    return all(not wanted or any(_is_type(item, t) for t in wanted) for item, wanted in types)
+
+
+def coerce(value: Any, schema: Any) -> Any:
+    """`value`, or its lossless form that fits `schema` better; containers are built anew.
+
+    Example: ``coerce({"a": "3"}, {"type": "object", "properties": {"a": {"type": "integer"}}})``
+    gives ``{"a": 3}``.
+    """
+    if not isinstance(schema, Mapping):
+        return value
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            value = _coerce_to_one(value, schema[key])
+    if types := _types(schema):
+        value = _coerce_type(value, types)
+    if "enum" in schema:
+        value = _coerce_enum(value, schema["enum"])
+    if isinstance(value, list):
+        first, others = schema.get("prefixItems", []), schema.get("items")
+        return [
+            coerce(item, first[i] if i < len(first) else others) for i, item in enumerate(value)
+        ]
+    if isinstance(value, dict):
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+        return {key: coerce(item, properties.get(key, others)) for key, item in value.items()}
+    return value
+
+
+def _types(schema: Schema) -> list[str]:
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else list(types)
+
+
+def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
+    """Fit the first option that takes the value as it is, else the first that takes it coerced."""
+    for option in options:
+        if validator_of(option).is_valid(value):
+            return coerce(value, option)
+    for option in options:
+        candidate = coerce(value, option)
+        if validator_of(option).is_valid(candidate):
+            return candidate
+    return value
+
+
+def _coerce_type(value: Any, types: Sequence[str]) -> Any:
+    for name in types:
+        if _is_type(value, name):
+            return int(value) if name == "integer" else value
+    parsed: Any = NOTHING
+    if isinstance(value, str):  # it may be the JSON text of what is wanted
+        text = value.strip()
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(PYTHON_BOOLEANS.get(text, text))
+        if isinstance(parsed, float) and not math.isfinite(parsed):
+            parsed = NOTHING
+    for name in types:
+        if name == "string":
+            text = _json_text(value)
+            if text is not NOTHING:
+                return text
+        elif _is_type(parsed, name):
+            return int(parsed) if name == "integer" else parsed
+    return value
+
+
+def _is_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return name == ("null" if value is None else "boolean")
+    if isinstance(value, int | float):
+        is_integer = isinstance(value, int) or value.is_integer()
+        return name == "number" or (name == "integer" and is_integer)
+    return {"string": str, "array": list, "object": dict}.get(name) is type(value)
+
+
+def _json_text(value: Any) -> Any:
+    if not isinstance(value, int | float) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        return NOTHING
+    try:
+        return json.dumps(value)
+    except ValueError:  # an integer of more than 4300 digits
+        return NOTHING
+
+
+def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
+    """Return the member that is the value, else one with the same text: "1" -> 1, 1 -> "1"."""
+    for member in members:
+        if value == member and isinstance(value, bool) == isinstance(member, bool):  # True == 1
+            return value
+    for member in members:
+        if isinstance(member, str) and _json_text(value) == member:
+            return member
+        if isinstance(value, str) and member is not None and _json_text(member) == value.strip():
+            return member
+    return value
+
 
 MAX_PROBLEMS = 3
 """Faults named to the model at once."""

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_origin, get_type_hints
 
-from agenttrain.config.schema import Isolation, ToolLimits
-from agenttrain.config.target import Located, about_argument, locate_section
-from agenttrain.config.tool_limits import take_settings
-from agenttrain.tools.base import FunctionTool, Tool, Tools
-from agenttrain.tools.methods import method_tools
-from agenttrain.tools.process import ProcessTool
+from agenttrain.tools.config import Isolation, ToolLimits, take_settings
+from agenttrain.tools.isolation import ProcessTool
+from agenttrain.tools.tool import FunctionTool, Tool, Tools, method_tools
 from agenttrain.tools.toolbox import Toolbox
+from agenttrain.utils.locate import Located, about_argument, locate_section
 
 
 def build_toolbox(

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.threads import with_fixed_text
 from agenttrain.tools.arguments import InvalidArguments
 from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable
+from agenttrain.utils.threads import with_fixed_text
 
 MAX_RESULT_CHARS = 2_000_000
 """Where a result is cut before anybody counts its tokens: far above any token limit."""
@@ -43,8 +43,8 @@ def failure(
 ) -> Reply:
     """Make an error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
 
-    `error` has a text that is made already, as `agenttrain.threads.attempt` leaves it. `faults` are
-    errors of the infrastructure, which no model is to read.
+    `error` has a text that is made already, as `agenttrain.utils.threads.attempt` leaves it.
+    `faults` are errors of the infrastructure, which no model is to read.
     """
     for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if for_model else type(error).__name__

@@ -29,8 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from agenttrain.tools.arguments import InvalidArguments
-from agenttrain.tools.coerce import plain_schema, validator_of
+from agenttrain.tools.arguments import InvalidArguments, plain_schema, validator_of
 from agenttrain.types import AgenttrainError
 
 Build = Callable[[Any, str], Any]

@@ -1,28 +1,31 @@
-"""The tools of a run: their schemas, and their calls run at once, bounded, answered in order."""
+"""The tools of a run: their schemas, and their calls run at once, bounded, answered in order.
+
+Ends of a rollout, and of the run, for tools that hold something: bounded, and never fatal.
+
+Whose turn is it on the event loop? An async tool that blocks stalls every rollout.
+
+The calls of tools that run this moment, for reports of what rollouts wait for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import time
+import types
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from agenttrain.config.schema import Isolation, ToolLimits
-from agenttrain.config.suggest import did_you_mean
-from agenttrain.threads import DaemonThreads, Outcome, attempt_async
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
-from agenttrain.tools.base import FunctionTool, Tool
-from agenttrain.tools.ending import Endings
-from agenttrain.tools.process import ProcessTool
+from agenttrain.tools.config import Isolation, ToolLimits
+from agenttrain.tools.isolation import ProcessTool
+from agenttrain.tools.isolation_worker import fault_types
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, has_plain_text, reply_of
-from agenttrain.tools.running import Running
-from agenttrain.tools.steps import Steps
-from agenttrain.tools.worker import fault_types
+from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
     ToolCall,
@@ -31,6 +34,137 @@ from agenttrain.types import (
     ToolResult,
     ToolUnavailable,
 )
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
+
+
+class Endings:
+    """Calls `release` and `close` of tools, blocking ones in threads, and warns when they fail."""
+
+    def __init__(self) -> None:
+        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
+        self._warned: set[tuple[str, str]] = set()
+
+    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
+        """Have `tool` free what it holds for a rollout."""
+        await self._end(tool, "release", limit_s, rollout_id)
+
+    async def close(self, tool: Tool, limit_s: float) -> None:
+        """Close `tool`."""
+        await self._end(tool, "close", limit_s)
+
+    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+        owner = tool.owner if isinstance(tool, FunctionTool) else tool
+        hook = getattr(owner, method, None)
+        if hook is None:
+            return
+        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
+        await asyncio.wait({ending}, timeout=limit_s)
+        if not ending.done():
+            ending.cancel()
+            self._warn(tool.name, method, f"did not end within {limit_s:g} s")
+        elif ending.cancelled():
+            self._warn(tool.name, method, "was cancelled")
+        elif (error := ending.result().error) is not None:
+            self._warn(tool.name, method, f"{type(error).__name__}: {error}")
+
+    async def _call(
+        self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
+    ) -> Outcome:
+        if not blocks(method):
+            return await attempt_async(method(*arguments))
+        outcome = await self._threads.run(lambda: method(*arguments), label=label)
+        if inspect.isawaitable(outcome.value):
+            return await attempt_async(outcome.value)
+        return outcome
+
+    def _warn(self, name: str, method: str, problem: str) -> None:
+        if (name, method) not in self._warned:
+            self._warned.add((name, method))
+            warnings.warn(
+                f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class Steps:
+    """Runs awaitables of tools and knows, from any thread, which of them runs this moment."""
+
+    def __init__(self) -> None:
+        self._now: tuple[str, float] | None = None
+
+    def blocking(self, limit_s: float) -> str | None:
+        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
+        now = self._now
+        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+
+    async def run(self, name: str, awaitable: Awaitable[object]) -> object:
+        """Await `awaitable`, with every uninterrupted step under the tool's name."""
+
+        async def waited() -> object:  # not every awaitable can be driven, a coroutine can
+            return await awaitable
+
+        return await self._drive(name, waited().__await__())
+
+    @types.coroutine
+    def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            self._now = (name, time.monotonic())
+            try:
+                waits_for = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as over:
+                return over.value
+            finally:
+                self._now = None
+            try:
+                value, error = (yield waits_for), None
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as thrown:
+                error = thrown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCall:
+    """A call that has no answer yet, from the moment that it waits for its turn."""
+
+    rollout_id: str
+    tool: str
+    call_id: str
+    since: float
+    """On the clock of time.monotonic."""
+
+
+class Running:
+    """The calls of a toolbox; the event loop writes, any thread may read."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RunningCall] = {}
+
+    @property
+    def calls(self) -> tuple[RunningCall, ...]:
+        """Calls that have no answer yet, the oldest first."""
+        return tuple(self._calls.values())
+
+    @contextmanager
+    def noted(self, context: ToolContext) -> Iterator[None]:
+        """Count a call as running within the context."""
+        call = RunningCall(
+            rollout_id=context.rollout_id,
+            tool=context.tool,
+            call_id=context.call_id,
+            since=time.monotonic(),
+        )
+        self._calls[id(call)] = call
+        try:
+            yield
+        finally:
+            del self._calls[id(call)]
+
 
 CANCEL_S = 0.05
 """Seconds that a cancelled call has to end before it counts as stuck."""

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agenttrain.tracking.estimate import Estimate
-from agenttrain.tracking.json_lines import dumps
-from agenttrain.tracking.text import one_line, printable
+from agenttrain.tracking.console import one_line, printable
+from agenttrain.tracking.metrics import Estimate
+from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""

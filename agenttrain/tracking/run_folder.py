@@ -6,20 +6,14 @@ import errno
 import fcntl
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from agenttrain.config.trust import SIGNATURE, signature
-from agenttrain.tracking.json_lines import finite
 from agenttrain.types import AgenttrainError
+from agenttrain.utils.json_lines import finite
 
 PACKAGES = ("agenttrain", "torch", "transformers", "accelerate", "hydra-core", "trackio")
 
@@ -86,41 +80,6 @@ def held(folder: Path) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
         yield
-
-
-def write_config(
-    folder: Path, config: dict[str, Any], certificate: str | None, kernel: str | None = None
-) -> None:
-    """Write config.yaml: the resolved settings, and under `provenance` what they ran with.
-
-    `certificate` is the chat template's hash; None before the template was certified. `kernel`
-    computes the policy's attention; None before the model was loaded.
-    """
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    provenance = {
-        "versions": {**versions, "python": platform.python_version()},
-        "git_revision": _git_revision(),
-        "template_certificate": certificate,
-        "training_kernel": kernel,
-        SIGNATURE: signature(config),
-    }
-    text = OmegaConf.to_yaml(OmegaConf.create({**config, "provenance": provenance}))
-    write_atomically(folder / "config.yaml", text)
-
-
-def _git_revision() -> str | None:
-    """Return the working folder's commit, with `-dirty` when it has changes; None outside git."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,13 @@
-"""Everything a run tells the world, behind one object."""
+"""Everything a run tells the world, behind one object.
+
+metrics.jsonl: one object per step, the run's record whatever else is tracked.
+
+The tracker of a process that is not the run's main one: the main one tells for all.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +16,80 @@ from typing import Any
 
 from rich.console import Console
 
-from agenttrain.config.schema import TrackerConfig
-from agenttrain.tracking import rollouts_file
+from agenttrain.tracking import rollouts as rollouts_file
+from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
-from agenttrain.tracking.metrics_file import MetricsFile, cut
-from agenttrain.tracking.run_folder import Presence, read_summary, update_summary
-from agenttrain.tracking.trackio_sink import TrackioSink
+from agenttrain.tracking.dashboard import TrackioSink
+from agenttrain.tracking.run_folder import Presence, read_summary, update_summary, write_atomically
 from agenttrain.types import Rollout
+from agenttrain.utils.json_lines import dumps, read_rows
+
+
+class MetricsFile:
+    """Appends one line per step; each line is on its way to disk when `write` returns.
+
+    Non-finite values are written as null, because JSON has no NaN: null means that a step had
+    nothing to measure (the latency of a tool that nobody called) or that a figure diverged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):  # a last line torn by a crash
+                with path.open("rb+") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append ``{"step": step, **metrics}``."""
+        self._file.write(dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics.jsonl; a last line torn by a crash is left out."""
+    return list(read_rows(path))
+
+
+def cut(path: Path, step: int) -> None:
+    """Keep the rows of steps up to and including `step`, atomically; for resuming from there.
+
+    Kept lines keep their bytes; what follows them may be anything. A file that does not exist is
+    left so. Raises ValueError, with file and line, for a line before them that is no row.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    length = last = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if last >= step or not line.endswith(b"\n"):
+            break
+        try:
+            last = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}:{number}: not the row of a step ({error}), and the run goes on from step "
+                f"{step}. Mend or remove that line."
+            ) from error
+        length += len(line) if last <= step else 0
+    write_atomically(path, content[:length].decode())
+
 
 TRACE_EVERY = 10
 """Steps between the rollouts that the dashboard shows; the first step's are among them."""
@@ -199,3 +272,37 @@ def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     if (step - 1) % TRACE_EVERY != 0:
         return []
     return [rollouts_file.rollout_record(r) for r in rollouts_file.in_order(rollouts)[:TRACES]]
+
+
+class Silent(Tracker):
+    """Writes nothing and shows nothing."""
+
+    def __init__(self) -> None:
+        # Not Tracker's, which makes files.
+        self.progress = ConsoleProgress(0, live=False, console=Console(quiet=True))
+
+    @property
+    def has_dashboard(self) -> bool:
+        """There is none."""
+        return False
+
+    def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        """Nothing."""
+
+    def check_folder(self) -> None:
+        """The main process does."""
+
+    def checkpoint(self, path: Path) -> None:
+        """Nothing."""
+
+    def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def best(self, found: Mapping[str, Any] | None) -> None:
+        """Nothing."""
+
+    def warn(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from agenttrain.tracking.json_lines import dumps
 from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""

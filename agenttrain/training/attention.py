@@ -6,27 +6,257 @@ takes the layout explicitly, honours sliding windows, soft caps and sinks, and r
 and mask that it does not know.
 
 Shapes: 1 x heads x T x head size for queries, keys and values; T tokens of all rollouts.
+
+Causal attention of a few sequences whose queries may begin after a prefix of their keys.
+
+Shapes: B sequences, h heads (k for keys and values), m queries, n keys, d head size. The queries
+are the last m of the n positions.
+
+One attention call per layer for all rollouts of a microbatch, on a GPU that has the kernel.
+
+torch's `varlen_attn` (FlashAttention) takes sequences of any lengths one after the other. It is for
+plain causal attention in 16 bits; windows, soft caps, sinks and float32 go block by block, as on a
+CPU, for which torch has no such kernel.
+
+Shapes: T packed tokens, U keys with shared prefixes repeated, B segments, h heads (k of keys and
+values), d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from agenttrain.training.attend import Scoring, attend
-from agenttrain.training.kernels import Kernel, in_format, note
-from agenttrain.training.layout import Block
-from agenttrain.training.varlen import Varlen, attend_varlen, takes
-from agenttrain.training.varlen import kernel as varlen_kernel
+from agenttrain.training.batch import Block, Segment
+from agenttrain.training.kernels import Kernel, fit, in_format, is_choosy, note
 from agenttrain.types import AgenttrainError
+
+QUERIES = 256
+"""Queries of one call. A CPU kernel computes the keys after a query as well and drops them: calls
+over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a model scores a query and a key; None: as plain attention does."""
+
+    scale: float | None = None
+    window: int | None = None
+    """Keys that a query sees, its own included."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sinks: Tensor | None = None
+    """[h] Score of a key that every query sees and that has no value."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Causal attention of the last m positions to all n, [B, h, m, d of values]."""
+    queries, offset = query.shape[2], key.shape[2] - query.shape[2]
+    in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
+    size = QUERIES if in_parts else queries
+    parts = []
+    for first in range(0, queries, size):
+        last = min(first + size, queries)
+        low = 0 if scoring.window is None else max(0, offset + first - scoring.window + 1)
+        seen = slice(low, offset + last)
+        states = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+        if scoring.softcap is not None:
+            parts.append(_explicit(*states, scoring))
+        elif scoring.sinks is not None:
+            parts.append(_with_sinks(*states, scoring))
+        else:
+            mask = _mask(last - first, states[1].shape[2], scoring.window, query.device)
+            parts.append(_kernel(*states, mask, scoring.scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Call a fused kernel; it wants one size of head, so smaller values are padded."""
+    size = value.shape[-1]
+    missing = query.shape[-1] - size
+    if missing > 0:
+        value = pad(value, (0, missing))
+    if is_choosy(query.device):
+        query, key, value, scale = fit(query, key, value, mask, scale)
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return output if output.shape[-1] == size else output[..., :size]
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[m, n] True where a query sees a key; None for plain causal attention."""
+    before = keys - queries
+    windowed = window is not None and window < keys
+    if before == 0 and not windowed:
+        return None
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return seen.triu(before - window + 1) if window is not None and windowed else seen
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attend with each sink as a first key without value; one more dimension of the heads carries
+    its score."""
+    assert scoring.sinks is not None
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    sinks = (scoring.sinks.to(query.dtype) / scale)[None, :, None, None]
+    sink = pad(sinks.expand(key.shape[0], -1, 1, 1), (query.shape[-1], 0))
+    query = pad(query, (0, 1), value=1.0)
+    key = torch.cat((sink, pad(key, (0, 1))), dim=2)
+    value = pad(value, (0, 0, 1, 0))
+    mask = _mask(query.shape[2], key.shape[2] - 1, scoring.window, query.device)
+    if mask is not None:
+        return _kernel(query, key, value, pad(mask, (1, 0), value=True), scale)
+    # One query more in front keeps the causal kernel: query i sees the sink and keys 0 … i.
+    return _kernel(pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
+
+
+def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attend with all scores in memory, m x n per head: no fused kernel caps them."""
+    assert scoring.softcap is not None
+    note(Kernel.math)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = scoring.softcap * torch.tanh(query @ key.mT * (scale / scoring.softcap))
+    mask = _mask(query.shape[2], key.shape[2], scoring.window, query.device)
+    if mask is None:
+        mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, scores.dtype))
+    return weights[..., : key.shape[2]].to(value.dtype) @ value
+
+
+NEEDED = {"scale", "window_size", "enable_gqa"}
+"""Keywords of the kernel that are used; torch 2.13 has them."""
+CAUSAL = (-1, 0)
+SHORT_FORMATS = (torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+OLDEST = (8, 0)
+"""Compute capability of the first GPUs that FlashAttention 2 runs on (Ampere)."""
+
+VarlenKernel = Callable[..., Tensor]
+"""`torch.nn.attention.varlen.varlen_attn`, or what does the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varlen:
+    """Where the sequences of a microbatch stand, as the kernel takes it."""
+
+    queries_B: Tensor
+    """[B + 1] int32: the packed position at which each segment starts, and the end."""
+    keys_B: Tensor
+    """[B + 1] int32: the same of its keys, prefix and own."""
+    longest_query: int
+    longest_key: int
+    gather_U: Tensor | None
+    """Packed position of every key; None: keys are the packed tokens, as nothing is shared."""
+
+
+def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
+    """Lay out segments that stand one after the other.
+
+    Example: segments of 5, 3, 2 and 1 tokens, the last two after the second, have the keys
+    ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
+    """
+    queries = [segment.length for segment in segments]
+    keys = [segment.prefix_length + segment.length for segment in segments]
+    gather = None
+    if keys != queries:
+        spans = [
+            (start, start + length)
+            for s in segments
+            for start, length in ((s.prefix, s.prefix_length), (s.start, s.length))
+        ]
+        gather = torch.cat([torch.arange(*span) for span in spans]).to(device)
+    return Varlen(
+        queries_B=_starts(queries, device),
+        keys_B=_starts(keys, device),
+        longest_query=max(queries),
+        longest_key=max(keys),
+        gather_U=gather,
+    )
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@cache
+def varlen_kernel() -> VarlenKernel | None:
+    """The installed torch's kernel, if it has one with what is needed."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    function: Any = varlen_attn
+    return function if inspect.signature(function).parameters.keys() >= NEEDED else None
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel runs on this device."""
+    if device.type != "cuda" or varlen_kernel() is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST
+
+
+def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Return whether the kernel computes this attention, of states [T, h, d] in their final
+    format."""
+    plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
+    size = query.shape[-1]
+    return (
+        plain and query.dtype in SHORT_FORMATS and size == value.shape[-1] and size <= LARGEST_HEAD
+    )
+
+
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    varlen: Varlen,
+    scale: float | None,
+    varlen_kernel: VarlenKernel,
+) -> Tensor:
+    """Causal attention of each segment to its prefix and itself, [T, h, d].
+
+    Where a segment has more keys than queries the last of both stand together, as FlashAttention
+    aligns them.
+    """
+    if varlen.gather_U is not None:
+        key, value = (state.index_select(0, varlen.gather_U) for state in (key, value))
+    return varlen_kernel(
+        query,
+        key,
+        value,
+        varlen.queries_B,
+        varlen.keys_B,
+        varlen.longest_query,
+        varlen.longest_key,
+        scale=scale,
+        window_size=CAUSAL,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
 
 NAME = "agenttrain_packed"
 

@@ -21,11 +21,11 @@ from torch.func import functional_call
 from torch.optim import SGD, Muon, Optimizer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from agenttrain.config.schema import LoraSettings, OptimizerConfig
 from agenttrain.training.attention import packing
+from agenttrain.training.batch import make_blocks, one_after_the_other
+from agenttrain.training.config import LoraSettings, OptimizerConfig
 from agenttrain.training.head import CPU_TILE, GPU_TILE
-from agenttrain.training.hidden import backbone
-from agenttrain.training.layout import make_blocks, one_after_the_other
+from agenttrain.training.logprobs import backbone
 from agenttrain.training.lora import add_lora
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
 

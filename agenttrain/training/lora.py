@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agenttrain.config.schema import LoraSettings
-from agenttrain.config.suggest import did_you_mean
 from agenttrain.training.batch import Microbatch
+from agenttrain.training.config import LoraSettings
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import assign, whole
+from agenttrain.utils.names import did_you_mean
 
 ADAPTER = "default"
 """peft's name of the only adapter."""

@@ -18,23 +18,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.algorithms.entropy import EntropyBonus
-from agenttrain.algorithms.kl import kl_estimate
-from agenttrain.algorithms.loss import policy_loss
-from agenttrain.algorithms.metrics import Averages, Metrics, mean_parts, metric_names
+from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
+from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
+from agenttrain.algorithms.losses import EntropyBonus, kl_estimate
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
-from agenttrain.config.algorithm import AlgorithmConfig, Behaviour
-from agenttrain.config.schema import OptimizerConfig, TrainingConfig
 from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
 from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
+from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, named
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
-from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
-from agenttrain.training.schedule import learning_rate
-from agenttrain.training.sharded_state import spread
-from agenttrain.training.sharding import Sharding, refresh, whole, whole_copy
+from agenttrain.training.sharding import Sharding, refresh, spread, whole, whole_copy
 from agenttrain.training.update import (
     Minibatch,
     keep_scores,

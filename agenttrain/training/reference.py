@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agenttrain.config.algorithm import AlgorithmConfig
-from agenttrain.config.algorithm import Reference as Kind
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.lora import BaseScorer, is_adapted

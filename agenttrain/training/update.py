@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.advantages import advantages, normalized_advantages
-from agenttrain.algorithms.aggregate import token_weights
-from agenttrain.algorithms.entropy import top_entropy_mask
+from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
 from agenttrain.algorithms.loss import LossInputs
-from agenttrain.config.algorithm import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
+from agenttrain.algorithms.losses import token_weights, top_entropy_mask
 from agenttrain.training.batch import Microbatch, Row, RowKey
 from agenttrain.training.world import World
 from agenttrain.types import Rollout

@@ -13,12 +13,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.config.schema import WeightSyncConfig
-from agenttrain.engine.base import Engine, Forgetful, Separate, Typed
+from agenttrain.engines.base import Engine, Forgetful, Separate, Typed
+from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharded_state import is_sharded
-from agenttrain.training.sharding import whole
+from agenttrain.training.sharding import is_sharded, whole
 from agenttrain.types import AgenttrainError, Sampling
 
 PROBE_TOKENS = 128

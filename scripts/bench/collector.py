@@ -38,21 +38,18 @@ from pathlib import Path
 import harness
 from transformers import AutoTokenizer
 
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.template import Chat
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import (
-    ChatTemplateConfig,
-    ResponseSchemaConfig,
-    RolloutConfig,
-    ToolLimits,
-)
-from agenttrain.engine.scripted import ScriptedEngine
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector, collect
-from agenttrain.tools.base import FunctionTool
+from agenttrain.rollout.collector import Collector, collect
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Sampling, Task
+from agenttrain.utils.model_path import model_folder
 
 CALLS, ENGINE_S, TOOL_S = 3, 0.5, 0.1
 TURNS = CALLS + 1

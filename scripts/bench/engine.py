@@ -46,8 +46,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from agenttrain.config.schema import EngineConfig
-from agenttrain.engine.transformers import TransformersEngine
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
 BUNDLED = Path(__file__).parents[2] / "agenttrain/data/models/shop"

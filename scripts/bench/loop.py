@@ -22,15 +22,16 @@ from dataclasses import replace
 import harness
 from transformers import AutoTokenizer
 
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.template import Chat
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig, RolloutConfig
-from agenttrain.engine.scripted import ScriptedEngine
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
-from agenttrain.tools.base import FunctionTool
+from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Finish, Origin, Rollout, Task
+from agenttrain.utils.model_path import model_folder
 
 TURNS = 16
 CALL = (

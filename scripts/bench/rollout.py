@@ -95,17 +95,13 @@ from rollout_sides import (
 from tools import make_trl
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from agenttrain.chat.load import load_chat
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import (
-    ChatTemplateConfig,
-    EngineConfig,
-    ResponseSchemaConfig,
-    VllmSettings,
-    WeightSyncConfig,
-)
-from agenttrain.engine.vllm import VllmEngine
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.engines.config import EngineConfig, VllmSettings
+from agenttrain.engines.vllm.engine import VllmEngine
+from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import sync
+from agenttrain.utils.model_path import model_folder
 
 
 class Trained:

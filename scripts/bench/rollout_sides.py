@@ -19,15 +19,13 @@ import torch
 from tools import Scenario, turns
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agenttrain.chat.template import Chat
-from agenttrain.config.schema import (
-    RolloutConfig,
-    ToolLimits,
-)
-from agenttrain.engine.vllm import VllmEngine
+from agenttrain.chat.chat import Chat
+from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collected, Collector, collect
-from agenttrain.tools.base import FunctionTool
+from agenttrain.rollout.collector import Collected, Collector, collect
+from agenttrain.rollout.config import RolloutConfig
+from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Completion, Finish, Sampling, Task
 

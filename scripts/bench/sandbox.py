@@ -20,8 +20,8 @@ from collections.abc import Awaitable
 
 import harness
 
-from agenttrain.config.sandbox import BACKENDS, SandboxSettings
-from agenttrain.tools.sandbox.command import interpreter
+from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
+from agenttrain.tools.sandbox.outside_process import interpreter
 from agenttrain.tools.sandbox.pool import Pool, usable_backend
 
 ROLLOUTS = 64

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import harness
 
-from agenttrain.config.compose import Source, compose_run, hydra_session
 from agenttrain.runs.run import Run, make_trainer
 from agenttrain.runs.setup import prepare
-from agenttrain.tracking.rollouts_file import write_step
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tracking.rollouts import write_step
 from agenttrain.trainer import Trainer
 from agenttrain.training.blame import check_logprobs, check_weights
 

@@ -34,16 +34,13 @@ import harness
 from transformers import AutoTokenizer
 
 from agenttrain.chat.certificate import certify
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.originals import original
-from agenttrain.chat.response import parse_response
-from agenttrain.chat.response_parts import ResponseSpec
-from agenttrain.chat.specs import load_spec, spec_names, spec_of
-from agenttrain.chat.table import EXAMPLE_TOOLS
-from agenttrain.chat.template import Chat
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat, load_spec, spec_names, spec_of
+from agenttrain.chat.parsers.base import ResponseSpec, parse_response
+from agenttrain.commands.templates import EXAMPLE_TOOLS, original
 from agenttrain.types import Finish, Message, Origin, Rollout, Task
+from agenttrain.utils.model_path import model_folder
 
 MEGABYTE = 1_000_000
 HOSTILE = (

@@ -57,24 +57,21 @@ from typing import Any
 import harness
 from transformers import AutoTokenizer
 
-from agenttrain.chat.load import load_chat
-from agenttrain.chat.template import Chat
-from agenttrain.config.compose import Source, compose_run, hydra_session
-from agenttrain.config.model_path import model_folder
-from agenttrain.config.schema import (
-    ChatTemplateConfig,
-    ResponseSchemaConfig,
-    RolloutConfig,
-    ToolLimits,
-)
-from agenttrain.engine.scripted import ScriptedEngine
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.loading import load_chat
+from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.collect import Collector, collect
+from agenttrain.rollout.collector import Collector, collect
+from agenttrain.rollout.config import RolloutConfig
 from agenttrain.runs.loading import make_engine, make_policy
 from agenttrain.runs.setup import prepare
-from agenttrain.tools.base import FunctionTool, Tool
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Rollout, Sampling, Task, ToolContext
+from agenttrain.utils.model_path import model_folder
 
 MEDIAN_S, SIGMA, TURNS = 0.05, 1.0, 8
 ANSWER = "It is done.<|im_end|>"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agenttrain.config.schema import SharePrefix
 from agenttrain.training.batch import Row, make_rows
+from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
 

@@ -1,6 +1,6 @@
 """Processes that run a model's code, each rollout's in namespaces of its own.
 
-What it may use: `agenttrain/config/sandbox.py`.
+What it may use: `agenttrain/tools/sandbox/config.py`.
 
     command.py    outside: what a sandbox's process is started with
     jail.py       outside: one sandbox's process, from start to end

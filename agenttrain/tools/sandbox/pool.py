@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
-from agenttrain.config.sandbox import SandboxSettings
-from agenttrain.tools.sandbox.jail import Jail, SandboxError
+from agenttrain.tools.sandbox.config import SandboxSettings
+from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
 from agenttrain.tools.sandbox.session import MAX_CODE, End, Outcome, run_call, signal_name
 from agenttrain.types import ToolFailure, ToolUnavailable
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agenttrain.config.sandbox import SandboxSettings
-from agenttrain.tools.sandbox.jail import Jail, SandboxError, Worker
+from agenttrain.tools.sandbox.config import SandboxSettings
+from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, Worker
 
 BLAME_S = 0.5
 """Seconds within which the death of a sandbox is reported."""

@@ -1,0 +1,281 @@
+"""Where the assistant's own text ends in a rendering, and what the template makes of replies.
+
+The seam is found in the rendering of a minimal conversation that has the shape of the real one:
+calls named and numbered as the real ones, a placeholder at the end of the assistant's text and one
+for each reply. Nothing counts end-of-turn tokens, so it does not matter which they are, or whether
+there are any.
+
+Text that a template writes between the end of a completion and the next one.
+
+`seam.py` gives the text that follows a turn of one shape, with a placeholder for each reply. What
+surrounds the placeholders is constant and is tokenised once; per call only the replies are, each
+from the nearest control token before it to the nearest one after it, so that merges across its
+edges are those of the full rendering::
+
+    <|im_end|>                              end of turn: added when the completion lacks it
+    \\n<|im_start|>user\\n<tool_response>     constant ids
+    \\n{reply 0}\\n                           tokenised per call
+    </tool_response><|im_end|>\\n<|im_…      constant ids
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
+from agenttrain.chat.probing import USER, Render
+from agenttrain.types import AssistantTurn, Message, Origin, ToolCall
+
+BODY = "\ufdd2"
+"""Stands for what the assistant wrote last; like the reply placeholders, `clean` forbids it."""
+REPLY_PROBES = (
+    "",
+    "a",
+    " \n a\t\n\n",
+    '{"a": "é"}',
+    "[1]",
+    "'\"\\",
+    "<b>&amp;</b>",
+    "\u2028\ufeff",
+)
+"""Texts that show whether a template changes replies (trims, escapes, parses them)."""
+ANSWER = AssistantTurn(content="c", reasoning=None, calls=())
+CALL = AssistantTurn(
+    content="", reasoning=None, calls=(ToolCall(id="call_0_0", name="f", arguments={}),)
+)
+
+
+def placeholder(index: int) -> str:
+    """Stands for the text of reply `index`."""
+    return f"\ufdd3{index}\ufdd4"
+
+
+class Seam:
+    """Splits the text behind an assistant's own into the end of its turn and what follows that.
+
+    An answer's end is known from an answer that nothing follows. A turn with calls ends the same
+    way, or by the last control token of what closes its calls (``<|call|>`` of harmony,
+    ``<|tool_response>`` of Gemma 4); where answers have no end of their own (GLM), by the control
+    token of whatever follows.
+    """
+
+    def __init__(self, render: Render, encoder: Encoder) -> None:
+        self._render = render
+        self._encoder = encoder
+
+    def split(
+        self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
+    ) -> tuple[str, str]:
+        """(end of turn, text behind it) in marked text: ``("<|im_end|>", "\\n<|im_start|>…")``.
+
+        The end is empty where the template writes no control token there. Raises ChatError where
+        the seam is not to be found.
+        """
+        # A short message of the turn's shape whose text ends with BODY and little after it. Content
+        # and reasoning beside calls stay out: a model writes them before its calls, but some
+        # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
+        assistant: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
+        if turn.calls:
+            functions = [{"name": call.name, "arguments": {"a": BODY}} for call in turn.calls]
+            assistant["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(turn.calls, functions, strict=True)
+            ]
+        closing, end = self._closing(assistant)
+        text = _after_body(self._render([USER, assistant, *replies], generation_prompt))
+        if not text.startswith(closing):
+            raise ChatError(
+                f"the chat template ends a turn with {unmark(closing)!r}, but with "
+                f"{unmark(text[: len(closing)])!r} once replies follow; set chat_template"
+            )
+        text = text[len(closing) :]
+        if end and text.startswith(end):
+            return end, text[len(end) :]
+        if (other := self._first_control(text)) or not end:
+            return other, text[len(other) :]
+        raise ChatError(
+            f"the chat template ends an answer with {unmark(end)!r}, but with "
+            f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
+        )
+
+    def answer_end(self) -> str:
+        """The end of an answer that nothing follows, e.g. ``<|im_end|>``."""
+        answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
+        return self._to_last_control(answer)
+
+    def _closing(self, assistant: Message) -> tuple[str, str]:
+        """(text that closes the turn's calls, the end of turn) where nothing follows."""
+        end = self.answer_end()
+        if not assistant.get("tool_calls"):
+            return "", end
+        text = _after_body(self._render([USER, assistant], False))
+        if not end:
+            return text.rstrip(), ""
+        closed = self._to_last_control(text)
+        if not closed.endswith(end):
+            # Calls end by a token of their own.
+            pieces = list(self._encoder.pieces(closed))
+            end = pieces[-1][1] if pieces else ""
+        return closed.removesuffix(end), end
+
+    def _to_last_control(self, text: str) -> str:
+        pieces = list(self._encoder.pieces(text))
+        while pieces and not pieces[-1][0]:
+            pieces.pop()
+        return "".join(piece for _, piece in pieces)
+
+    def _first_control(self, text: str) -> str:
+        """Up to the control token that begins a text after nothing but blanks."""
+        begin = ""
+        for control, piece in self._encoder.pieces(text):
+            begin += piece
+            if control:
+                return begin
+            if piece.strip():
+                break
+        return ""
+
+
+def _after_body(rendering: str) -> str:
+    _, body, after = rendering.rpartition(BODY)
+    if not body:
+        raise ChatError(
+            "the chat template does not render the assistant's tool calls or content; set "
+            "chat_template to a template that does (hermes adds tools to any)"
+        )
+    return after
+
+
+class ReplyTexts:
+    """Texts of replies as the template writes them; most leave them alone, which is probed once."""
+
+    def __init__(self, seam: Seam, encoder: Encoder) -> None:
+        self._seam = seam
+        self._encoder = encoder
+        self._frames: dict[str, tuple[str, str]] = {}
+        self._verbatim: dict[str, bool] = {}
+
+    def __call__(self, reply: Message) -> str:
+        """The text as it stands in a rendering. Raises ChatError for content that is no text."""
+        role, content = reply["role"], reply.get("content") or ""
+        if not isinstance(content, str):
+            raise ChatError(f"a reply of the role {role} holds {type(content).__name__}, not text")
+        if role not in self._verbatim:
+            self._verbatim[role] = all(self._transformed(role, p) == p for p in REPLY_PROBES)
+        return clean(content) if self._verbatim[role] else self._transformed(role, content)
+
+    def after_turn(self, role: str, text: str) -> tuple[str, str]:
+        """`Seam.split` of a turn that gets one reply of `role`."""
+        turn = CALL if role == "tool" else ANSWER
+        reply = {"role": role, "content": text}
+        if role == "tool":
+            reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
+        return self._seam.split(turn, [reply], generation_prompt=True)
+
+    def _transformed(self, role: str, text: str) -> str:
+        """Return what stands between the constant text before and after a reply."""
+        if role not in self._frames:
+            _, frame = self.after_turn(role, placeholder(0))
+            before, _, after = frame.partition(placeholder(0))
+            self._frames[role] = before, after
+        before, after = self._frames[role]
+        _, rendered = self.after_turn(role, self._encoder.mark(text))
+        end = len(rendered) - len(after)
+        if end < len(before) or not rendered.startswith(before) or not rendered.endswith(after):
+            raise ChatError(
+                f"what the chat template writes around a reply of the role {role} changes with "
+                f"the reply's text ({text[:40]!r}); set chat_template"
+            )
+        return unmark(rendered[len(before) : end])
+
+
+Spans = list[tuple[Origin, list[int]]]
+_REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Text between two control tokens that holds replies: literals, and replies by position.
+
+    Example: ``Open(parts=("\\n", 0, "\\n"))``
+    """
+
+    parts: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suffix:
+    """The context after a completion of one shape, but for its replies."""
+
+    end_ids: tuple[int, ...]
+    """The end of the turn, up to its control token; empty where the template writes none."""
+    blocks: tuple[tuple[int, ...] | Open, ...]
+    glue_length: int
+    """Tokens of `blocks` with empty replies."""
+    last_end_ids: tuple[int, ...] = ()
+    """The end of an answer that nothing follows, where the template then writes another than
+    `end_ids`."""
+
+
+def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
+    """Tokenise the constant part of `Seam.split`, whose text holds `replies` placeholders."""
+    if _REPLY.findall(text) != [str(index) for index in range(replies)]:
+        raise ChatError(
+            f"the chat template does not show each of {replies} replies once and in order: "
+            f"{_REPLY.sub('<reply>', unmark(text))!r}; set chat_template"
+        )
+    blocks: list[tuple[int, ...] | Open] = []
+    constant = ""
+    for control, piece in encoder.pieces(text):
+        if control or not _REPLY.search(piece):
+            constant += piece
+            continue
+        blocks += [tuple(encoder.encode(constant))] if constant else []
+        constant = ""
+        # re.split with a group: literal, index, literal, index, …, literal
+        parts = _REPLY.split(piece)
+        blocks.append(
+            Open(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
+        )
+    blocks += [tuple(encoder.encode(constant))] if constant else []
+    return Suffix(
+        end_ids=tuple(encoder.encode(end)),
+        blocks=tuple(blocks),
+        glue_length=sum(len(ids) for _, ids in fill(blocks, [""] * replies, encoder)),
+    )
+
+
+def fill(blocks: Sequence[tuple[int, ...] | Open], texts: Sequence[str], encoder: Encoder) -> Spans:
+    """The ids of `blocks` with the replies' texts in their places."""
+    spans: Spans = []
+    for block in blocks:
+        if isinstance(block, Open):
+            filled = _fill_open(block, texts, encoder)
+        else:
+            filled = [(Origin.template, list(block))]
+        for origin, ids in filled:
+            if spans and spans[-1][0] is origin:
+                spans[-1][1].extend(ids)
+            elif ids:
+                spans.append((origin, ids))
+    return spans
+
+
+def _fill_open(block: Open, texts: Sequence[str], encoder: Encoder) -> Spans:
+    """Tokens that hold any character of a reply are the tool's, the others the template's."""
+    pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
+    ids, offsets = encoder.encode_plain_offsets("".join(pieces))
+    spans: Spans = []
+    done = position = 0
+    for part, piece in zip(block.parts, pieces, strict=True):
+        position += len(piece)
+        if isinstance(part, str) or not piece:
+            continue
+        first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
+        last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
+        spans += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
+        done = last
+    return [*spans, (Origin.template, ids[done:])]

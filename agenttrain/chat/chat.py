@@ -1,0 +1,379 @@
+"""Conversations to token ids and completions back to messages, for one tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from agenttrain.chat.boundary import (
+    ANSWER,
+    BODY,
+    CALL,
+    ReplyTexts,
+    Seam,
+    Suffix,
+    build,
+    fill,
+    placeholder,
+)
+from agenttrain.chat.encoding import ChatError, Encoder, clip
+from agenttrain.chat.fixes import Fix
+from agenttrain.chat.grammar import CallGrammar
+from agenttrain.chat.parsers.base import ResponseSpec, parse_response
+from agenttrain.chat.probing import REASONING_KEYS, USER, adapted, behaviour, render
+from agenttrain.types import AssistantTurn, Finish, Message, Origin
+
+CACHED_SHAPES = 4096
+
+
+class Chat:
+    """Renders with `template`, parses with `response`.
+
+    Example of one turn: the prompt's ids, what the model sampled, the suffix's::
+
+        ids = chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], schemas)
+        turn = chat.parse(sampled, schemas, turn=0)          # one call: add(a=3, b=4)
+        replies = [{"role": "tool", "content": "7", "tool_call_id": turn.calls[0].id}]
+        chat.suffix(turn, replies, completion_ids=sampled, finish=Finish.stop,
+                    generation_prompt=True)   # [(template, […]), (tool, [29]), (template, […])]
+    """
+
+    stop_token_ids: tuple[int, ...]
+    """Ends of a completion: end-of-sequence ids, then those by which the template ends turns."""
+    template: str
+    """The template's source, after fixes: what must be saved with the model."""
+    tokenizer: Any
+    fix: Fix
+    """The model's own template, and the changes made to it."""
+    thinking_is_off: bool
+    """The generation prompt holds a finished thought, so that the model writes none."""
+    one_call_per_turn: bool
+    """The template renders one call per turn: `suffix` then shows a turn of several as its first
+    call, whose reply holds the texts of all replies."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        response: ResponseSpec,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        fix: Fix | None = None,
+        plain: Mapping[str, str] | None = None,
+    ) -> None:
+        """`plain`: added tokens that are ordinary text, and why, as in `Family.plain`."""
+        self.tokenizer = tokenizer
+        self.template = template
+        self.fix = fix or Fix(family=None, stock=template, template=template)
+        self.kwargs = dict(kwargs or {})
+        self.plain = dict(plain or {})
+        self.encoder = Encoder(tokenizer, template, self.plain)
+        self.response = response
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._suffixes: dict[Any, Suffix] = {}
+        self._grammar: CallGrammar | None = None
+
+        def render_raw(messages: Sequence[Message], generation_prompt: bool) -> str:
+            # `render` adapts messages to the behaviour, which is not known yet.
+            return render(
+                tokenizer,
+                template,
+                messages,
+                generation_prompt=generation_prompt,
+                kwargs=self.kwargs,
+            )
+
+        def render_marked(messages: Sequence[Message], generation_prompt: bool) -> str:
+            return self.render(messages, generation_prompt=generation_prompt)
+
+        self._behaviour = behaviour(render_raw)
+        self.one_call_per_turn = self._behaviour.one_call_per_turn
+        self._seam = Seam(render_marked, self.encoder)
+        self._reply_text = ReplyTexts(self._seam, self.encoder)
+        self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
+        self._marks = response.marks(self.encoder.control)
+        self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
+        self._stripped -= {self.encoder.control[mark] for mark in self._marks}
+        self._in_reasoning = {role: self._opens_reasoning(role) for role in ("user", "tool")}
+        prompt = self.render([USER], generation_prompt=True)
+        thought = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
+        self.thinking_is_off = thought is not None and not self.opens_reasoning()
+
+    @property
+    def saved_template(self) -> str:
+        """The template with `kwargs` as its defaults: what to save beside the weights, so that the
+        model is served the context that it was trained in."""
+        defaults = [
+            f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
+            for key, value in self.kwargs.items()
+            if value is not None
+        ]
+        return "".join(line for line in defaults if line not in self.template) + self.template
+
+    @property
+    def renders_calls(self) -> bool:
+        """True where the template shows the assistant's tool calls."""
+        return self._behaviour.renders_calls
+
+    @property
+    def renders_reasoning(self) -> bool:
+        """True where the template shows an assistant's reasoning anywhere."""
+        return self._behaviour.reasoning_key is not None
+
+    def opens_reasoning(self, after: str = "user") -> bool:
+        """Check that a completion after a message of the role `after` begins inside reasoning."""
+        return self._in_reasoning.get(after, self._in_reasoning["user"])
+
+    def stock(self) -> Chat:
+        """The same with the model's own template, before fixes."""
+        return Chat(
+            self.tokenizer,
+            self.fix.stock,
+            self.response,
+            kwargs=self.kwargs,
+            eos_token_ids=self.eos_token_ids,
+            plain=self.plain,
+        )
+
+    def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
+        """[T] Ids of the messages and the generation prompt.
+
+        Control tokens in messages and schemas are encoded as plain text, but for the marks of
+        reasoning and calls in what the assistant itself has said. Raises ChatError for content
+        that is no text, and when the template refuses the messages.
+        """
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list | tuple) else ():
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                if kind != "text":
+                    raise ChatError(
+                        f"a message of the role {message.get('role')} holds a part of type "
+                        f"{kind!r}: only text is supported; remove it from the data"
+                    )
+        marked = [
+            self.encoder.mark(m, self._marks if m.get("role") == "assistant" else ())
+            for m in messages
+        ]
+        tools = self.encoder.mark(schemas)
+        return self.encoder.encode(self.render(marked, tools, generation_prompt=True))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        schemas: Sequence[dict] = (),
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """The template's text for messages that are already marked where they must be."""
+        return render(
+            self.tokenizer,
+            self.template,
+            [adapted(message, self._behaviour) for message in messages],
+            schemas,
+            generation_prompt=generation_prompt,
+            kwargs=self.kwargs,
+        )
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        schemas: Sequence[dict],
+        *,
+        turn: int,
+        after: str = "user",
+    ) -> AssistantTurn:
+        """A completion as content, reasoning and calls ``call_{turn}_{index}``; never raises.
+
+        `schemas` are for call formats whose arguments carry no types of their own; `after` is the
+        role of the message before, as some generation prompts open the reasoning after one only.
+        """
+        text = self.decode([token for token in token_ids if token not in self._stripped])
+        return parse_response(
+            text,
+            self.response,
+            turn=turn,
+            in_reasoning=self.opens_reasoning(after),
+            schemas=schemas,
+        )
+
+    def grammar(self, schemas: Sequence[dict], *, after: str = "user") -> str:
+        """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
+
+        `after`: as in `parse`. Raises ChatError where the format of calls has no grammar.
+        """
+        if self._grammar is None:
+            self._grammar = CallGrammar(self.response, self.render)
+        return self._grammar.of(schemas, in_reasoning=self.opens_reasoning(after))
+
+    def suffix(
+        self,
+        turn: AssistantTurn,
+        replies: Sequence[Message],
+        *,
+        completion_ids: Sequence[int],
+        finish: Finish,
+        generation_prompt: bool,
+    ) -> list[tuple[Origin, list[int]]]:
+        """Context ids after the actual end of the completion, by origin.
+
+        They hold the end of the turn if the completion lacks it, the replies as the template
+        writes them, and the next generation prompt. The cost grows with the replies only.
+        """
+        turn, replies = self.shown(turn, replies)
+        suffix = self._suffix(turn, replies, generation_prompt)
+        spans = fill(suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder)
+        missing = list(_missing_end(suffix, completion_ids, finish))
+        if missing and spans and spans[0][0] is Origin.template:
+            spans[0][1][:0] = missing
+        elif missing:
+            spans.insert(0, (Origin.template, missing))
+        return spans
+
+    def shown(
+        self, turn: AssistantTurn, replies: Sequence[Message]
+    ) -> tuple[AssistantTurn, Sequence[Message]]:
+        """The turn and replies that the template is given: one call where it renders only one.
+
+        Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
+        of both texts on two lines.
+        """
+        if not self.one_call_per_turn or len(turn.calls) < 2:
+            return turn, replies
+        tools = [reply for reply in replies if reply["role"] == "tool"]
+        others = [reply for reply in replies if reply["role"] != "tool"]
+        texts = [str(text) for reply in tools if (text := reply.get("content"))]
+        one = [{**tools[0], "content": "\n".join(texts)}] if tools else []
+        return replace(turn, calls=turn.calls[:1]), [*one, *others]
+
+    def end_ids(
+        self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
+    ) -> tuple[int, ...]:
+        """Ids that the template ends this turn by; empty where it writes no control token."""
+        turn, replies = self.shown(turn, replies)
+        return self._suffix(turn, replies, generation_prompt).end_ids
+
+    def answer_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How the template ends an answer that nothing follows, and one that a user's message
+        follows. They differ in harmony: ``<|return|>``, rendered as ``<|end|>`` from then on."""
+        suffix = self._suffix(ANSWER, [USER], True)
+        return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
+
+    def wrapper_length(
+        self,
+        turn: AssistantTurn,
+        replies: Sequence[Message],
+        *,
+        completion_ids: Sequence[int],
+        finish: Finish,
+        generation_prompt: bool,
+    ) -> int:
+        """Tokens of `suffix` with empty replies."""
+        suffix = self._suffix(*self.shown(turn, replies), generation_prompt)
+        return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
+
+    def clip(self, text: str, max_tokens: int) -> str:
+        """`text`, or its head and a visible marker, in at most `max_tokens` plain tokens."""
+        return clip(self.encoder, text, max_tokens)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens are ordinary text."""
+        return self.encoder.encode_plain(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self.encoder.decode(token_ids)
+
+    def _suffix(
+        self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
+    ) -> Suffix:
+        """The suffix of this turn's shape: all of it that may change what surrounds the replies."""
+        indices = {call.id: index for index, call in enumerate(turn.calls)}
+        shows_ids = self._behaviour.shows_ids
+        shapes = []
+        for reply in replies:
+            shape: list[tuple[str, Any]] = []
+            for key, value in reply.items():
+                if key == "tool_call_id":
+                    shape.append((key, indices.get(value, value)))
+                elif key != "content":
+                    # Values that are no text become one in a tuple, which no text equals.
+                    shape.append((key, value if isinstance(value, str) else (repr(value),)))
+            shapes.append(tuple(shape))
+        calls = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        known = (generation_prompt, calls, tuple(shapes))
+        if known not in self._suffixes:
+            if len(self._suffixes) >= CACHED_SHAPES:
+                self._suffixes.clear()
+            self._suffixes[known] = self._build(turn, replies, generation_prompt)
+        return self._suffixes[known]
+
+    def _build(
+        self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
+    ) -> Suffix:
+        mark = self.encoder.mark
+        calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
+        stand_ins = [
+            {**mark({**reply, "content": None}), "content": placeholder(index)}
+            for index, reply in enumerate(replies)
+        ]
+        end, text = self._seam.split(
+            replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
+        )
+        suffix = build(end, text, self.encoder, replies=len(replies))
+        if not end or calls:
+            return suffix
+        last = tuple(self.encoder.encode(self._seam.answer_end()))
+        # Phi-3 ends the last answer as any other, and then the text.
+        same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
+        return replace(suffix, last_end_ids=() if same else last)
+
+    def _turn_ends(self) -> list[int]:
+        """Ids of the control tokens that follow a turn, before replies of either role; not of one
+        that may stand inside a turn, as harmony's <|end|> does behind the reasoning."""
+        inside: list[int] = []
+        with suppress(ChatError):
+            # Between a generation prompt and an answer with reasoning before it.
+            answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
+            prompt = self.render([USER], generation_prompt=True)
+            before = self.render([USER, answer]).partition(BODY)[0]
+            if before.startswith(prompt):
+                inside = self.encoder.encode(before[len(prompt) :])
+        ids = []
+        for role in ("tool", "user"):
+            with suppress(ChatError):  # a template without tools ends turns all the same
+                end, _ = self._reply_text.after_turn(role, "r")
+                ids += self.encoder.encode(end)[-1:]
+        return [token_id for token_id in ids if token_id not in inside]
+
+    def _opens_reasoning(self, after: str) -> bool:
+        messages = [USER]
+        if after == "tool":
+            reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": "r"}
+            messages += [CALL.message(), reply]
+        with suppress(ChatError):
+            return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
+        return False
+
+
+def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:
+    """Return the part of the end of turn that a completion lacks at its actual end.
+
+    Example: of ``(5, 6)`` all of it after ``[1, 2]``, ``(6,)`` after ``[1, 5]``, nothing after
+    ``[1, 5, 6]``. A text that was cut has no end, whatever its last token. An answer that ended as
+    the template ends its last one has ended: a second end would be a context that nobody serves.
+    """
+    end, last = suffix.end_ids, suffix.last_end_ids
+    if finish is not Finish.stop:
+        return end
+    # The blanks before its last token may have merged with the text.
+    if end and completion_ids[-1] in (end[-1], *last[-1:]):
+        return ()
+    for length in range(min(len(end), len(completion_ids)), 0, -1):
+        if tuple(completion_ids[-length:]) == tuple(end[:length]):
+            return end[length:]
+    return end

@@ -1,0 +1,35 @@
+"""Settings of the policy: its weights, adapters, chat template and response format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ChatTemplateConfig:
+    """How conversations are rendered."""
+
+    name: str = "auto"
+    """`auto`: the fix that the model's family needs, if any; `none`: the model's own; a family."""
+    path: str | None = None
+    """A Jinja file of the user's, for name=file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the template, e.g. {enable_thinking: false}."""
+    family: dict[str, Any] = field(default_factory=dict)
+    """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
+
+
+@dataclass
+class ResponseSchemaConfig:
+    """How completions are parsed."""
+
+    name: str = "auto"
+    """`auto`: what the tokenizer carries, else the family's; `file`; else a format's name."""
+    path: str | None = None
+    """A YAML or JSON file of the user's, for name=file."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The format, as the group's files hold it; empty: the file of that name in conf/."""
+    lenient: bool = False
+    """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
+    inference servers may refuse; counted as `tools/lenient_calls`."""

@@ -1,0 +1,62 @@
+"""The ids of an assistant turn that nobody sampled: a demonstration's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.encoding import ChatError
+from agenttrain.types import AssistantTurn, Finish, Message
+
+
+def completion_ids(
+    chat: Chat,
+    messages: Sequence[Message],
+    schemas: Sequence[dict],
+    turn: AssistantTurn,
+    *,
+    prompt: Sequence[int] | None = None,
+) -> list[int]:
+    """Return [T] the ids that a model samples to answer `messages` with `turn`, its end included.
+
+    They are what the template writes for the turn between the generation prompt and the suffix,
+    in a rendering of the whole conversation so far. `prompt` saves rendering the messages once more
+    where they are rendered as these ids; where they are not it is not used. Example::
+
+        <|im_start|>user … <|im_start|>assistant\\n     the prompt
+        <tool_call>…</tool_call><|im_end|>             returned
+        \\n<|im_start|>user\\n<tool_response> …          the suffix
+
+    Raises ChatError where the template does not continue the prompt with the turn.
+    """
+    # Empty messages behind the turn show how it ends. Nothing follows an answer, as many templates
+    # drop its reasoning once a user speaks; but where answers have no end of their own (GLM) it is
+    # the beginning of what the user says.
+    replies: list[Message] = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
+        for call in turn.calls
+    ]
+    if not replies:
+        end = chat.end_ids(turn, [], generation_prompt=True)
+        if not end or end[-1] not in chat.stop_token_ids:
+            replies = [{"role": "user", "content": ""}]
+    full = chat.prompt_ids([*messages, turn.message(), *replies], schemas)
+    if prompt is None or full[: len(prompt)] != list(prompt):
+        prompt = chat.prompt_ids(messages, schemas)
+    end = chat.end_ids(turn, replies, generation_prompt=True)
+    suffix = chat.suffix(
+        turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
+    )
+    behind = [token_id for _, ids in suffix for token_id in ids]
+    stop = len(full) - len(behind)
+    if full[: len(prompt)] != list(prompt) or full[stop:] != behind or stop <= len(prompt):
+        raise ChatError(
+            "the chat template does not continue the prompt "
+            f"{chat.decode(prompt[-16:])!r} with this turn; it renders "
+            f"{chat.decode(full[len(prompt) - 16 :][:64])!r}"
+        )
+    ids = full[len(prompt) : stop]
+    if turn.calls or ids[-1] in chat.stop_token_ids:
+        return ids
+    # Harmony ends an answer by another token as soon as something follows.
+    return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))

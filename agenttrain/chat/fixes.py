@@ -1,0 +1,258 @@
+"""A model's own template, changed by the edits of its family; and what they changed, as text.
+
+Model families as data: how their templates are known, fixed and parsed.
+
+A family is one file in ``conf/chat_template/``, whose key `family` holds the fields of `Family`;
+a user's own file in ``<--config-dir>/chat_template/`` is read the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from difflib import unified_diff
+from functools import cache
+from typing import Any
+
+import yaml
+
+from agenttrain.chat.encoding import ChatError
+from agenttrain.utils.files import conf_folder
+
+# Quotes, tags with or without their dash, attributes and items, blanks: what forks change.
+_TOKEN = re.compile(
+    r"(?P<tag>\{[%{]-?\s*|\s*-?[%}]\})|(?P<quote>['\"])|(?P<blank>\s+)|(?<=\w)\.(?P<key>[A-Za-z_]\w*)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One change of a template: `put` for `find`, or `put` before all of it where `find` is empty.
+
+    Example: ``Edit(why="keeps past reasoning", find="loop.index0 > ns.last and reasoning",
+    put="reasoning")``
+    """
+
+    put: str
+    find: str = ""
+    """Read without regard to blanks, kinds of quotes, dashes of tags, and `.key` or `['key']`."""
+    why: str = ""
+    """Purpose of the edit, given once per fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Added tokens that a model knows from ordinary text.
+
+    Example: ``Plain(why="HTML", tokens=("<table>", "</table>"))``
+    """
+
+    why: str
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model family: its templates, their fixes and its tokens."""
+
+    models: str = ""
+    """Which models these are, for people."""
+    response: str = "hermes"
+    """Name of the response schema."""
+    tools: bool = True
+    """The template, once fixed, renders tools."""
+    marks: tuple[str, ...] = ()
+    """Texts in the source of every template of this family, read as `Edit.find` is; without any,
+    the family is never recognised by its source."""
+    absent: tuple[str, ...] = ()
+    """Texts that no template of this family holds."""
+    fixes: tuple[tuple[Edit, ...], ...] = ()
+    """Ways of fixing its revisions; the first whose every edit applies is taken."""
+    originals: tuple[str, ...] = ()
+    """Names of its templates in `originals.py`."""
+    control: tuple[str, ...] = ()
+    """Special tokens, for `agenttrain templates`: end of sequence first."""
+    added: tuple[str, ...] = ()
+    """Added tokens that are not special, for `agenttrain templates`."""
+    bos: str | None = None
+    plain: tuple[Plain, ...] = ()
+    """Added tokens that are ordinary text: all others of the tokenizer, but those of white space,
+    are control tokens, which no text of a user or a tool can become."""
+
+
+def pattern(find: str) -> re.Pattern[str]:
+    """Compile a pattern of `find` in a template, whatever its blanks, quotes and dashes."""
+    parts = []
+    for token in _TOKEN.finditer(find):
+        if tag := token["tag"]:
+            opens = tag.startswith("{")
+            mark = re.escape(tag.strip().replace("-", ""))
+            parts.append(rf"{mark}[-+]?\s*" if opens else rf"\s*[-+]?{mark}")
+        elif token["quote"]:
+            parts.append("['\"]")
+        elif token["blank"]:
+            parts.append(r"\s*")
+        elif key := token["key"]:
+            parts.append(rf"(?:\.{key}\b|\[['\"]{key}['\"]\])")
+        else:
+            parts.append(re.escape(token["other"]))
+    return re.compile("".join(parts))
+
+
+def parse_family(name: str, content: Mapping[str, Any]) -> Family:
+    """Return the family that the YAML of its file describes.
+
+    Raises ChatError with the key that is wrong.
+    """
+    known = {field.name for field in fields(Family)}
+    if unknown := sorted(set(map(str, content)) - known):
+        raise ChatError(
+            f"chat_template={name}: family.{unknown[0]} is no key; they are "
+            f"{', '.join(sorted(known))}"
+        )
+    lists = {
+        key: tuple(content.get(key) or ())
+        for key in ("marks", "absent", "originals", "control", "added")
+    }
+    try:
+        fixes = tuple(tuple(Edit(**edit) for edit in fix) for fix in content.get("fixes") or ())
+    except TypeError as error:
+        raise ChatError(f"chat_template={name}: family.fixes: {error}") from error
+    try:
+        plain = tuple(
+            Plain(why=str(entry["why"]), tokens=tuple(map(str, entry["tokens"])))
+            for entry in content.get("plain") or ()
+        )
+    except (KeyError, TypeError) as error:
+        raise ChatError(
+            f"chat_template={name}: family.plain: must be a list of {{why: …, tokens: […]}}"
+        ) from error
+    return Family(**{**content, **lists, "fixes": fixes, "plain": plain})
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Read the families of ``conf/chat_template/``, by name."""
+    by_name = {}
+    for file in sorted((conf_folder() / "chat_template").glob("*.yaml")):
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if content and "family" in content:
+            by_name[content["name"]] = parse_family(content["name"], content["family"])
+    return by_name
+
+
+MAX_FIND = 60
+REMEDY = "set chat_template=none, or chat_template=file with chat_template.path=<file.jinja>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """A template, and the changes that a fix made to it.
+
+    Example: ``Fix(family="qwen3", stock="…", template="…", changes=("keeps past reasoning",))``
+    """
+
+    family: str | None
+    """None: not one of ours."""
+    stock: str
+    """The template as the model or the user's file has it."""
+    template: str
+    changes: tuple[str, ...] = ()
+    """Reasons of the changes, one each."""
+    problem: str | None = None
+    """Why a fix that the family may need was not made."""
+    chosen: str | None = None
+    """The one of the tokenizer's templates that this is, where it carries several."""
+
+    def text(self) -> str:
+        """The changes for people: a heading, the reasons, a unified diff; empty without any."""
+        if not self.changes:
+            return ""
+        diff = unified_diff(
+            self.stock.splitlines(), self.template.splitlines(), "stock", "fixed", lineterm="", n=1
+        )
+        heading = f"chat template fixed as {self.family}: {'; '.join(self.changes)}"
+        return "\n".join([heading, *diff, ""])
+
+
+def fixed(name: str, family: Family, stock: str) -> Fix:
+    """`stock` with the first of the family's fixes whose every edit applies.
+
+    An edit that a template holds already is left out. Raises ChatError when no fix applies.
+    """
+    if not family.fixes:
+        return Fix(family=name, stock=stock, template=stock)
+    problem = ""
+    for fix in family.fixes:
+        template = stock
+        changes: dict[str, None] = {}
+        for edit in fix:
+            edited = _apply(edit, template)
+            if edited is None:
+                text = " ".join(edit.find.split())
+                text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
+                problem = problem or (
+                    f"the model's template does not hold {text!r}, which the fix of {name} replaces"
+                )
+                break
+            if edited != template:
+                changes[edit.why] = None
+            template = edited
+        else:
+            # Without edits it is for any revision: only a certificate tells whether that will do.
+            return Fix(
+                family=name,
+                stock=stock,
+                template=template,
+                changes=tuple(filter(None, changes)),
+                problem=None if fix else problem or None,
+            )
+    raise ChatError(f"chat_template={name}: {problem}; {REMEDY}")
+
+
+def _apply(edit: Edit, template: str) -> str | None:
+    """Return the template with the edit; None where it does not apply."""
+    if not edit.find:
+        return template if edit.put in template else edit.put + template
+    find = pattern(edit.find)
+    held = bool(edit.put) and pattern(edit.put).search(template) is not None
+    if held and find.search(edit.put):
+        return template
+    edited, count = find.subn(lambda _: edit.put, template)
+    return edited if count else template if held else None
+
+
+def recognise(
+    source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
+) -> str | None:
+    """The family of a template: by what its source holds, proven by how it behaves.
+
+    `reads_back(family, template)` says whether the family's parser reads a call that the template
+    has rendered. Of the families whose marks are all there, the one with the most of them is
+    taken. A template that none describes has the first family without fixes whose calls it
+    renders; None where there is no such family.
+    """
+    names = [name for name, family in known.items() if described(source, family)]
+    names.sort(key=lambda name: -sum(map(len, known[name].marks)))
+    for name in names:
+        family = known[name]
+        if not family.tools or reads_back(family, source):
+            return name
+        with suppress(ChatError):
+            if reads_back(family, fixed(name, family, source).template):
+                return name
+    for name, family in known.items():
+        if family.tools and not family.marks and reads_back(family, source):
+            return name
+    return None
+
+
+def described(source: str, family: Family) -> bool:
+    """Check that a template holds all marks of a family, and nothing that it must not hold."""
+    if not family.marks or any(pattern(mark).search(source) is None for mark in family.marks):
+        return False
+    return not any(pattern(text).search(source) for text in family.absent)

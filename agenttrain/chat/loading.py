@@ -1,0 +1,468 @@
+"""From a tokenizer and two configuration groups to a `Chat`.
+
+Where a template comes from before any fix: a tokenizer that may carry several, or a file.
+
+Response schemas by name, from a file, and from what a tokenizer carries.
+
+A schema is a mapping in one of three forms, told apart by their keys:
+
+- ours (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
+- `response_template` as transformers >= 5.13 reads it: the key `fields`;
+- `response_schema`, the older dialect, which transformers drops: `properties` or ``x-…`` keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from jinja2 import TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.fixes import (
+    REMEDY,
+    Family,
+    Fix,
+    described,
+    families,
+    fixed,
+    parse_family,
+    recognise,
+)
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ResponseSpec, parse_response
+from agenttrain.chat.parsers.calls import READERS
+from agenttrain.chat.parsers.export import response_template
+from agenttrain.chat.parsers.harmony import HarmonySpec
+from agenttrain.chat.parsers.marked import MarkedSpec
+from agenttrain.chat.parsers.response_schema import schema_spec
+from agenttrain.chat.parsers.response_template import TemplateSpec, template_spec
+from agenttrain.chat.probing import USER, behaviour, render, syntax_problem
+from agenttrain.types import Message
+from agenttrain.utils.files import conf_folder
+
+TOOL_USE, DEFAULT = "tool_use", "default"
+"""Names under which tokenizers carry templates with and without tools."""
+FILE_REMEDY = "set `chat_template=file chat_template.path=<file.jinja>`"
+# Marks what the assistant writes, for transformers' own masks; a block of a single tag each.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+
+
+def carried_template(carried: Any, *, tools: bool) -> tuple[str, str | None]:
+    """The template that a tokenizer carries, and in words which one, where it carries several.
+
+    `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As transformers
+    does, a run with tools takes the one named `tool_use`, where there is one. Raises ChatError.
+    """
+    if isinstance(carried, str) and carried:
+        return carried, None
+    if isinstance(carried, list | tuple):
+        carried = {entry["name"]: entry["template"] for entry in carried}
+    if not carried:
+        raise ChatError(f"model.path: the tokenizer carries no chat template; {FILE_REMEDY}")
+    names = ", ".join(sorted(carried))
+    for name in (TOOL_USE, DEFAULT) if tools else (DEFAULT,):
+        if name in carried:
+            only = "" if len(carried) > 1 else ", and no other"
+            run = "a run with tools" if tools else "a run without tools"
+            return carried[name], (
+                f"of the templates that the tokenizer carries ({names}{only}), {run} takes {name}; "
+                "it is the one that is saved with checkpoints"
+            )
+    raise ChatError(
+        f"model.path: the tokenizer carries the chat templates {names}, and none named default; "
+        f"save the one to train with as a file and {FILE_REMEDY}"
+    )
+
+
+def read_template(path: str) -> str:
+    """The Jinja file of `chat_template.path`. Raises ChatError where it is none."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise ChatError(f"chat_template.path={path}: is a folder; name the file in it")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChatError(f"chat_template.path={path} cannot be read: {error}") from error
+    try:
+        _ENVIRONMENT.parse(_GENERATION.sub("", text))
+    except TemplateSyntaxError as error:
+        raise ChatError(f"chat_template.path={path}: {syntax_problem(error)}") from error
+    return text
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
+
+
+GROUP = "response_schema"
+CHOICES = ("auto", "file")
+_KINDS: dict[str, tuple[type, str]] = {
+    "ignored": (list, "a list"),
+    "controls": (list, "a list"),
+    "lenient": (bool, "true or false"),
+}
+_OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
+
+
+def spec_names() -> list[str]:
+    """Names of the formats in conf/response_schema/, sorted."""
+    names = (file.stem for file in (conf_folder() / GROUP).glob("*.yaml"))
+    return sorted(name for name in names if name not in CHOICES)
+
+
+@cache
+def load_spec(name: str) -> ResponseSpec:
+    """The format of that name in conf/response_schema/. Raises ChatError for an unknown name."""
+    known = spec_names()
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        names = ", ".join(sorted([*CHOICES, *known]))
+        raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
+    content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
+    return spec_of(content.get("spec") or {}, source=f"{GROUP}={name}")
+
+
+def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
+    """The schema that the group asks for; `family`: the name of the format that the template shows.
+
+    `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
+    to set.
+    """
+    spec = _chosen_spec(tokenizer, config, family)
+    if not config.lenient:
+        return spec
+    try:
+        _check_lenient(spec)
+    except ValueError as error:
+        raise ChatError(f"{GROUP}.lenient=true: {error}") from error
+    return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
+
+
+def _chosen_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
+    if (config.path is not None) != (config.name == "file"):
+        raise ChatError(
+            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
+            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
+        )
+    if config.path is not None:
+        return read_spec(Path(config.path))
+    if config.spec:
+        return spec_of(config.spec, source=f"{GROUP}={config.name}")
+    if config.name != "auto":
+        return load_spec(config.name)
+    carried = carried_spec(tokenizer)
+    if carried is not None:
+        return carried
+    if family is None:
+        raise ChatError(
+            f"{GROUP}=auto: the tokenizer carries no response schema, and the chat template "
+            f"renders tool calls in no known format; set {GROUP} to one of "
+            f"{', '.join(spec_names())}, or to a file with `{GROUP}=file {GROUP}.path=<file.yaml>`"
+        )
+    return load_spec(family)
+
+
+def carried_spec(tokenizer: Any) -> ResponseSpec | None:
+    """The schema that a tokenizer's own configuration holds, in either dialect."""
+    own = getattr(tokenizer, "init_kwargs", None) or {}
+    for key in ("response_template", "response_schema"):
+        carried = getattr(tokenizer, key, None) or own.get(key)
+        if carried:
+            return spec_of(carried, source=f"the tokenizer's {key}")
+    return None
+
+
+def read_spec(path: Path) -> ResponseSpec:
+    """The schema in a file of the user's; it may stand below the key `spec`, as in conf/."""
+    source = f"{GROUP}.path={path}"
+    content = _load(path.expanduser(), source)
+    inner = content.get("spec", content)
+    for key in ("response_template", "response_schema"):  # a whole tokenizer_config.json
+        inner = content.get(key) or inner
+    return spec_of(inner, source=source)
+
+
+def _load(path: Path, source: str) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ChatError(f"{source} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
+    return content
+
+
+def spec_of(content: Any, *, source: str) -> ResponseSpec:
+    """The schema that a mapping describes, in whichever of the forms. Raises ChatError."""
+    if not isinstance(content, Mapping):
+        raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
+    try:
+        if "fields" in content:
+            return template_spec(content)
+        if "properties" in content or any(str(key).startswith("x-") for key in content):
+            return schema_spec(content)
+        return _ours(dict(content))
+    except (ValueError, re.error) as error:  # the latter: our own patterns
+        raise ChatError(f"{source}: {error}") from error
+
+
+def _ours(settings: dict[str, Any]) -> ResponseSpec:
+    form = settings.pop("format", "marked")
+    call_id: Any = settings.get("call_id", CALL_ID)
+    # Twice as many ids as there may be calls: those with ids of the model's are skipped.
+    most = 2 * MAX_CALLS + 2
+    try:
+        distinct = len({call_id.format(turn=0, index=index) for index in range(most)}) == most
+    except (AttributeError, LookupError, ValueError):
+        distinct = False
+    if not distinct:
+        raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
+    if form == "harmony":
+        _known_spec(settings, ["call_id", "lenient"])
+        if not isinstance(settings.get("lenient", False), bool):
+            raise ValueError(f"lenient: must be true or false, not {settings['lenient']!r}")
+        return HarmonySpec(**settings)
+    if form != "marked":
+        raise ValueError(f"format: {form!r} is not known: it is marked or harmony")
+    _known_spec(settings, [field.name for field in fields(MarkedSpec)])
+    for key, value in settings.items():
+        kind, word = _KINDS.get(key, (str, "text"))
+        if not isinstance(value, kind) and (value is not None or key not in _OPTIONAL):
+            raise ValueError(f"{key}: must be {word}, not {value!r}")
+        if isinstance(value, list):
+            settings[key] = tuple(str(item) for item in value)
+    spec = MarkedSpec(**settings)
+    if not spec.call_open and not spec.call_open_pattern:
+        raise ValueError("call_open or call_open_pattern is missing: what does a call begin with?")
+    if bool(spec.reasoning_open) != bool(spec.reasoning_close):
+        raise ValueError("reasoning_open and reasoning_close go together")
+    if spec.syntax not in READERS:
+        raise ValueError(f"syntax: {spec.syntax!r} is not one of {', '.join(READERS)}")
+    if spec.syntax == "named_json" and "(?P<name>" not in (spec.header or ""):
+        raise ValueError("header: the pattern must have the group (?P<name>…)")
+    if spec.lenient:
+        _check_lenient(spec)
+    re.compile(spec.header or "")
+    if re.search(pattern := spec.call_open_pattern or "x", "") is not None:
+        raise ValueError(f"call_open_pattern: {pattern!r} matches everywhere, nothing included")
+    if "_open" in re.compile(pattern).groupindex:
+        raise ValueError("call_open_pattern: the name of the group _open is taken; rename it")
+    return spec
+
+
+def _known_spec(keys: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in keys:
+        if key not in known:
+            close = get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{key} is no key of a response schema: they are {known}{hint}")
+
+
+def _check_lenient(spec: ResponseSpec) -> None:
+    if isinstance(spec, MarkedSpec) and spec.syntax in ("xml", "pairs", "gemma"):
+        raise ValueError(
+            f"lenient: has no effect on calls of syntax {spec.syntax}, which no JSON is"
+        )
+
+
+PLAIN = "hermes"
+"""Response schema of templates that render no calls."""
+OURS = ("messages", "tools", "add_generation_prompt")
+"""Variables of a template that are not the user's."""
+CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+
+
+def load_chat(
+    tokenizer: Any,
+    template: ChatTemplateConfig,
+    response_schema: ResponseSchemaConfig,
+    *,
+    tools: bool = True,
+) -> Chat:
+    """Return the tokenizer's own chat template, fixed and parsed as the two groups say.
+
+    `tools`: whether the run has any; a tokenizer may carry a template of its own for them. Raises
+    ChatError that names the group and the key to change.
+    """
+    known = dict(families())
+    if template.family:
+        known[template.name] = parse_family(template.name, template.family)
+    source, chosen = _source(tokenizer, template, known, tools=tools)
+    fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
+    _read_by(fix.template, template.kwargs)
+    family = known.get(fix.family or "")
+    # The tokenizer's end of sequence, then those of the generation config beside it.
+    eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
+    if tokenizer.name_or_path and path.is_file():
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    # Ordinary tokens of the family, and of those whose template the model has where another's
+    # tools were added to it.
+    taken = [other for other in known.values() if other == family or described(source, other)]
+    make = partial(
+        Chat,
+        tokenizer,
+        fix.template,
+        kwargs=template.kwargs,
+        eos_token_ids=eos_token_ids,
+        fix=fix,
+        plain={text: plain.why for one in taken for plain in one.plain for text in plain.tokens},
+    )
+    response = family.response if family else None
+    if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
+        response = PLAIN
+    # What the tokenizer carries is for its own template, not for one that was put in its place.
+    replaced = family is not None and not family.marks and bool(fix.changes)
+    spec = resolve_spec(None if replaced else tokenizer, response_schema, response)
+    if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
+        # A checkpoint of ours carries its family's format in transformers' words, which say less.
+        chat = make(load_spec(family.response))
+        if response_template(chat) == spec.source:
+            return chat
+    return make(spec)
+
+
+def make_fix(
+    tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
+) -> Fix:
+    """Fix the source as the group says: recognised, left alone, or as a given family's."""
+
+    def reads(family: Family, template: str) -> bool:
+        return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
+
+    name: str | None = config.name
+    if name not in known:
+        name = recognise(source, known, reads)
+    if name is None or config.name in ("none", "file"):
+        return Fix(family=name, stock=source, template=source)
+    family = known[name]
+    if not family.marks and reads(family, source):
+        # A family of no model in particular has nothing to add to a template that behaves so.
+        return Fix(family=name, stock=source, template=source)
+    try:
+        fix = fixed(name, family, source)
+        if family.tools and reads(family, source) and not reads(family, fix.template):
+            # A fork may hold what an edit looks for and not the variables that it writes with.
+            raise ChatError(
+                f"chat_template={name}: with the fix of {name}, the model's template no longer "
+                f"renders the calls that it renders without; {REMEDY}"
+            )
+        return fix
+    except ChatError as error:
+        if config.name != "auto":
+            raise
+        return Fix(family=name, stock=source, template=source, problem=str(error))
+
+
+def _source(
+    tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
+) -> tuple[str, str | None]:
+    """Return the template before fixes, the user's file or what the tokenizer carries, and in
+    words which of several it is."""
+    names = sorted(["auto", "none", "file", *known])
+    if config.name not in names:
+        close = get_close_matches(config.name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ChatError(
+            f"chat_template.name={config.name} is not known: it is one of {', '.join(names)}{hint}"
+        )
+    if (config.path is not None) != (config.name == "file"):
+        raise ChatError(
+            f"chat_template.name={config.name} with chat_template.path={config.path}: a file is "
+            "used by `chat_template=file chat_template.path=<file.jinja>`, both together"
+        )
+    if config.path is not None:
+        return read_template(config.path), None
+    return carried_template(getattr(tokenizer, "chat_template", None), tools=tools)
+
+
+def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
+    """Check that a template shows the assistant's tool calls."""
+
+    def rendering(messages: Sequence[Message], generation_prompt: bool) -> str:
+        return render(
+            tokenizer, template, messages, generation_prompt=generation_prompt, kwargs=kwargs
+        )
+
+    return behaviour(rendering).renders_calls
+
+
+def reads_back(
+    tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
+) -> bool:
+    """Check that the parser reads back a call that the template has rendered."""
+    call: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "abcdefgh1",
+                "type": "function",
+                "function": {"name": "forecast", "arguments": CALL_ARGUMENTS},
+            }
+        ],
+    }
+    try:
+        rendering = render(tokenizer, template, [USER, call], kwargs=kwargs)
+        prompts = [
+            render(tokenizer, template, [USER], generation_prompt=opened, kwargs=kwargs)
+            for opened in (True, False)
+        ]
+    except ChatError:
+        return False
+    # Behind the generation prompt, or from the header on where that has opened the reasoning.
+    completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
+    for completion in completions or [rendering]:
+        calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
+        read = [(call.name, call.arguments, call.malformed) for call in calls]
+        if read == [("forecast", CALL_ARGUMENTS, None)]:
+            return True
+    return False
+
+
+def formats(chat: Chat) -> list[str]:
+    """Names of the response schemas that read the calls of a chat's template."""
+    return [
+        name
+        for name in spec_names()
+        if reads_back(chat.tokenizer, chat.template, load_spec(name), chat.kwargs)
+    ]
+
+
+def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ChatError for a variable that the template does not read: it would change nothing."""
+    words = set(re.findall(r"\w+", template))
+    for key in kwargs:
+        if key in OURS:
+            raise ChatError(f"chat_template.kwargs.{key}: is what agenttrain fills in; remove it")
+        if key not in words:
+            close = get_close_matches(key, words, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "remove it"
+            raise ChatError(
+                f"chat_template.kwargs.{key}: the chat template reads no such variable; {hint}"
+            )

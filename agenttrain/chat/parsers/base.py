@@ -1,0 +1,222 @@
+"""Completion text -> AssistantTurn: content, reasoning, and calls good and malformed in order.
+
+What is accepted is what the parsers of inference servers accept for the same family, so that what
+is trained works where it is deployed; what they would drop or guess at is a malformed call, whose
+reason the model reads. A malformed call never takes its siblings with it.
+
+==========================================  ======================================================
+in a call's text                            result
+==========================================  ======================================================
+arguments as a JSON string                  decoded: ``"{\\"a\\": 3}"`` is ``{"a": 3}``
+… and encoded once more                     decoded once more, and no further
+arguments whose braces a spec's own pattern read with their braces added
+takes
+arguments missing, null or an empty string  ``{}``
+name missing, empty or no string            malformed
+arguments that are no mapping               malformed
+a key or parameter given twice              malformed: nothing says which was meant
+keys without quotes                         read in Gemma's format; malformed in JSON
+Python literals, single quotes              read in LFM2's format; malformed in JSON
+trailing commas                             read in LFM2's format; malformed in JSON
+arguments without their braces              malformed: ``"arguments": "a": 3, "b": 4``
+… ``response_schema.lenient=true``          the last four are read in JSON too, and such calls
+                                            counted (`tools/lenient_calls`)
+XML parameters, GLM's values                text, or by the tool's schema what the text is JSON of
+NaN, Infinity, 1e999                        malformed
+lone surrogates, over 64 levels             malformed: no JSON file could hold them
+text between a call and its closing mark    malformed
+closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
+an id written twice in a turn               such calls are numbered; one written once is kept
+a name that can be read, in a malformed call the malformed call's name
+a mark inside a string or parameter         part of it, up to 16 marks
+text after a call that has no closing mark  content (Llama, Mistral)
+text that no call can be seen in            content
+calls beyond the 1,024th                    one malformed call
+==========================================  ======================================================
+
+Results of a parser of completions, and the protocol that it follows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from agenttrain.chat.parsers.patterns import search_budget
+from agenttrain.chat.parsers.values import Json, excerpt, kind, portable, read_json, read_loose
+from agenttrain.types import AssistantTurn, ToolCall
+
+CALL_ID = "call_{turn}_{index}"
+"""How a call without an id of its own is named."""
+MAX_CALLS = 1024
+"""Calls of one completion that are read: what an agent writes has a few, and each costs time."""
+TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A call as found in a completion, before its name and arguments are checked.
+
+    Example: ``Found(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
+    """
+
+    text: str
+    """The span of the completion that the call was read from."""
+    name: Any = ""
+    arguments: Any = field(default_factory=dict)
+    """A mapping, or the text of a JSON object; anything else makes the call malformed."""
+    problem: str | None = None
+    """Why the text cannot be read as a call."""
+    id: str | None = None
+    """The id that the model wrote, in formats that have one."""
+    name_label: str = '"name"'
+    """Term for the name in a problem's text, which the model reads."""
+    arguments_label: str = '"arguments"'
+    lenient: bool = False
+    """Only a lenient spec reads it."""
+
+
+def unread(text: str) -> Found:
+    """Return the end of a completion of too many calls as one malformed call."""
+    return Found(text=text, problem=TOO_MANY)
+
+
+def capped(calls: Sequence[Found]) -> Sequence[Found]:
+    """The calls, those over the limit as one malformed call."""
+    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], unread(calls[MAX_CALLS].text)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A completion taken apart."""
+
+    content: str
+    reasoning: str | None
+    calls: Sequence[Found] = ()
+    """In the order written."""
+
+
+class ResponseSpec(Protocol):
+    """How completions are read; `specs.py` makes them from YAML and from tokenizers."""
+
+    @property
+    def call_id(self) -> str:
+        """Format of the ids of calls that have none, of `turn` and `index`."""
+        ...
+
+    @property
+    def lenient(self) -> bool:
+        """Arguments that are almost JSON are read."""
+        ...
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """Those of a tokenizer's control tokens that `parse` must see in the completion's text.
+
+        An end of turn is among them where the format tells by it how a message ended; all other
+        control tokens are to be left out.
+        """
+        ...
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Check that a completion of this prompt begins inside the reasoning."""
+        ...
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """Take any text apart, in linear time; never raises."""
+        ...
+
+
+NO_NAME = "must be the name of a tool"
+
+
+def parse_response(
+    text: str,
+    spec: ResponseSpec,
+    *,
+    turn: int,
+    in_reasoning: bool = False,
+    schemas: Sequence[Mapping] = (),
+) -> AssistantTurn:
+    """Parse one completion; takes any text, in linear time, and never raises.
+
+    `in_reasoning`: the generation prompt has already opened the reasoning. `schemas`: of the tools,
+    for formats whose arguments carry no types. A call that cannot be used is in the list too, with
+    `malformed` saying why. Example (turn 3)::
+
+        'Sum: <tool_call>{"name": "add", "arguments": "{\\\\"a\\\\": 3}"}</tool_call>'
+        -> content "Sum:", calls (ToolCall(id="call_3_0", name="add", arguments={"a": 3}),)
+    """
+    with search_budget():
+        parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
+    written = capped(parts.calls)
+    ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
+    calls = []
+    for call, call_id in zip(written, ids, strict=True):
+        arguments, problem, loose = _arguments(call.arguments, call.arguments_label, spec.lenient)
+        name = call.name if isinstance(call.name, str) else ""
+        if call.problem is not None:
+            problem = call.problem
+        elif not name:
+            problem = f"{call.name_label} {NO_NAME}"
+        if not portable([name, arguments], call.text):
+            name = name if portable(name, call.text) else ""
+            problem = problem or "the call holds values that JSON text cannot carry"
+        calls.append(
+            ToolCall(
+                id=call_id,
+                name=name,
+                arguments=arguments if problem is None else {},
+                malformed=problem,
+                text=call.text,
+                lenient=problem is None and (loose or call.lenient),
+            )
+        )
+    return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=tuple(calls))
+
+
+def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
+    """Return an id for each call, no two the same, or one reply would answer two calls.
+
+    An id that the model wrote once is kept; one that it wrote twice names neither call. Example:
+    calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
+    """
+    written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
+    kept = {call_id for call_id, times in written.items() if times == 1}
+    spare = count(len(calls))
+    ids = []
+    for index, call in enumerate(calls):
+        call_id = call.id if call.id in kept else numbered(index)
+        while call.id not in kept and call_id in kept:
+            call_id = numbered(next(spare))
+        ids.append(call_id)
+    return ids
+
+
+def _arguments(
+    value: Any, label: str, lenient: bool, *, again: bool = True
+) -> tuple[dict[str, Any], str | None, bool]:
+    """(arguments, problem, whether they were read only by being lenient).
+
+    A JSON object in a string is decoded, and so is one whose string was encoded `again`.
+    """
+    loose = False
+    if isinstance(value, str) and value.strip():
+        text = value
+        value, end, problem, _ = read_json(text)
+        if problem is not None or text[end:].strip():
+            value, _, problem, _ = read_loose(text) if lenient else Json(problem="strict")
+            if problem is not None:
+                return {}, f"{label} is a string without a JSON object: {excerpt(text)}", False
+            loose = True
+        if isinstance(value, str) and again:
+            arguments, problem, loose = _arguments(value, label, lenient, again=False)
+            if problem is None:
+                return arguments, None, loose
+    if value is None or value == "":
+        return {}, None, loose
+    if not isinstance(value, dict):
+        return {}, f"{label} must be a JSON object, not {kind(value)}", False
+    return value, None, loose

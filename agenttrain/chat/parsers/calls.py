@@ -1,0 +1,401 @@
+"""How families write the inside of a call: one function per syntax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agenttrain.chat.parsers.base import MAX_CALLS, Found, unread
+from agenttrain.chat.parsers.values import (
+    GEMMA,
+    LENIENT,
+    PYTHON,
+    Json,
+    LiteralError,
+    excerpt,
+    kind,
+    read_items,
+    read_json,
+    read_literal,
+    read_loose,
+    skip_blank,
+    take_literal,
+    unbraced,
+    written_name,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Syntax:
+    """Settings of a syntax function; the fields of a spec's YAML."""
+
+    name_key: str = "name"
+    """Key of a JSON call that holds the tool's name."""
+    arguments_key: str = "arguments"
+    """Key of a JSON call that holds the arguments."""
+    header: str | None = None
+    """named_json: a regular expression, with the group `name` and perhaps `id`."""
+    footer: str | None = None
+    """named_json: what stands after the arguments, e.g. a code fence; it may be missing."""
+    lenient: bool = False
+    """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
+     their braces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Calls that a syntax function has read at the beginning of a body."""
+
+    calls: Sequence[Found] = ()
+    """`text` is empty where the call is the whole body."""
+    end: int = 0
+    """Position in the body after what was read."""
+    cut: bool = False
+    """The body ended inside a string, so that its closing mark may be part of it."""
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Tool name -> parameter name -> JSON schema."""
+Reader = Callable[[str, Syntax, Schemas], Read]
+
+
+def _problem(problem: str, *, name: Any = "", cut: bool = False) -> Read:
+    return Read(calls=[Found(text="", name=name, problem=problem)], cut=cut)
+
+
+def _value(body: str, at: int, syntax: Syntax) -> Json:
+    return read_literal(body, at, LENIENT) if syntax.lenient else read_json(body, at)
+
+
+def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
+    """Return True where the value at `at`, which could be read, is no strict JSON."""
+    return syntax.lenient and read_json(text, at).problem is not None
+
+
+def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``{"name": "f", "arguments": {"x": 1}}``"""
+    value, end, problem, cut = _value(body, 0, syntax)
+    if problem is not None:
+        return _problem(problem, name=written_name(body, syntax.name_key), cut=cut)
+    return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
+
+
+def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Found:
+    if not isinstance(value, dict):
+        return Found(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
+    written = value.get("id")
+    return Found(
+        text=text,
+        name=value.get(syntax.name_key),
+        arguments=value.get(syntax.arguments_key),
+        id=written if isinstance(written, str) else None,
+        name_label=f'"{syntax.name_key}"',
+        arguments_label=f'"{syntax.arguments_key}"',
+        lenient=lenient,
+    )
+
+
+def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]``"""
+    start = skip_blank(body)
+    if not body.startswith("[", start):
+        return _problem("the calls must be a JSON array")
+
+    def read(text: str, at: int) -> Json:
+        return _value(text, at, syntax)
+
+    items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
+    calls = [
+        _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
+        if item.problem is None
+        else Found(text=item.text, name=item.name, problem=item.problem)
+        for item in items
+    ]
+    cut = bool(calls) and calls[-1].problem is not None and end == len(body)
+    return Read(
+        calls=calls or [Found(text="", problem="the array holds no call")], end=end, cut=cut
+    )
+
+
+def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """A header with the name, then the arguments: ``f[ARGS]{"x": 1}``; or an array of calls."""
+    start = skip_blank(body)
+    if body.startswith("[", start) and not body.startswith("[ARGS]", start):
+        return read_list(body, syntax, schemas)
+    header = re.compile(syntax.header or "", re.DOTALL).match(body, start)
+    if header is None:
+        return _problem(f"the call must begin with the name of a tool: {excerpt(body)}")
+    groups = header.groupdict()
+    name = groups["name"]
+    (value, end, problem, cut), footer, loose = _named_arguments(body, header, syntax)
+    if problem is not None:
+        return _problem(problem, name=name, cut=cut)
+    if footer:
+        at = skip_blank(body, end)
+        end = at + len(footer) if body.startswith(footer, at) else end
+    call = Found(
+        text="",
+        name=name,
+        arguments=value,
+        id=groups.get("id"),
+        name_label="the text before the arguments",
+        arguments_label="the value of the arguments",
+        lenient=loose,
+    )
+    return Read(calls=[call], end=end)
+
+
+def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
+    """Read the arguments behind a header: (value, the footer still to come, whether it is loose).
+
+    A header that ends with the opening brace, as in ``f({``, has taken it from the arguments, and
+    their closing brace is perhaps the first character of the footer or of the closing mark.
+    """
+    at, footer = header.end(), syntax.footer or ""
+    if header.group().rstrip().endswith("{"):
+        brace = body.rindex("{", 0, at)
+        for text in (body, f"{body}}}"):
+            value = _value(text, brace, syntax)
+            if value.problem is None:
+                end = min(value.end, len(body))
+                footer = footer.lstrip().removeprefix("}")
+                return value._replace(end=end), footer, _is_loose(text, syntax, brace)
+    if syntax.lenient and unbraced(body, at):
+        inside = body[at:].rstrip()
+        inside = inside.removesuffix(footer) if footer else inside
+        return read_loose(inside)._replace(end=at + len(inside)), footer, True
+    return _value(body, at, syntax), footer, _is_loose(body, syntax, at)
+
+
+_GEMMA_NAME = re.compile(r"\s*call:(?P<name>[\w.-]*)\s*")
+
+
+def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``call:f{city:<|"|>Oslo<|"|>,days:2}``"""
+    header = _GEMMA_NAME.match(body)
+    if header is None:
+        return _problem(f"the call must begin with call:NAME: {excerpt(body)}")
+    value, end, problem, cut = read_literal(body, header.end(), GEMMA)
+    if problem is not None:
+        return _problem(problem, name=header["name"], cut=cut)
+    label = "the text after call:"
+    call = Found(text="", name=header["name"], arguments=value, name_label=label)
+    return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
+
+
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
+_FUNCTION_END = re.compile(r"\s*</function>")
+_PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
+# A closing tag that no other tag follows is part of the value.
+_PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
+# A value that runs over the head of another call was never closed: the other call is one.
+_NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>\s*+<function=")
+
+
+def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``<function=f>\\n<parameter=x>\\n1\\n</parameter>\\n</function>``"""
+    header = _FUNCTION.match(body)
+    if header is None:
+        return _problem(f"the call must begin with <function=NAME>: {excerpt(body)}")
+    name, at = header["name"].strip(), header.end()
+    values = _Values(name, schemas.get(name, {}))
+    while (parameter := _PARAMETER.match(body, at)) is not None:
+        start = parameter.end() + body.startswith("\n", parameter.end())
+        # The newlines of an empty value are one: `<parameter=x>\n</parameter>`.
+        end = _PARAMETER_END.search(body, parameter.end())
+        if end is None:
+            what = f"the parameter {excerpt(parameter['name'])} is not closed"
+            return _problem(what, name=name, cut=True)
+        if _NEXT_CALL.search(body, start, end.start()):
+            what = f"the parameter {excerpt(parameter['name'])} is not closed"
+            return _problem(what, name=name)
+        values.add(parameter["name"].strip(), body[start : max(start, end.start())])
+        at = end.end()
+    if (closing := _FUNCTION_END.match(body, at)) is None:
+        actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
+        return _problem(f"the call is not closed: </function> is missing{actual}", name=name)
+    return Read(calls=[values.call()], end=closing.end())
+
+
+_KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+_LONE_KEY = re.compile(r"\s*<arg_key>(?:(?P<name>.*?)</arg_key>)?", re.DOTALL)
+_VALUE_END = re.compile(r"</arg_value>(?=\s*+(?:<arg_key>|$|</tool_call>))")
+
+
+def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``"""
+    tag = body.find("<")
+    at = tag if tag >= 0 else len(body)
+    name = body[:at].strip()
+    values = _Values(name, schemas.get(name, {}))
+    while (key := _KEY.match(body, at)) is not None:
+        end = _VALUE_END.search(body, key.end())
+        if end is None:
+            what = f"the value of {excerpt(key['name'])} is not closed"
+            return _problem(what, name=name, cut=True)
+        values.add(key["name"].strip(), body[key.end() : end.start()])
+        at = end.end()
+    if (key := _LONE_KEY.match(body, at)) is not None:
+        fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
+        return _problem(f"the <arg_key> {fault}", name=name)
+    return Read(calls=[values.call()], end=at)
+
+
+@dataclass(slots=True)
+class _Values:
+    """Arguments whose values are texts, typed by the tool's schema."""
+
+    name: str
+    schema: Mapping[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+    def add(self, key: str, text: str) -> None:
+        if key in self.values:
+            self.problem = f"the parameter {excerpt(key)} is given twice"
+        self.values[key] = typed(text, self.schema.get(key))
+
+    def call(self) -> Found:
+        label = "the text of the call's head"
+        call = Found(text="", name=self.name, arguments=self.values, name_label=label)
+        return replace(call, problem=self.problem)
+
+
+_WORDS = {"True": True, "False": False, "None": None}
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+    "boolean": lambda v: isinstance(v, bool),
+    "null": lambda v: v is None,
+    "object": lambda v: isinstance(v, dict),
+    "array": lambda v: isinstance(v, list),
+}
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A parameter's text, or the JSON value that it is the text of, where the schema wants that.
+
+    Example: "7" is 7 for an integer and "7" for a string, or where no schema says which.
+    """
+    types = schema_types(schema)
+    if not any(name in types for name in _TYPES):
+        return text
+    word = text.strip()
+    value, end, problem, _ = read_json(word)
+    if word in _WORDS:
+        value = _WORDS[word]
+    elif problem is not None or end != len(word):
+        return text
+    return value if any(name in _TYPES and _TYPES[name](value) for name in types) else text
+
+
+def schema_types(schema: Any, depth: int = 8) -> list[str]:
+    """The JSON types that a schema allows, `nullable` and unions included."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return []
+    declared = schema.get("type")
+    types = [declared] if isinstance(declared, str) else [*(declared or ())]
+    for key in ("anyOf", "oneOf"):
+        for choice in schema.get(key) or ():
+            types += schema_types(choice, depth - 1)
+    if "enum" in schema and not types:
+        types = [json_type(value) for value in schema["enum"]]
+    return [*types, "null"] if schema.get("nullable") is True else types
+
+
+def json_type(value: Any) -> str:
+    """The name that JSON schema has for a value's type."""
+    return next((name for name, holds in _TYPES.items() if holds(value)), "string")
+
+
+_CALL = re.compile(r"(?P<name>[^\W\d][\w.-]*)\s*\(")
+_ARGUMENT = re.compile(r"(?P<key>[^\W\d]\w*)\s*=")
+
+
+def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
+    """``[f(x=1, y='a'), g()]``; an array of JSON calls is read too."""
+    start = skip_blank(body)
+    if not body.startswith("[", start):
+        call, end, cut = _python_call(body, start)
+        return Read(calls=[replace(call, text="")], end=end, cut=cut)
+    at = skip_blank(body, start + 1)
+    if body.startswith("{", at):
+        return read_list(body, syntax, schemas)
+    calls: list[Found] = []
+    while not body.startswith("]", at):
+        if len(calls) >= MAX_CALLS:
+            return Read(calls=[*calls, unread(body[at:])], end=len(body))
+        call, end, cut = _python_call(body, at)
+        calls.append(call)
+        if cut or end == len(body):
+            return Read(calls=calls, end=end, cut=cut)
+        at = skip_blank(body, end)
+        if body.startswith(",", at):
+            at = skip_blank(body, at + 1)
+        elif not body.startswith("]", at):
+            calls.append(Found(text=body[at:], problem="the list of calls is not closed"))
+            return Read(calls=calls, end=len(body))
+    return Read(calls=calls or [Found(text="", problem="the list holds no call")], end=at + 1)
+
+
+def _python_call(body: str, at: int) -> tuple[Found, int, bool]:
+    """(call, its end, whether the body ended inside a string); a bad call ends where it can."""
+    header = _CALL.match(body, at)
+    if header is None:
+        end = _next_call(body, at)
+        problem = f"expected NAME(KEY=VALUE, …), found {excerpt(body[at:end][:80])}"
+        return Found(text=body[at:end], problem=problem), end, False
+    try:
+        arguments, end = _python_arguments(body, header.end())
+    except LiteralError as error:
+        end = len(body) if error.cut else _next_call(body, header.end())
+        problem = f"invalid arguments: {error}"
+        return Found(text=body[at:end], name=header["name"], problem=problem), end, error.cut
+    return Found(text=body[at:end], name=header["name"], arguments=arguments), end, False
+
+
+def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
+    """Read arguments up to their closing parenthesis: (arguments, end). Raises LiteralError."""
+    arguments: dict[str, Any] = {}
+    at = skip_blank(body, at)
+    while not body.startswith(")", at):
+        key = _ARGUMENT.match(body, at)
+        if key is None:
+            problem = f"expected KEY=VALUE, found {excerpt(body[at : at + 60])}"
+            raise LiteralError(problem, cut=at == len(body))
+        if key["key"] in arguments:
+            raise LiteralError(f"the argument {excerpt(key['key'])} is given twice")
+        arguments[key["key"]], at = take_literal(body, key.end(), PYTHON)
+        at = skip_blank(body, at)
+        if body.startswith(",", at):
+            at = skip_blank(body, at + 1)
+        elif not body.startswith(")", at):
+            problem = f"expected ',' or ')', found {excerpt(body[at : at + 60])}"
+            raise LiteralError(problem, cut=at == len(body))
+    return arguments, at + 1
+
+
+_NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
+
+
+def _next_call(body: str, at: int) -> int:
+    """Where a call that cannot be read ends: before the next call, or the list's end."""
+    end = _NEXT.search(body, at)
+    if end is not None:
+        return end.end()
+    closing = body.rfind("]", at)
+    return closing if closing >= 0 else len(body)
+
+
+READERS: dict[str, Reader] = {
+    "json": read_object,
+    "json_list": read_list,
+    "named_json": read_named,
+    "xml": read_xml,
+    "pairs": read_pairs,
+    "gemma": read_gemma,
+    "python": read_python,
+}
+"""By the names that a spec's `syntax` takes."""

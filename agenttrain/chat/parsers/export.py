@@ -1,0 +1,232 @@
+"""A chat's format as the `response_template` that transformers reads: saved in checkpoints, so that
+``tokenizer.parse_response(ids, prefix=prompt, tools=tools)`` gives back messages.
+
+https://huggingface.co/docs/transformers/chat_response_parsing describes it. It is a smaller
+language than our schemas: each region of a completion is one field, read by one of a few parsers,
+and a call that cannot be read is an exception. A template is therefore tried on what the chat
+template renders before it is used: a format that it cannot say has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from agenttrain.chat.boundary import BODY, CALL
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.demonstrations import completion_ids
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.parsers.harmony import HarmonySpec
+from agenttrain.chat.parsers.marked import MarkedSpec
+from agenttrain.chat.parsers.response_template import TemplateSpec
+from agenttrain.types import AssistantTurn, Message, ToolCall
+
+Field = dict[str, Any]
+USER_TEXT = "Will it rain?"
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "description": "The weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "hourly": {"type": "boolean"},
+                "tags": {"type": "array"},
+            },
+        },
+    },
+}
+OSLO = {"city": 'Oslo "S" {1}\nNorway', "days": 2, "hourly": True, "tags": ["a", 1]}
+BERGEN = {"city": "7", "days": 1}
+FUNCTION = {"name": "{name}", "arguments": "{content}"}
+# In either place of a header: <|start|>assistant to=functions.f<|channel|>commentary …, or
+# <|channel|>commentary to=functions.f ….
+_HARMONY_CALL = (
+    r"(?:<\|end\|>)?(?:<\|start\|>assistant)?\s*(?:to=functions\.(?P<name>[^\s<]+)\s*"
+    r"<\|channel\|>[^<]*|<\|channel\|>\w+\s+to=functions\.(?P<name>[^\s<]+)[^<]*)"
+    r"(?:<\|constrain\|>\w*\s*)?<\|message\|>"
+)
+
+
+def response_template(chat: Chat) -> dict[str, Any] | None:
+    """The chat's format for `tokenizer.response_template`; None where it cannot be said in it.
+
+    Example: ``{"defaults": {"role": "assistant"}, "start_anchor": ["<|im_start|>assistant\\n"],
+    "fields": {"tool_calls": {"open_pattern": …, "content": "json", …}, …}}``
+    """
+    if isinstance(chat.response, TemplateSpec):
+        return dict(chat.response.source)
+    # Beginnings of the assistant's turn, after a user's message and after a tool's.
+    user: Message = {"role": "user", "content": BODY}
+    reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": BODY}
+    beginnings = []
+    for messages in [user], [{**user, "content": "u"}, CALL.message(), reply]:
+        with suppress(ChatError):
+            after = chat.render(messages, generation_prompt=True).rpartition(BODY)[2]
+            opening = getattr(chat.response, "reasoning_open", "").rstrip()
+            header = after.partition(opening)[0] if opening else after
+            pieces = list(chat.encoder.pieces(header))
+            last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
+            beginnings.append("".join(text for _, text in pieces[last:]))
+    anchors = [text for text in dict.fromkeys(beginnings) if text.strip()]
+    # Control tokens of a turn that are no part of the message: its ends, and what stands before
+    # them (Cohere's <|END_RESPONSE|>).
+    marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
+    dropped = list(chat.stop_token_ids)
+    for turn in _turns(chat):
+        with suppress(ChatError):
+            ids = completion_ids(chat, [{"role": "user", "content": USER_TEXT}], [FORECAST], turn)
+            dropped += [i for i in ids if i in chat.encoder.written and i not in marks]
+    stops = "|".join(re.escape(chat.decode([token])) for token in dict.fromkeys(dropped))
+    if not anchors or not stops:
+        return None
+    for fields in _fields(chat, stops):
+        template = {"defaults": {"role": "assistant"}, "start_anchor": anchors, "fields": fields}
+        if _reads_back(chat, template):
+            return template
+    return None
+
+
+def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
+    """The fields of the message, in each form that the format may have."""
+    spec = chat.response
+    if isinstance(spec, HarmonySpec):
+        start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
+        end = r"\s*<\|(?:end|return|call)\|>"
+        joined = {"repeats": True, "join": "\n"}
+        yield {
+            "reasoning_content": {
+                "open_pattern": rf"{start}analysis<\|message\|>",
+                "close_pattern": end,
+                **joined,
+            },
+            "tool_calls": {
+                **_between(_HARMONY_CALL, end, "json"),
+                "repeats": True,
+                "transform": {"type": "function", "function": FUNCTION},
+            },
+            "content": {
+                "open_pattern": rf"{start}(?:final|commentary)<\|message\|>",
+                "close_pattern": end,
+                **joined,
+            },
+        }
+    if not isinstance(spec, MarkedSpec):
+        return
+    # Blanks beside a mark are part of it: as content they would be a region of their own.
+    content = {"close_pattern": rf"\s*(?:{stops})\s*", "repeats": True, "join": "\n"}
+    fields: dict[str, Field] = {}
+    if spec.reasoning_open:
+        fields["reasoning_content"] = {
+            "open_pattern": rf"\s*{re.escape(spec.reasoning_open.rstrip())}",
+            "close_pattern": rf"\s*{re.escape(spec.reasoning_close)}\s*",
+        }
+    for calls in _calls(spec, stops):
+        yield {**fields, "tool_calls": {"repeats": True, **calls}, "content": content}
+
+
+def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
+    """The field of the calls; none for those in Python, which no parser of transformers reads."""
+    ignored = "|".join(map(re.escape, spec.ignored))
+    beside = rf"(?:(?:{ignored})\s*)*" if ignored else ""
+    mark = spec.call_open_pattern or re.escape(spec.call_open)
+    opening = rf"\s*{beside}(?:{mark})"
+    if spec.call_close is not None:
+        closing = rf"\s*{re.escape(spec.call_close)}\s*{beside}"
+    else:  # at the next call's mark, which without a width would end a call where it begins
+        closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
+    if spec.syntax == "json":
+        named = {"name": f"{{content.{spec.name_key}}}"}
+        named["arguments"] = f"{{content.{spec.arguments_key}}}"
+        usual = (spec.name_key, spec.arguments_key) == ("name", "arguments")
+        yield {
+            **_between(opening, closing, "json"),
+            "transform": {"type": "function", "function": "{content}" if usual else named},
+        }
+    elif spec.syntax == "named_json":
+        footer = rf"\s*(?:{re.escape(spec.footer)})?" if spec.footer else ""
+        yield {
+            **_between(opening + (spec.header or ""), footer + closing, "json"),
+            "transform": {"type": "function", "function": FUNCTION},
+        }
+        yield {
+            **_between(opening, closing, "json"),
+            "repeats": False,
+            "transform_each": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{arguments}"},
+            },
+        }
+    elif spec.syntax in ("xml", "pairs"):
+        xml = spec.syntax == "xml"
+        name = r"\s*<function=(?P<name>[^>\n]+)>" if xml else r"\s*(?P<name>[^\s<]+)"
+        tags = (
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            if xml
+            else r"<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        )
+        yield {
+            **_between(opening + name, (r"\s*</function>" if xml else "") + closing, "xml-inline"),
+            "content_args": {"tag_pattern": tags},
+            "transform": {"type": "function", "function": FUNCTION},
+        }
+    elif spec.syntax == "gemma":
+        yield {
+            **_between(opening + r"call:(?P<name>[^\s{]+)\s*", closing, "json"),
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": FUNCTION},
+        }
+
+
+def _between(opening: str, closing: str, content: str) -> Field:
+    return {"open_pattern": opening, "close_pattern": closing, "content": content}
+
+
+def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
+    """Check that transformers reads in completions what our parser reads in them."""
+    user: Message = {"role": "user", "content": USER_TEXT}
+    prompt = chat.prompt_ids([user], [FORECAST])
+    read = 0
+    for turn in _turns(chat):
+        try:
+            ids = completion_ids(chat, [user], [FORECAST], turn)
+        except ChatError:  # a turn that this chat template cannot write
+            continue
+        ours = chat.parse(ids, [FORECAST], turn=0)
+        try:
+            message = chat.tokenizer.parse_response(ids, template, prefix=prompt, tools=[FORECAST])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        theirs = [(function.get("name"), function.get("arguments")) for function in functions]
+        if theirs != [(call.name, call.arguments) for call in ours.calls]:
+            return False
+        if (message.get("content") or "", message.get("reasoning_content")) != (
+            ours.content,
+            ours.reasoning or None,
+        ):
+            return False
+        read += 1
+    return read > 0
+
+
+def _turns(chat: Chat) -> Iterator[AssistantTurn]:
+    """Turns of every kind that the chat template renders."""
+    yield AssistantTurn(content="No rain.\n\nSun.", reasoning=None, calls=())
+    yield AssistantTurn(content="No rain.", reasoning="Well.\nIt is dry.", calls=())
+    if not chat.renders_calls:
+        return
+    first, second = (
+        ToolCall(id=f"call_0_{index}", name="forecast", arguments=arguments)
+        for index, arguments in enumerate((OSLO, BERGEN))
+    )
+    for calls in ((first,),) if chat.one_call_per_turn else ((first,), (first, second)):
+        yield AssistantTurn(content="", reasoning=None, calls=calls)
+        yield AssistantTurn(content="", reasoning="It may.", calls=calls)
+        yield AssistantTurn(content="Let me see.", reasoning=None, calls=calls)

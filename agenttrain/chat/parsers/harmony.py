@@ -1,0 +1,127 @@
+"""The harmony format of gpt-oss: messages with a header, on channels.
+
+::
+
+    <|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>commentary
+    to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 2}<|call|>
+
+The analysis channel is the reasoning; a message with a recipient is a call, wherever the header
+names it; everything else is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.values import excerpt, read_json, read_loose
+
+ANALYSIS = "<|channel|>analysis<|message|>"
+CONTROLS = ("start", "channel", "constrain", "message", "end", "call", "return")
+_MARK = re.compile(r"<\|(start|message|end|call|return)\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]*)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    header: str
+    body: str | None
+    """None: the header was cut."""
+    closed: bool
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarmonySpec:
+    """A ResponseSpec without settings but the ids of calls and how strict their arguments are."""
+
+    call_id: str = CALL_ID
+    lenient: bool = False
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        own = [f"<|{name}|>" for name in CONTROLS]
+        return tuple(control for control in controls if control in own)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        return prompt.endswith(ANALYSIS)
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[Found] = []
+        for message in _messages(ANALYSIS + text if in_reasoning else text):
+            channel = _CHANNEL.search(message.header)
+            if len(calls) > MAX_CALLS:
+                break
+            if (recipient := _RECIPIENT.search(message.header)) is not None:
+                calls.append(_call(message, recipient[1], lenient=self.lenient))
+            elif message.body is None:
+                content += [] if channel or "<|" in message.header else [message.header]
+            elif channel is not None and channel[1] == "analysis":
+                reasoning.append(message.body)
+            else:
+                content.append(message.body)
+        return Parts(
+            content=_joined(content),
+            reasoning=_joined(reasoning) if reasoning else None,
+            calls=calls,
+        )
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n".join(filter(None, (text.strip() for text in texts)))
+
+
+def _messages(text: str) -> Iterator[_Message]:
+    """Split a completion at the marks that begin and end messages, and at its end."""
+    start, body = 0, None
+    for mark in chain(_MARK.finditer(text), (None,)):
+        kind = mark[1] if mark else "end of text"
+        if kind == "message":
+            body = mark if body is None else body
+            continue
+        closed = mark is not None and kind != "start"
+        stop = mark.start() if mark else len(text)
+        # An ending mark is part of its message, a starting one of the next.
+        end = mark.end() if mark and closed else stop
+        header = text[start : body.start() if body else stop]
+        if body is not None or header.strip():
+            yield _Message(
+                header=header,
+                body=text[body.end() : stop] if body else None,
+                closed=closed and body is not None,
+                text=text[start:end],
+            )
+        start, body = end, None
+
+
+def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
+    name = recipient.removeprefix("functions.")
+    problem = None if message.closed else "the call is not closed: <|call|> is missing"
+    arguments: Any = {}
+    body = message.body or ""
+    loose = False
+    if problem is None and body.strip():
+        arguments, end, problem, _ = read_json(body)
+        if problem is None and body[end:].strip():
+            problem = f"text after the arguments: {excerpt(body[end:])}"
+        if problem is not None and lenient:
+            arguments, _, problem, _ = read_loose(body)
+            loose = problem is None
+    return Found(
+        text=message.text,
+        name=name,
+        arguments=arguments,
+        problem=problem,
+        name_label="the text after to=functions.",
+        arguments_label="the value of the arguments",
+        lenient=loose,
+    )

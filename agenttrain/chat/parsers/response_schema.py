@@ -1,0 +1,513 @@
+"""The older `response_schema` dialect, which transformers 5.0 to 5.12 read, with every call kept.
+
+A JSON schema whose nodes say how to take text apart: ``x-regex`` (one match), ``x-regex-iterator``
+(all matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
+json`` with a JMESPath ``transform``. The root's properties are the message's fields. Departures, on
+completions that transformers raises on or returns nothing for:
+
+1. a call that cannot be read is a malformed call, not an exception, and takes no other with it;
+2. where the root's expression matches nothing (a call that is cut, text behind the calls), what
+   stands before the first call is read by it, and the calls are looked for one by one;
+3. parameters are typed by the tool's schema before any guess at what their text might be.
+
+One node of a `response_schema`: how its text is taken apart, and what type comes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jmespath
+
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.calls import Schemas, typed
+from agenttrain.chat.parsers.marked import parameters
+from agenttrain.chat.parsers.patterns import Pattern
+from agenttrain.chat.parsers.response_template import (
+    CALLS,
+    CONTENT,
+    CONTENT_FIELD,
+    INSIDE,
+    LOOSE,
+    REASONING,
+    ContentError,
+    call_of,
+    captures_inside,
+)
+from agenttrain.chat.parsers.values import excerpt, kind, read_items, skip_blank, written_name
+
+_PARSERS = {
+    "json": {},
+    "gemma4-tool-call": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+}
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "any", None)
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+}
+NOTHING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node, compiled."""
+
+    type: str | None = None
+    const: Any = NOTHING
+    default: Any = NOTHING
+    substitutions: tuple[tuple[Pattern, str], ...] = ()
+    regex: Pattern | None = None
+    iterator: Pattern | None = None
+    key_value: Pattern | None = None
+    parser: str | None = None
+    allow_non_json: bool = False
+    transform: Callable[[Any], Any] | None = None
+    properties: Mapping[str, Node] = field(default_factory=dict)
+    additional: Node | None = None
+    """None: keys that are not among the properties are left out."""
+    items: Node | None = None
+    prefix_items: tuple[Node, ...] = ()
+    required: tuple[str, ...] = ()
+    json_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ours for `x-parser: json`."""
+
+    def sources(self) -> Iterator[str]:
+        """All regular expressions of this node and those below it."""
+        patterns = [p for p, _ in self.substitutions]
+        for pattern in (*patterns, self.regex, self.iterator, self.key_value):
+            if pattern is not None:
+                yield pattern.source
+        below = [*self.properties.values(), self.additional, self.items, *self.prefix_items]
+        for node in below:
+            if node is not None:
+                yield from node.sources()
+
+    def split(self, text: str) -> dict[str, Any] | None:
+        """Property -> the text it is to read; None where the root's expression does not match."""
+        try:
+            inner = self.inner(text)
+        except ContentError:
+            return None
+        if isinstance(inner, str):
+            return dict.fromkeys(self.properties, inner)
+        return inner
+
+    def inner(self, value: Any) -> Any:
+        """The value after substitutions and ``x-regex``; None where that does not match."""
+        if self.substitutions or self.regex is not None:
+            if not isinstance(value, str):
+                raise ContentError(f"expected text, found {kind(value)}")
+            for pattern, replacement in self.substitutions:
+                value = pattern.substitute(replacement, value)
+        if self.regex is None:
+            return value
+        match = self.regex.match(value)
+        return None if match is None else groups(match)
+
+    def value(self, value: Any, *, raw: bool = False) -> Any:
+        """Read a value as the node says. Raises ContentError.
+
+        `raw`: text that is only perhaps JSON stays text.
+        """
+        if self.const is not NOTHING:
+            return self.const
+        if value is None:
+            return None
+        value = self.inner(value)
+        if value is None:
+            return None
+        return self.parsed(value, raw=raw)
+
+    def parsed(self, value: Any, *, raw: bool = False) -> Any:
+        """Read a value that is already the match of ``x-regex``. Raises ContentError."""
+        pattern = self.iterator or self.key_value
+        if pattern is not None:
+            if not isinstance(value, str):
+                raise ContentError(f"expected text, found {kind(value)}")
+            matches = [groups(match) for match in pattern.matches(value)]
+            if self.iterator is not None:
+                value = matches or None
+            else:
+                pairs: dict[str, Any] = {}
+                for pair in matches:
+                    if pair["key"] in pairs:
+                        raise ContentError(f"the parameter {excerpt(pair['key'])} is given twice")
+                    pairs[pair["key"]] = pair.get("value", "")
+                value = pairs or None
+        if self.parser is not None and value is not None and not (raw and self.allow_non_json):
+            if not isinstance(value, str):
+                raise ContentError(f"expected JSON text, found {kind(value)}")
+            args = {**_PARSERS[self.parser], "allow_non_json": self.allow_non_json}
+            value = CONTENT["json"](value, {**args, **self.json_args})
+        if self.transform is not None:
+            try:
+                value = self.transform(value)
+            except (jmespath.exceptions.JMESPathError, RecursionError, TypeError) as error:
+                raise ContentError(f"the call does not fit the schema: {error}") from error
+        if value is None:
+            return None
+        if self.type == "object":
+            return self._object(value, raw=raw)
+        if self.type == "array":
+            return self._array(value, raw=raw)
+        return _scalar(self.type, value)
+
+    def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
+        if isinstance(value, str):
+            value = dict.fromkeys(self.properties, value)
+        elif not isinstance(value, dict):
+            raise ContentError(f"expected a JSON object, found {kind(value)}")
+        fields: dict[str, Any] = {}
+        for key, node in self.properties.items():
+            read = node.value(value.get(key), raw=raw)
+            if read is None and node.default is not NOTHING:
+                read = node.default
+            if read is not None:
+                fields[key] = read
+        if self.additional is not None:
+            extra = {k: v for k, v in value.items() if k not in self.properties}
+            fields |= {k: self.additional.value(v, raw=raw) for k, v in extra.items()}
+        missing = [key for key in self.required if key not in fields]
+        if missing:
+            raise ContentError(f"the call has no {', '.join(missing)}")
+        return fields
+
+    def _array(self, value: Any, *, raw: bool) -> list[Any]:
+        if not isinstance(value, list):
+            value = [value] if len(self.prefix_items) == 1 else value
+        if not isinstance(value, list):
+            raise ContentError(f"expected a JSON array, found {kind(value)}")
+        if self.items is not None:
+            return [self.items.value(item, raw=raw) for item in value]
+        if len(value) != len(self.prefix_items):
+            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
+        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
+
+
+def groups(match: Any) -> Any:
+    """Return the named groups of a match, its only group, or all of it."""
+    if match.re.groupindex:
+        return {key: text for key, text in match.groupdict().items() if text is not None}
+    return match.group(1) if match.re.groups else match.group()
+
+
+def _scalar(name: str | None, value: Any) -> Any:
+    if name is None or name == "any":
+        return value
+    if isinstance(value, _SCALARS[name]) and (name == "boolean") == isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            if name == "boolean" and value.lower() in ("true", "1", "false", "0"):
+                return value.lower() in ("true", "1")
+            if name in ("integer", "number"):
+                return int(value) if name == "integer" else float(value)
+        except ValueError:
+            pass
+    raise ContentError(f"expected {name}, found {excerpt(json.dumps(value, default=str))}")
+
+
+def node_of(
+    schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
+) -> Node:
+    """Compile a node and those below it, all with these `json_args`.
+
+    Raises ValueError with the key that is wrong.
+    """
+    if schema is True or schema is None:
+        return Node()
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {schema!r}")
+    if schema.get("type") not in _TYPES:
+        raise ValueError(f"{scope}.type: {schema['type']!r} is not one of {_TYPES[:-1]}")
+    if (parser := schema.get("x-parser")) not in (None, *_PARSERS):
+        raise ValueError(f"{scope}.x-parser: {parser!r} is not one of {', '.join(_PARSERS)}")
+
+    def given(key: str, kind: type, word: str) -> Any:
+        value = schema.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
+        return value
+
+    def pattern(key: str) -> Pattern | None:
+        return Pattern(schema[key], f"{scope}.{key}") if key in schema else None
+
+    below = partial(node_of, json_args=json_args)
+    args = given("x-parser-args", Mapping, "a mapping") or {}
+    properties = given("properties", Mapping, "a mapping") or {}
+    additional = schema.get("additionalProperties", {})
+    substitutions = []
+    for pair in given("x-regex-substitutions", list, "a list") or ():
+        key = f"{scope}.x-regex-substitutions"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
+        substitutions.append((Pattern(pair[0], key), str(pair[1])))
+    regex, iterator = pattern("x-regex"), pattern("x-regex-iterator")
+    key_value = pattern("x-regex-key-value")
+    if key_value is not None and not {"key", "value"} <= set(key_value.names):
+        raise ValueError(f"{scope}.x-regex-key-value: needs (?P<key>…) and (?P<value>…)")
+    return Node(
+        type=schema.get("type"),
+        const=schema.get("const", NOTHING),
+        default=schema.get("default", NOTHING),
+        substitutions=tuple(substitutions),
+        regex=regex,
+        iterator=iterator,
+        key_value=key_value,
+        parser=parser,
+        allow_non_json=bool(args.get("allow_non_json")),
+        transform=_transform(args.get("transform"), scope),
+        properties={str(key): below(value, f"{scope}.{key}") for key, value in properties.items()},
+        additional=None if additional is False else below(additional or None, scope),
+        items=below(schema["items"], f"{scope}.items") if "items" in schema else None,
+        prefix_items=tuple(
+            below(value, f"{scope}.prefixItems")
+            for value in given("prefixItems", list, "a list") or ()
+        ),
+        required=tuple(given("required", list, "a list") or ()),
+        json_args=json_args or {},
+    )
+
+
+def _transform(expression: Any, scope: str) -> Callable[[Any], Any] | None:
+    if expression is None:
+        return None
+    if not isinstance(expression, str):
+        raise ValueError(f"{scope}.x-parser-args.transform: must be a text, not {expression!r}")
+    try:
+        return jmespath.compile(expression).search
+    except jmespath.exceptions.JMESPathError as error:
+        raise ValueError(f"{scope}.x-parser-args.transform: {error}") from error
+
+
+_REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaSpec:
+    """A ResponseSpec made from a `response_schema`."""
+
+    root: Node
+    loose: Node
+    """The same, but for JSON that may be almost JSON."""
+    inside: bool = False
+    """An expression captures the inside of an object's braces."""
+    call_id: str = CALL_ID
+    lenient: bool = False
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        return tuple(control for control in controls if control in self._patterns)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        opening = self._reasoning[0].rstrip()
+        return bool(opening) and prompt.rstrip().endswith(opening)
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        text = self._reasoning[0] + text if in_reasoning else text
+        fields, beside = self.root.split(text), ""
+        if fields is not None:
+            calls = self._calls(fields.get(CALLS), text, parameters(schemas))
+        else:
+            # The root's expression reads what stands before the first call outside the reasoning.
+            opening, closing = self._reasoning
+            before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
+            start = len(before)
+            if opened and closing and opening in before:
+                # A stray closing mark after a call does not turn that call into reasoning.
+                start = text.find(self._opener, max(text.find(closing), 0))
+                start = len(text) if start < 0 else start
+            fields = self.root.split(text[:start]) or {CONTENT_FIELD: text[:start]}
+            calls, beside = self._each(text[start:], parameters(schemas))
+        content = (self._text(fields, CONTENT_FIELD) or "") + beside
+        thoughts = (self._text(fields, name) for name in REASONING)
+        reasoning = next((text for text in thoughts if text is not None), None)
+        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+
+    @cached_property
+    def _patterns(self) -> str:
+        return "\n".join(self.root.sources()).replace("\\n", "\n").replace("\\", "")
+
+    @cached_property
+    def _reasoning(self) -> tuple[str, str]:
+        """The marks of reasoning that the expressions name."""
+        return next((m for m in _REASONING_MARKS if m[1] in self._patterns), ("", ""))
+
+    @cached_property
+    def _iterator(self) -> Pattern | None:
+        calls = self.root.properties.get(CALLS)
+        return None if calls is None else calls.iterator
+
+    @cached_property
+    def _opener(self) -> str:
+        """The text that every call begins with, if there is one."""
+        source = self._iterator.source if self._iterator is not None else ""
+        literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
+        if literal is None:
+            return ""
+        # A last character that may be missing, or repeated, is not part of it.
+        repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
+        text = literal[1][:-1] if repeated else literal[1]
+        return text.replace("\\", "") if len(text) > 2 else ""
+
+    def _text(self, fields: Mapping[str, Any], name: str) -> str | None:
+        node = self.root.properties.get(name)
+        try:
+            value = node.value(fields.get(name)) if node is not None else None
+        except ContentError:
+            return None
+        return value.strip() if isinstance(value, str) else None
+
+    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[Found]:
+        node = self.root.properties.get(CALLS)
+        if node is None or not isinstance(value, str):
+            return []
+        if node.iterator is not None:
+            inner = node.inner(value)
+            calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
+            # Substitutions leave no span of the completion behind.
+            return [c if c.text in completion else replace(c, text=completion) for c in calls]
+        # Calls that are read as one value: all of a list, or item by item where it is broken.
+        loose = False
+        try:
+            read = node.value(value)
+        except ContentError as error:
+            try:
+                if not self.lenient:
+                    raise
+                read, loose = self.loose.properties[CALLS].value(value), True
+            except ContentError:
+                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+        inner = node.inner(value)
+        text = inner if isinstance(inner, str) else value
+        values = read if isinstance(read, list) else [] if read is None else [read]
+        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
+        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        return [replace(call, lenient=loose) for call in calls]
+
+    def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
+        """(calls, the text that is in none of them)."""
+        calls: list[Found] = []
+        outside: list[str] = []
+        at = 0
+        for match in self._iterator.matches(text) if self._iterator is not None else ():
+            calls += self._unread(text[at : match.start()], outside)
+            if len(calls) > MAX_CALLS:
+                return calls, "".join(outside)
+            calls += self._item(match, schemas)
+            at = match.end()
+        calls += self._unread(text[at:], outside)
+        return calls, "".join(outside)
+
+    def _unread(self, text: str, outside: list[str]) -> Iterator[Found]:
+        """A malformed call for each opening in text that no match covers."""
+        if not self._opener:
+            outside.append(text)
+            return
+        before, *opened = text.split(self._opener, MAX_CALLS + 1)
+        outside.append(before)
+        for inside in opened:
+            text = self._opener + inside
+            yield Found(text=text, name=written_name(inside), problem="the call is not closed")
+
+    def _item(self, match: Any, schemas: Schemas) -> list[Found]:
+        """The call of one match; an opening inside it that is better read alone is a second."""
+        text = match.group()
+        call = self._call(match, text, schemas)
+        inside = text.rfind(self._opener, 1) if self._opener else -1
+        if call.problem is None or inside <= 0 or self._iterator is None:
+            return [call]
+        again = self._iterator.match(text[inside:])
+        if again is None:
+            return [call]
+        second = self._call(again, text[inside:], schemas)
+        if second.problem is not None:
+            return [call]
+        name = written_name(text[:inside])
+        return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
+
+    def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
+        given = groups(match)
+        loose = False
+        try:
+            value = self._item_value(given, schemas, self.root)
+        except ContentError as error:
+            try:
+                if not self.lenient:
+                    raise
+                value, loose = self._item_value(given, schemas, self.loose), True
+            except ContentError:
+                return Found(text=text, name=written_name(text), problem=str(error))
+        return replace(call_of(value, text, {}, inside=self.inside), lenient=loose)
+
+    def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
+        """Read a call, with the parameters typed whose type the tool's schema tells."""
+        items = root.properties[CALLS].items
+        if items is None:
+            return given
+        value = items.value(given)
+        name = call_of(value, "", {}).name
+        if not isinstance(name, str) or not schemas.get(name):
+            return value
+        raw = items.value(given, raw=True)
+        if not isinstance(value, dict) or not isinstance(raw, dict):
+            return value
+        inner, texts = value.get("function", value), raw.get("function", raw)
+        if not isinstance(inner, dict) or not isinstance(texts, dict):
+            return value
+        arguments, written = inner.get("arguments"), texts.get("arguments")
+        if not isinstance(arguments, dict) or not isinstance(written, dict):
+            return value
+        typed_arguments = {
+            key: typed(text, schemas[name][key])
+            for key, text in written.items()
+            if isinstance(text, str) and key in schemas[name]
+        }
+        return {**inner, "arguments": arguments | typed_arguments}
+
+    def _repaired(self, node: Node, value: str) -> list[Found]:
+        try:
+            inner = node.inner(value)
+        except ContentError:
+            return []
+        if not isinstance(inner, str) or not inner.lstrip().startswith("["):
+            return []
+        key = "tool_name" if '"tool_name"' in inner else "name"
+        calls: list[Found] = []
+        for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
+            if item.problem is not None:
+                calls.append(Found(text=item.text, name=item.name, problem=item.problem))
+                continue
+            try:
+                read = node.parsed(f"[{item.text}]")
+                calls += [call_of(one, item.text, {}) for one in read or ()]
+            except ContentError as error:
+                calls.append(Found(text=item.text, problem=str(error)))
+        return calls
+
+
+def schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
+    """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
+    root = node_of(schema)
+    inside = any(captures_inside(source) for source in root.sources())
+    spec = SchemaSpec(
+        root=node_of(schema, json_args={INSIDE: True}) if inside else root,
+        loose=node_of(schema, json_args={INSIDE: inside, LOOSE: True}),
+        inside=inside,
+    )
+    if spec.root.type not in ("object", None) or not spec.root.properties:
+        raise ValueError("response_schema: the root must be an object with properties")
+    return spec

@@ -1,0 +1,554 @@
+"""The `response_template` dialect of transformers >= 5.13, with every call kept.
+
+https://huggingface.co/docs/transformers/chat_response_parsing describes it. A completion is a
+sequence of regions: each field's `open` (text, list, or `open_pattern`) begins one and its `close`
+ends it; what stands outside is the field without an `open`. Departures, all on completions that
+transformers raises on or loses text of:
+
+1. a region of calls that cannot be read, or is not closed, is a malformed call, not an exception;
+2. a closing mark inside a JSON string belongs to the string;
+3. regions of a field that does not repeat are joined, where transformers keeps the last;
+4. `optional: false` asks for nothing: a missing field is empty.
+
+Content of the regions of a `response_template`, and the shape that it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
+from agenttrain.chat.parsers.calls import Schemas, typed
+from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
+from agenttrain.chat.parsers.patterns import Hit, Pattern
+from agenttrain.chat.parsers.values import (
+    Dialect,
+    excerpt,
+    kind,
+    read_json,
+    read_literal,
+    read_loose,
+    written_name,
+)
+
+INSIDE, LOOSE = " inside", " loose"
+"""Arguments of ours for `json`, whose blanks no key of a user's has: the text is what stands inside
+an object's braces; it may be almost JSON."""
+_CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class ContentError(ValueError):
+    """A problem of a region's text; never leaves this folder."""
+
+    def __init__(self, problem: str, *, cut: bool = False) -> None:
+        super().__init__(problem)
+        self.cut = cut
+        """The text ends inside a value."""
+
+
+def captures_inside(pattern: str) -> bool:
+    """Check that an expression captures what stands behind an opening brace, without the brace.
+
+    Example: ``"arguments": \\{(?P<arguments>.*)\\}``
+    """
+    return _CAPTURED_INSIDE.search(pattern) is not None
+
+
+def with_braces(arguments: Any) -> Any:
+    """Add to the captured inside of an object its braces, where the text has none."""
+    if isinstance(arguments, str) and arguments.strip() and not arguments.lstrip().startswith("{"):
+        return f"{{{arguments}}}"
+    return arguments
+
+
+def _content_text(text: str, args: Mapping[str, Any]) -> str:
+    return text.strip() if args.get("strip", True) else text
+
+
+def _number(text: str, args: Mapping[str, Any]) -> int | float:
+    value, _, problem, _ = read_json(text.strip())
+    if problem is not None or isinstance(value, bool) or not isinstance(value, int | float):
+        raise ContentError(f"not a number: {excerpt(text)}")
+    return value
+
+
+def _json(text: str, args: Mapping[str, Any]) -> Any:
+    quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
+    if quotes or args.get("unquoted_keys"):
+        words = {"true": True, "false": False, "null": None}
+        dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
+        value, end, problem, cut = read_literal(text, 0, dialect)
+    else:
+        value, end, problem, cut = read_json(text)
+    if problem is None and text[end:].strip():
+        problem = f"text after the JSON value: {excerpt(text[end:])}"
+    if problem is not None and args.get(INSIDE):
+        inner, end, wrong, _ = read_json(f"{{{text}}}")
+        if wrong is None and end == len(text) + 2:
+            return inner
+    if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
+        loose = read_loose(text)
+        if loose.problem is None:
+            return loose.value
+    if problem is None:
+        return value
+    if args.get("allow_non_json"):
+        return text.strip()
+    raise ContentError(problem, cut=cut)
+
+
+@cache
+def _tags(source: str) -> Pattern:
+    return Pattern(source, "tag_pattern")
+
+
+def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for tag in _tags(args["tag_pattern"]).matches(text):
+        value = _inner(tag["value"] or "", args.get("value_parser"))
+        _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
+    return parameters
+
+
+def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
+    if key not in parameters:
+        parameters[key] = value
+        return
+    if not merge:
+        raise ContentError(f"the parameter {excerpt(key)} is given twice")
+    held = parameters[key]
+    parameters[key] = [*(held if isinstance(held, list) else [held]), value]
+
+
+def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for line in text.split(args.get("line_sep", "\n")):
+        key, separator, value = _content_text(line, args).partition(args.get("kv_sep", ":"))
+        if separator:
+            value = _inner(_content_text(value, args), args.get("value_parser"))
+            _put(parameters, _content_text(key, args), value, merge=False)
+    return parameters
+
+
+def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
+    if parser is None:
+        return text
+    return CONTENT[parser.get("name", "text")](text, parser.get("args") or {})
+
+
+CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "text": _content_text,
+    "int": _number,
+    "float": _number,
+    "bool": lambda text, args: text.strip().lower() in ("true", "1"),
+    "json": _json,
+    "xml-inline": _xml_inline,
+    "kv-lines": _kv_lines,
+}
+"""By the names that a field's `content` takes: (text, `content_args`) -> value, or ContentError."""
+
+
+def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
+    """Raise ValueError for what can be known to be wrong before any text is read."""
+    if name not in CONTENT:
+        raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
+    if not isinstance(args, Mapping):
+        raise ValueError(f"{scope}.content_args: must be a mapping, not {args!r}")
+    if name == "xml-inline":
+        names = Pattern(args.get("tag_pattern"), f"{scope}.content_args.tag_pattern").names
+        if not {"key", "value"} <= set(names):
+            raise ValueError(f"{scope}.content_args.tag_pattern: needs (?P<key>…) and (?P<value>…)")
+    if name == "json":
+        quotes = args.get("string_delims", [])
+        for pair in quotes if isinstance(quotes, list) else [quotes]:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(str, pair)):
+                raise ValueError(
+                    f"{scope}.content_args.string_delims: must be a list of [opening, closing], "
+                    f"not {quotes!r}"
+                )
+    for key in ("line_sep", "kv_sep") if name == "kv-lines" else ():
+        if not isinstance(text := args.get(key, ":"), str) or not text:
+            raise ValueError(f"{scope}.content_args.{key}: must be a text, not {text!r}")
+    if (parser := args.get("value_parser")) is not None:
+        inner = f"{scope}.content_args.value_parser"
+        if not isinstance(parser, Mapping):
+            raise ValueError(f"{inner}: must be a mapping, as {{name: json}}, not {parser!r}")
+        check_content(parser.get("name", "text"), parser.get("args") or {}, None, inner)
+    _check_transform(transform, scope)
+
+
+def _check_transform(transform: Any, scope: str) -> None:
+    parts = transform.values() if isinstance(transform, Mapping) else transform
+    if isinstance(transform, Mapping | list):
+        for part in parts:
+            _check_transform(part, scope)
+    elif isinstance(transform, str) and _PLACEHOLDER.sub("", transform) not in ("", transform):
+        raise ValueError(f"{scope}.transform: {transform!r} mixes a placeholder with text")
+
+
+def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
+    """Return the value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
+    if transform is None:
+        return value
+    given = {key: text for key, text in captures.items() if text is not None}
+    if not each:
+        return _filled(transform, {**given, "content": value})
+    if not isinstance(value, list):
+        raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
+    # An item that is no mapping is malformed on its own, beside the others.
+    return [
+        _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
+        for item in value
+    ]
+
+
+def _filled(transform: Any, scope: Mapping[str, Any], *, partly: bool = False) -> Any:
+    if isinstance(transform, Mapping):
+        return {key: _filled(part, scope, partly=partly) for key, part in transform.items()}
+    if isinstance(transform, list):
+        return [_filled(part, scope, partly=partly) for part in transform]
+    placeholder = _PLACEHOLDER.fullmatch(transform) if isinstance(transform, str) else None
+    if placeholder is None:
+        return transform
+    value: Any = scope
+    for key in placeholder[1].split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            if partly:
+                return None
+            raise ContentError(f"the call has no {placeholder[1].removeprefix('content.')}")
+        value = value[key]
+    return value
+
+
+CALLS = "tool_calls"
+CONTENT_FIELD = "content"
+MAX_REGIONS = 8 * MAX_CALLS
+"""Regions of one completion that are read."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_OPEN_BRACE = re.compile(r"\{(?:\\s[*+]\+?|\s)*$")
+_TEMPLATE_KEYS = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
+_FIELD_KEYS = (
+    *("open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats"),
+    *("join", "optional", "transform", "transform_each"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    name: str
+    open: Pattern | None
+    close: Pattern | None
+    content: str
+    content_args: Mapping[str, Any]
+    transform: Any
+    each: bool
+    join: str
+
+
+@dataclass(slots=True)
+class _Region:
+    """A stretch of text that one field has."""
+
+    field: _Field
+    start: int
+    """Where its opening mark begins."""
+    body: int
+    captures: dict[str, str | None]
+    stop: int = 0
+    """Where its closing mark begins."""
+    end: int = 0
+    closed: bool = True
+    value: Any = None
+    problem: str | None = None
+    loose: bool = False
+    """Only a lenient spec reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSpec:
+    """A ResponseSpec made from a `response_template`."""
+
+    fields: tuple[_Field, ...]
+    anchor: Pattern
+    source: Mapping[str, Any]
+    """The `response_template` that it was made from."""
+    call_id: str = CALL_ID
+    lenient: bool = False
+
+    @cached_property
+    def _inside(self) -> bool:
+        """Check that a mark captures the inside of an object's braces."""
+        calls = (field for field in self.fields if field.name == CALLS)
+        marks = (mark for field in calls for mark in (field.open, field.close))
+        return any(mark is not None and captures_inside(mark.source) for mark in marks)
+
+    def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
+        """See ResponseSpec."""
+        patterns = [p for field in self.fields for p in (field.open, field.close) if p is not None]
+        texts = [pattern.source for pattern in patterns]
+        texts += [repr(field.content_args) for field in self.fields]
+        read = "\n".join(texts).replace("\\", "")
+        return tuple(control for control in controls if control in read)
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See ResponseSpec."""
+        start = None
+        for anchor in self.anchor.matches(prompt):
+            start = anchor.end()
+        if start is None:
+            return False
+        last = self._regions(prompt[start:], inside=None)[-1:]
+        return bool(last) and last[0].field.name in REASONING and not last[0].closed
+
+    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+        """See ResponseSpec."""
+        inside = next((f for f in self.fields if f.name in REASONING), None)
+        regions = self._regions(text, inside=inside if in_reasoning else None)
+        known = parameters(schemas)
+        calls: list[Found] = []
+        for region in regions:
+            field = region.field
+            if field.name != CALLS:
+                continue
+            span, problem = text[region.start : region.end], region.problem
+            if problem is None and not region.closed and field.close is not None:
+                problem = "the call is not closed"
+            if problem is not None:
+                name = region.captures.get("name") or written_name(span)
+                calls.append(Found(text=span, name=name, problem=problem))
+                continue
+            values = region.value if isinstance(region.value, list) else [region.value]
+            types = known if field.content in ("xml-inline", "kv-lines") else {}
+            for value in values[: MAX_CALLS + 1]:  # `capped` reports what is beyond
+                call = call_of(value, span, types, inside=self._inside)
+                calls.append(replace(call, lenient=True) if region.loose else call)
+        thoughts = [region for region in regions if region.field.name in REASONING]
+        return Parts(
+            content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
+            reasoning=_text(text, thoughts) if thoughts else None,
+            calls=calls,
+        )
+
+    def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
+        """All regions in order; `inside`: the field whose region the text begins in."""
+        regions: list[_Region] = []
+        outside = next((field for field in self.fields if field.open is None), None)
+        opening = [f for f in self.fields if f.open is not None]
+        marks = _Marks(text, opening, outside, lenient=self.lenient)
+        at = calls = 0
+        if inside is not None:
+            regions.append(_close(_Region(inside, 0, 0, {}), marks))
+            at = regions[-1].end
+        while at < len(text):
+            field, hit = marks.next(at)
+            if outside is not None and hit.start > at:
+                regions.append(_Region(outside, at, at, {}, stop=hit.start, end=hit.end))
+            if field is not None:
+                calls += field.name == CALLS
+                region = _Region(field, hit.start, hit.end, hit.groups)
+                if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
+                    # All that follows is one malformed call.
+                    calls_field = next((f for f in self.fields if f.name == CALLS), field)
+                    region = replace(region, field=calls_field, problem=TOO_MANY)
+                    return [*regions, replace(region, stop=len(text), end=len(text))]
+                regions.append(_close(region, marks))
+            end = regions[-1].end if field is not None else hit.end
+            # A mark of no width that nothing follows must not match again.
+            at = end if end > at else at + 1
+        return regions
+
+
+class _Marks:
+    """Marks that open and close fields, each searched once: again only behind its last hit."""
+
+    def __init__(
+        self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
+    ) -> None:
+        self.text, self.lenient = text, lenient
+        self._searches: list[tuple[_Field | None, Pattern]] = [
+            (field, field.open) for field in opening if field.open is not None
+        ]
+        if outside is not None and outside.close is not None:
+            self._searches.append((None, outside.close))
+        self._hits: dict[Pattern, Hit | None] = {}
+        self._openings: list[int] | None = None
+
+    def next(self, at: int) -> tuple[_Field | None, Hit]:
+        """(the field that opens, or None for the outer field's close, its mark) from `at` on.
+
+        The earliest mark counts, of these the longest, of these an opening one.
+        """
+        end = len(self.text)
+        best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
+        for field, pattern in self._searches:
+            hit = self._hit(pattern, at)
+            if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
+                best = (field, hit)
+        return best
+
+    def close(self, field: _Field, at: int) -> Hit | None:
+        """The field's first closing mark from `at` on."""
+        return None if field.close is None else self._hit(field.close, at)
+
+    def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
+        """Positions where the next `count` calls open, from `at` on."""
+        if self._openings is None:
+            self._openings = field.open.starts(self.text) if field.open is not None else []
+        first = bisect_left(self._openings, at)
+        return self._openings[first : first + count]
+
+    def _hit(self, pattern: Pattern, at: int) -> Hit | None:
+        hit = self._hits.get(pattern)
+        if pattern not in self._hits or (hit is not None and hit.start < at):
+            self._hits[pattern] = hit = pattern.search(self.text, at)
+        return hit
+
+
+def _close(region: _Region, marks: _Marks) -> _Region:
+    """Return the region with its end.
+
+    A closing mark inside a string of a call's value is part of it; a call that is not closed ends
+    where the next one opens.
+    """
+    field = region.field
+    hit = None if field.close is None else marks.close(field, region.body)
+    region.closed = hit is not None or field.close is None
+    region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
+    region.captures = {**region.captures, **(hit.groups if hit else {})}
+    if field.name != CALLS:
+        return region
+    opening = marks.opening(field, region.body, count=MARKS_IN_STRINGS[-1] + 1)
+    limit = opening[-1] if len(opening) > MARKS_IN_STRINGS[-1] else len(marks.text)
+    cut = _read(region, marks) if region.stop <= limit else True
+    longer = region
+    for _ in range(MARKS_IN_STRINGS[-1]):
+        hit = field.close.search(marks.text, longer.end) if field.close else None
+        if not cut or not hit or not longer.closed or hit.start > limit or hit.end <= longer.end:
+            break
+        longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
+        cut = _read(longer, marks)
+    if longer.problem is None and not cut:
+        return longer
+    if opening and opening[0] < region.stop:
+        problem = "the call is not closed"
+        return replace(region, stop=opening[0], end=opening[0], closed=False, problem=problem)
+    return region
+
+
+def _read(region: _Region, marks: _Marks) -> bool:
+    """Fill in the value or problem of a call's region; return whether it ends inside a value."""
+    field, text = region.field, marks.text[region.body : region.stop]
+
+    def value(args: Mapping[str, Any]) -> Any:
+        read = CONTENT[field.content](text, args)
+        return reshaped(field.transform, read, region.captures, each=field.each)
+
+    try:
+        region.value = value(field.content_args)
+    except ContentError as error:
+        if marks.lenient and field.content == "json":
+            with suppress(ContentError):
+                region.value, region.loose = value({**field.content_args, LOOSE: True}), True
+                return False
+        region.problem = str(error)
+        return error.cut
+    return False
+
+
+def _text(text: str, regions: Sequence[_Region]) -> str:
+    if not regions:
+        return ""
+    bodies = [text[region.body : region.stop] for region in regions]
+    return regions[0].field.join.join(bodies).strip()
+
+
+def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> Found:
+    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
+
+    `inside`: arguments that are text are what stands inside an object's braces.
+    """
+    inner = value.get("function", value) if isinstance(value, dict) else value
+    if not isinstance(inner, dict):
+        return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
+    name, arguments = inner.get("name"), inner.get("arguments")
+    arguments = with_braces(arguments) if inside else arguments
+    known = schemas.get(name, {}) if isinstance(name, str) else {}
+    if isinstance(arguments, dict) and known:
+        arguments = {
+            key: typed(value, known.get(key)) if isinstance(value, str) else value
+            for key, value in arguments.items()
+        }
+    written = value.get("id") if isinstance(value, dict) else None
+    written = written if isinstance(written, str) else None
+    return Found(text=text, name=name, arguments=arguments, id=written)
+
+
+def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
+    """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
+    _only(template, _TEMPLATE_KEYS, "response_template")
+    if template.get("version", 1) != 1:
+        raise ValueError(f"version: {template['version']!r} is not known: it is 1")
+    described = template["fields"]
+    if not isinstance(described, Mapping) or not described:
+        raise ValueError("fields: must hold at least one field")
+    fields = tuple(_field(str(name), value) for name, value in described.items())
+    if sum(field.open is None for field in fields) > 1:
+        raise ValueError("fields: only one of them may have neither open nor open_pattern")
+    anchor = _anchor(template, "start_anchor", "response_template")
+    if anchor is None:
+        raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
+    return TemplateSpec(fields=fields, anchor=anchor, source=template)
+
+
+def _only(settings: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{scope}.{key} is not known: the keys are {', '.join(known)}")
+
+
+def _field(name: str, settings: Any) -> _Field:
+    scope = f"fields.{name}"
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{scope}: must be a mapping, not {settings!r}")
+    _only(settings, _FIELD_KEYS, scope)
+    content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
+    check_content(content, arguments, settings.get("transform"), scope)
+    opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
+    # The marks may have taken the braces of what stands between them.
+    taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
+    return _Field(
+        name=name,
+        open=opening,
+        close=closing,
+        content=content,
+        content_args={**arguments, INSIDE: True} if taken and content == "json" else arguments,
+        transform=settings.get("transform"),
+        each=bool(settings.get("transform_each")),
+        join=str(settings.get("join") or ""),
+    )
+
+
+def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
+    """The pattern of a mark that is given as text, as a list of texts, or as a pattern."""
+    texts, source = settings.get(key), settings.get(f"{key}_pattern")
+    if texts is not None and source is not None:
+        raise ValueError(f"{scope}: {key} and {key}_pattern exclude each other")
+    if source is not None:
+        return Pattern(source, f"{scope}.{key}_pattern")
+    if texts is None:
+        return None
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts) or not texts:
+        raise ValueError(f"{scope}.{key}: must be a text or a list of texts, none of them empty")
+    escaped = (
+        "".join(c if c.isalnum() or c.isspace() else f"\\{c}" for c in text)
+        for text in sorted(texts, key=len, reverse=True)
+    )
+    return Pattern("|".join(escaped), f"{scope}.{key}", text=texts[0] if len(texts) == 1 else None)

@@ -1,0 +1,411 @@
+"""Values in the near-JSON that some families write: Gemma's strings, Python's literals.
+
+JSON as a model may write it: strict, of bounded depth, with a reason where it is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+MAX_DEPTH = 64
+"""Nesting of a call's arguments."""
+UNTERMINATED = "Unterminated string"
+_BLANK = re.compile(r"[ \t\r\n]*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+def skip_blank(text: str, start: int = 0) -> int:
+    """Position of the first character that is not JSON's white space."""
+    if text[start : start + 1] not in " \t\r\n":
+        return start
+    blank = _BLANK.match(text, start)
+    return blank.end() if blank else start
+
+
+class Json(NamedTuple):
+    """A value read from a text, or why there is none."""
+
+    value: Any = None
+    end: int = 0
+    """Position after the value; 0 beside a problem."""
+    problem: str | None = None
+    cut: bool = False
+    """The problem is that the text ends inside the value."""
+
+
+def read_json(text: str, start: int = 0) -> Json:
+    """The JSON value at `start`.
+
+    Strict JSON: what other parsers would guess differently at is a problem (keys without quotes,
+    Python's literals, trailing commas, a key given twice, NaN).
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, skip_blank(text, start))
+    except json.JSONDecodeError as error:
+        # Python's message names the string's start, which the position already does.
+        problem = error.msg.replace(" starting at", "")
+        for python, write in _PYTHON.items():
+            if text.startswith(python, error.pos):
+                problem += f" (write {write}, not {python})"
+        line = text.count("\n", start, error.pos) + 1
+        column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
+        began = skip_blank(text, start) < error.pos
+        cut = UNTERMINATED in error.msg or (began and skip_blank(text, error.pos) == len(text))
+        return Json(problem=f"invalid JSON at line {line} column {column}: {problem}", cut=cut)
+    except RecursionError:
+        return Json(problem="invalid JSON: nested too deeply")
+    except ValueError as error:
+        return Json(problem=f"invalid JSON: {error}")
+    return Json(value, end)
+
+
+class Item(NamedTuple):
+    """One item of an array that may be wrong elsewhere."""
+
+    text: str
+    value: Any = None
+    problem: str | None = None
+    name: str = ""
+    """The name in the head of an item that cannot be read."""
+
+
+Read = Callable[[str, int], Json]
+
+
+def read_items(
+    text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
+) -> tuple[list[Item], int]:
+    """(items, end) of the array of objects that is open at `start`, behind its bracket.
+
+    An item that cannot be read is one with a problem: the next begins at a comma and an object with
+    `key` first. The end is the text's where the array is not closed. The rest after `limit` items
+    is one item.
+    """
+    items: list[Item] = []
+    at = skip_blank(text, start)
+    following = re.compile(rf",\s*+(?=\{{\s*+{re.escape(json.dumps(key))}\s*+:)")
+    while not text.startswith("]", at):
+        if limit is not None and len(items) >= limit:
+            return [*items, Item(text[at:], problem="there are too many items")], len(text)
+        value, end, problem, cut = read(text, at)
+        if problem is not None:
+            resume = None if cut else following.search(text, at)
+            end = resume.start() if resume else len(text)
+            items.append(Item(text[at:end], problem=problem, name=written_name(text[at:end], key)))
+        else:
+            items.append(Item(text[at:end], value))
+        at = skip_blank(text, end)
+        if problem is not None and at == len(text):
+            return items, at
+        if text.startswith(",", at):
+            at = skip_blank(text, at + 1)
+        elif not text.startswith("]", at):
+            return [*items, Item(text[at:], problem="the array of calls is not closed")], len(text)
+    return items, at + 1
+
+
+_OTHER = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+MAX_NAME = 128
+
+
+def written_name(text: str, key: str = "name") -> str:
+    """The name in the head of a call that is no JSON, or empty: what a text begins with.
+
+    Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
+    """
+    start = text.find("{")
+    if start < 0:
+        return ""
+    name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
+    head = re.compile(rf"""\{{\s*+(?:{_OTHER})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
+    match = head.match(text, start)
+    return match["name"] if match else ""
+
+
+def _reject(literal: str) -> float:
+    raise ValueError(f"{literal} is not a JSON number")
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    return number if math.isfinite(number) else _reject(literal)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of the pairs. Raises ValueError for a key given twice: which one was meant?"""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {excerpt(key)} is given twice")
+            seen.add(key)
+    return mapping
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite, object_pairs_hook=unique)
+
+
+def portable(value: Any, text: str) -> bool:
+    """Check that other code can write the value: no lone surrogates, no extreme nesting.
+
+    Both come from text that is valid JSON (``"\\ud800"``, a thousand brackets) and would raise far
+    from here, in a template or a rollouts file.
+    """
+    if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
+        return False
+    if "\\" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return False
+    return True
+
+
+def _shallow(value: Any, depth: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_shallow(item, depth - 1) for item in items)
+
+
+def kind(value: Any) -> str:
+    """Name the kind of a JSON value, in words."""
+    kinds = {bool: "a boolean", dict: "an object", list: "an array", str: "a string"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def excerpt(text: str) -> str:
+    """The text's head in quotes, for a problem's text."""
+    text = text.strip()
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_PYTHON_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])", re.ASCII)
+_WORD = re.compile(r"[^\W\d][\w-]*")
+_KEY_AHEAD = re.compile(r"""(?:"[^"\\]*+"|'[^'\\]*+'|[^\W\d][\w-]*+)\s*+:""")
+_ESCAPE = re.compile(
+    r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
+)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\/'\"`"}
+
+
+class LiteralError(ValueError):
+    """A problem of a value; never leaves this folder."""
+
+    def __init__(self, problem: str, *, cut: bool = False) -> None:
+        super().__init__(problem)
+        self.cut = cut
+        """The text ends inside the value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How values are written where JSON's own rules do not hold."""
+
+    raw_quotes: Sequence[tuple[str, str]] = ()
+    """Openings and closings of strings without escapes, beside double quotes."""
+    single_quotes: bool = False
+    bare_keys: bool = False
+    """Keys may stand without quotes."""
+    trailing_commas: bool = False
+    unbraced: bool = False
+    """A mapping inside another may lack its opening brace, and its closing one."""
+    words: Mapping[str, Any]
+
+
+GEMMA = Dialect(
+    raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words={**_JSON_WORDS, "None": None}
+)
+"""``{city:<|"|>Oslo<|"|>,days:2}``; early templates write None for null"""
+PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
+"""``{'city': "Oslo", "exact": True}``, mixed with JSON, as templates write it"""
+LENIENT = Dialect(
+    single_quotes=True, bare_keys=True, trailing_commas=True, unbraced=True, words=_PYTHON_WORDS
+)
+"""JSON with what models often get wrong in it: ``{name: 'f', "arguments": {"x": True,}}``, and
+``{"name": "f", "arguments": "x": 1, "y": 2}``"""
+
+
+def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
+    """(value, its end) of the value at `start`, in linear time. Raises LiteralError."""
+    start = skip_blank(text, start)
+    if text[start : start + 1] in ("[", "{"):
+        # What is JSON means the same in every dialect, and is read much faster as such.
+        value, end, problem, _ = read_json(text, start)
+        if (
+            problem is None
+            and text.count("[", start, end) + text.count("{", start, end) < MAX_DEPTH
+        ):
+            return value, end
+    return _Reader(text, dialect).value(start, MAX_DEPTH)
+
+
+def read_literal(text: str, start: int, dialect: Dialect) -> Json:
+    """The same, with the problem in words."""
+    try:
+        value, end = take_literal(text, start, dialect)
+    except LiteralError as error:
+        return Json(problem=f"invalid arguments: {error}", cut=error.cut)
+    return Json(value, end)
+
+
+def read_loose(text: str) -> Json:
+    """Read all of a text as LENIENT; the braces around an object may be missing.
+
+    Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
+    """
+    text = text.strip()
+    tries = [f"{{{text}}}", f"{{{text}"] if _KEY_AHEAD.match(text) else [text]
+    for tried in tries:
+        value, end, problem, cut = read_literal(tried, 0, LENIENT)
+        if problem is None and tried[end:].strip():
+            problem = f"text after the arguments: {excerpt(tried[end:])}"
+        if problem is None:
+            return Json(value, len(text))
+    return Json(problem=problem, cut=cut)
+
+
+def unbraced(text: str, at: int) -> bool:
+    """Check that a key stands where a value should: an object's inside without its braces."""
+    return _KEY_AHEAD.match(text, skip_blank(text, at)) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    text: str
+    dialect: Dialect
+
+    def value(self, at: int, depth: int) -> tuple[Any, int]:
+        if depth == 0:
+            raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
+        first = self.text[at : at + 1]
+        if first in _DIGITS and first:
+            return self._scalar(at)
+        if first == "{":
+            return self._mapping(at + 1, depth)
+        if first != "[":
+            return self._string(at) or self._scalar(at)
+        items: list[Any] = []
+        at, comma = skip_blank(self.text, at + 1), False
+        while self.text[at : at + 1] != "]" or self._lacks_value(at, comma):
+            item, at = self.value(at, depth - 1)
+            items.append(item)
+            at, comma = self._after_item(at, "]", len(items))
+        return items, at + 1
+
+    def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        pairs: list[tuple[str, Any]] = []
+        at, comma = skip_blank(self.text, at), False
+        while self.text[at : at + 1] != "}" or self._lacks_value(at, comma):
+            if (string := self._string(at)) is not None:
+                key, at = string
+            else:
+                word = _WORD.match(self.text, at) if self.dialect.bare_keys else None
+                if word is None:
+                    self._expected("a key in quotes", at)
+                key, at = word.group(), word.end()
+            at = skip_blank(self.text, at)
+            if self.text[at : at + 1] != ":":
+                self._expected("':'", at)
+            at = skip_blank(self.text, at + 1)
+            if self.dialect.unbraced and _KEY_AHEAD.match(self.text, at):
+                if depth == 1:
+                    raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
+                value, end = self._mapping(at, depth - 1)
+                pairs.append((key, value))
+                # One brace closes both mappings, or each has its own.
+                at = skip_blank(self.text, end)
+                at = at if self.text[at : at + 1] == "}" else end - 1
+                break
+            value, at = self.value(at, depth - 1)
+            pairs.append((key, value))
+            at, comma = self._after_item(at, "}", len(pairs))
+        try:
+            return unique(pairs), at + 1
+        except ValueError as error:
+            raise LiteralError(str(error)) from None
+
+    def _after_item(self, at: int, bracket: str, count: int) -> tuple[int, bool]:
+        """(where the next item or the closing bracket stands, whether a comma came before)."""
+        if count > MAX_ITEMS:
+            raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
+        at = skip_blank(self.text, at)
+        if self.text[at : at + 1] == ",":
+            return skip_blank(self.text, at + 1), True
+        if self.text[at : at + 1] != bracket:
+            self._expected(f"',' or '{bracket}'", at)
+        return at, False
+
+    def _lacks_value(self, at: int, comma: bool) -> bool:
+        """Raise where a container ends behind a comma that asks for another value; else False."""
+        if comma and not self.dialect.trailing_commas:
+            self._expected("a value", at)
+        return False
+
+    def _string(self, at: int) -> tuple[str, int] | None:
+        for opening, closing in self.dialect.raw_quotes:
+            if self.text.startswith(opening, at):
+                start = at + len(opening)
+                end = self.text.find(closing, start)
+                if end < 0:
+                    raise LiteralError("a string is not closed", cut=True)
+                return self.text[start:end], end + len(closing)
+        quote = self.text[at : at + 1]
+        if quote != '"' and (quote != "'" or not self.dialect.single_quotes):
+            return None
+        string = _QUOTED[quote].match(self.text, at)
+        if string is None:
+            raise LiteralError("a string is not closed", cut=True)
+        text = string.group()[1:-1]
+        if "\\" in text:
+            text = _ESCAPE.sub(
+                lambda escape: (
+                    chr(int(escape[1][1:], 16))
+                    if len(escape[1]) > 1
+                    else _ESCAPED.get(escape[1], escape[0])
+                ),
+                text,
+            )
+            with suppress(UnicodeDecodeError):
+                # Two escaped halves of one character become that character.
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+        return text, string.end()
+
+    def _scalar(self, at: int) -> tuple[Any, int]:
+        if (number := _NUMBER.match(self.text, at)) is not None:
+            literal = number.group()
+            if len(literal) < SHORT and literal.isdigit():
+                return int(literal), number.end()
+            try:
+                value = json.loads(literal)
+            except ValueError as error:  # over the limit of digits that Python converts
+                raise LiteralError(str(error)) from None
+            if value in (float("inf"), float("-inf")):
+                raise LiteralError(f"{literal} is not a finite number")
+            return value, number.end()
+        word = _WORD.match(self.text, at)
+        if word is None or word.group() not in self.dialect.words:
+            self._expected("a value", at)
+        return self.dialect.words[word.group()], word.end()
+
+    def _expected(self, what: str, at: int) -> NoReturn:
+        cut = at >= len(self.text)
+        actual = "the end" if cut else excerpt(self.text[at : at + 60])
+        raise LiteralError(f"expected {what}, found {actual}", cut=cut)
+
+
+MAX_ITEMS = 65_536
+"""Items of a list or mapping that is no JSON; what is JSON has no such limit."""
+SHORT = 16
+"""Digits of a number that needs no further check."""
+_DIGITS = "0123456789-"
+_QUOTED = {
+    quote: re.compile(rf"{quote}(?:[^{quote}\\]++|\\.)*+{quote}", re.DOTALL) for quote in "\"'"
+}

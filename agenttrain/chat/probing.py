@@ -1,0 +1,181 @@
+"""How a chat template behaves, found out by rendering: what it reads, refuses and leaves out.
+
+The text that a chat template makes of messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from agenttrain.chat.encoding import CLOSE, OPEN, ChatError
+from agenttrain.types import Message
+
+USER: Message = {"role": "user", "content": "u"}
+"""The first message of conversations that are rendered to learn how a template behaves."""
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+"""Errors of a template, in words or by what it computes, for messages that it cannot render."""
+
+
+def render(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Message],
+    schemas: Sequence[dict] = (),
+    *,
+    generation_prompt: bool = False,
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Render messages with `template`; `kwargs` are the template's own variables.
+
+    Raises ChatError when the template refuses the messages, or is no template.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(schemas) or None,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **kwargs,
+        )
+    except TemplateSyntaxError as error:
+        raise ChatError(f"{syntax_problem(error)}; correct it, or set chat_template") from error
+    except REFUSALS as error:
+        roles = [message.get("role") for message in messages]
+        raise ChatError(
+            f"the chat template refuses messages of the roles {roles}: {error}; change the "
+            "messages or set chat_template"
+        ) from error
+
+
+def syntax_problem(error: TemplateSyntaxError) -> str:
+    """A syntax error in words. Example: ``the chat template has a syntax error in line 3: …``"""
+    message = (error.message or "").rstrip(".")
+    return f"the chat template has a syntax error in line {error.lineno}: {message}"
+
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Marked messages, and whether to add the generation prompt -> marked text."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which templates look for an assistant's reasoning; ours is the first."""
+PROBE = "\ufdd5"
+"""A text of ours that no template holds."""
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+"""The only form of ids that Mistral's templates take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """Behaviour of a template, as rendering probes shows it."""
+
+    renders_calls: bool
+    """The assistant's tool calls appear at all."""
+    one_call_per_turn: bool
+    """A turn of two calls is refused, or loses one."""
+    reasoning_key: str | None
+    """Key of a message under which the template looks for reasoning; None: it shows none."""
+    short_ids: bool
+    """Ids must have nine letters and digits."""
+    shows_ids: bool
+    """The ids of calls appear."""
+
+
+def behaviour(render: Render) -> Behaviour:
+    """Find out how a template behaves."""
+    calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
+    short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
+    if calls and not _answers(render, "call_0_0"):
+        short = _answers(render, "abcdefgh1")
+    ids = ("abcdefgh1", "abcdefgh2") if short else ("call_0_0", "call_0_1")
+    pair = _assistant(("one", ids[0]), ("two", ids[1]))
+    both = _shows(render, [pair], "one") and _shows(render, [pair], "two")
+    # Some templates show reasoning only beside calls.
+    turns = ({"role": "assistant", "content": "c"}, _assistant(("one", "abcdefgh1")))
+    reasoning_keys = (
+        key
+        for key in REASONING_KEYS
+        for turn in turns
+        if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
+    )
+    return Behaviour(
+        renders_calls=calls or short,
+        one_call_per_turn=(calls or short) and not both,
+        reasoning_key=next(reasoning_keys, None),
+        short_ids=short,
+        shows_ids=_answers(render, ids[0], shown=ids[0]),
+    )
+
+
+def _assistant(*calls: tuple[str, str]) -> Message:
+    """Return an assistant's message that calls tools, given as (name, id)."""
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": f"{PROBE}{name}", "arguments": {"a": f"{PROBE}{name}"}},
+            }
+            for name, call_id in calls
+        ],
+    }
+
+
+def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
+    try:
+        return render([USER, *messages], False).count(f"{PROBE}{text}") >= 2
+    except ChatError:
+        return False
+
+
+def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
+    """Check that a reply to a call of this id is rendered, and the text `shown` with it."""
+    reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
+    try:
+        return shown in render([USER, _assistant(("one", call_id)), reply], True)
+    except ChatError:
+        return False
+
+
+def short_id(call_id: str) -> str:
+    """An id of nine letters and digits, always the same for the same id.
+
+    Example: ``short_id("call_0_0") == "…"``; an id of that form stays as it is.
+    """
+    plain = call_id.replace(OPEN, "").replace(CLOSE, "")
+    if SHORT_ID.fullmatch(plain):
+        return plain
+    return sha256(plain.encode()).hexdigest()[:9]
+
+
+def adapted(message: Message, behaviour: Behaviour) -> Message:
+    """Return a message as the template reads it: reasoning under its key too, ids in its form."""
+    changes: Message = {}
+    key = behaviour.reasoning_key
+    if key is not None and key not in message and REASONING_KEYS[0] in message:
+        changes[key] = message[REASONING_KEYS[0]]
+    if behaviour.short_ids and message.get("tool_call_id"):
+        changes["tool_call_id"] = short_id(message["tool_call_id"])
+    if behaviour.short_ids and message.get("tool_calls"):
+        changes["tool_calls"] = [
+            {**call, "id": short_id(call["id"])} if call.get("id") else call
+            for call in message["tool_calls"]
+        ]
+    return {**message, **changes} if changes else message

@@ -1,0 +1,150 @@
+"""`agenttrain data`: the rows of a run as the model will see them, without loading weights."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, NoReturn
+
+from agenttrain.data.build import Splits, column_names
+from agenttrain.data.tasks import LOOKED_AT, TaskSource
+from agenttrain.rollout.episode import begin, end
+from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
+from agenttrain.utils.seeds import derive_seed
+
+MEASURED = 500
+"""Prompts whose tokens are counted, from the first row on."""
+SHOWN = 2
+"""Prompts that are printed when nobody says how many."""
+PERCENTILES = (50, 90, 99)
+TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the command beside the overrides."""
+
+    rows: int
+    """Prompts to print."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Take ``--rows N`` out of the arguments."""
+    parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
+    parser.add_argument("--rows", type=int, default=SHOWN)
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed, overrides = parser.parse_known_args(list(arguments))
+    if parsed.rows < 0:
+        _refuse("")
+    return Options(rows=parsed.rows), overrides
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
+
+
+def show(config: RunConfig, options: Options) -> int:
+    """Print the rows. Exit code 1 when the run would refuse them; raises ConfigError.
+
+    A run refuses a template without its certificate and a reward without its columns.
+    """
+    try:
+        components = Components(config)
+        certificate, tasks = components.certificate, components.tasks
+        rewards = components.rubric.columns
+        for line in _summary(components, context_of(config)):
+            print(line)
+        reward_lines = list(_rewards(rewards, tasks))
+        print("\n".join(reward_lines))
+        shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
+        for task in asyncio.run(_begun(shown, components)):
+            ids = components.prompt_ids(task)
+            later = "".join(f"\n(later) {text}" for text in task.user_turns)
+            rule = f"── task {task.task_id}, {len(ids)} tokens "
+            line = "─" * max(100 - len(rule), 2)
+            print(f"\n{rule}{line}\n{components.chat.decode(ids)}{later}")
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if not certificate.passed:
+        print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
+    refused = any(line.endswith("MISSING") for line in reward_lines)
+    return int(refused or not certificate.passed)
+
+
+async def _begun(tasks: Sequence[Task], components: Components) -> list[Task]:
+    """Return the tasks with the prompts that their rollouts begin with: an environment's reset may
+    give a part of them, or all.
+
+    Raises ToolUnavailable where it fails, or where nobody asks anything.
+    """
+    begun, seed = [], components.config.seed
+    try:
+        for task in tasks:
+            rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
+            seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
+            episode = await begin(rollout, components.environments, **seeds)
+            begun.append(rollout.task)
+            await end(rollout, episode)
+    finally:
+        await components.aclose()
+    return begun
+
+
+def _summary(components: Components, context: int | None) -> Iterator[str]:
+    config, tasks = components.config, components.tasks
+    yield from tasks.notes
+    for key, source in tasks.by_key.items():
+        endless = len(source) == sys.maxsize
+        section = config.data.test if key == "data.test" else config.data.train
+        target = section.get("_target_", "held out of data.train")
+        yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
+        first = source.tasks(0, min(len(source), LOOKED_AT))
+        columns = []
+        for name in column_names(source):
+            values = [task.columns[name] for task in first if name in task.columns]
+            kinds = sorted({TYPES.get(type(value), "list") for value in values})
+            gaps = "" if len(values) == len(first) else f" in {len(values)} of {len(first)}"
+            columns.append(f"{name} ({' or '.join(kinds)}{gaps})")
+        yield f"  columns  {', '.join(columns or ['none beside the messages'])}"
+        yield from _lengths(source, components, context)
+
+
+def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:
+    first = source.tasks(0, min(len(source), MEASURED))
+    lengths = sorted(len(components.prompt_ids(task)) for task in first if task.messages)
+    if not lengths:
+        yield "  prompts are given by the environment's reset"
+        return
+    resets = any(kind.resets for kind in components.environments.kinds.values())
+    ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
+    spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
+    of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
+    of += ", without what the environment's reset adds" if resets else ""
+    yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{of}"
+    if context is None:
+        return
+    overlong = sum(length >= context for length in lengths)
+    room = components.config.rollout.max_turn_tokens
+    tight = sum(length < context < length + room for length in lengths)
+    if overlong:
+        yield f"  overlong  {overlong} of {len(first):,} fill the context of {context} and are left"
+        yield "            out; shorten them, or raise engine.max_context"
+    if tight:
+        yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
+
+
+def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:
+    known: dict[str, Any] = {key: column_names(source) for key, source in tasks.by_key.items()}
+    for reward, names in rewards.items():
+        if not names:
+            yield f"reward.{reward}  needs no column"
+        for name in names:
+            absent = [key for key, columns in known.items() if name not in columns]
+            where = f"in {' and '.join(absent)}: MISSING" if absent else "found"
+            yield f"reward.{reward}  column {name} {where}"

@@ -1,0 +1,257 @@
+"""`agenttrain plan`: will the run fit, and if not, which setting makes it fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agenttrain.commands.plan.estimate import GIB, Estimate, Machine, Part, When
+from agenttrain.commands.plan.remedies import Planner, Remedy
+from agenttrain.launch.config import DistributedName
+from agenttrain.settings.optimizer_checks import float32_on_gpu
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import ConfigError
+
+PROMPT = 1024
+"""Tokens of a prompt when nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the command beside the overrides."""
+
+    machine: Machine
+    devices: int | None
+    """GPUs, if it was said."""
+    prompt_tokens: int
+    as_json: bool
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Take the options out of the arguments; raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="agenttrain plan", allow_abbrev=False, add_help=False)
+    parser.add_argument("--gpu-memory-gb", type=float)
+    parser.add_argument("--host-memory-gb", type=float)
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", action="store_true")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(
+            f"plan: {message}; its options are --gpu-memory-gb 80, --host-memory-gb 512, "
+            "--devices 8, --prompt-tokens 1024, --cpu, --json"
+        )
+
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed, overrides = parser.parse_known_args(list(arguments))
+    for name, value in (
+        ("--devices", parsed.devices),
+        ("--prompt-tokens", parsed.prompt_tokens),
+        ("--gpu-memory-gb", parsed.gpu_memory_gb),
+        ("--host-memory-gb", parsed.host_memory_gb),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} {value:g}: must be more than 0")
+    if parsed.cpu and parsed.gpu_memory_gb is not None:
+        raise ConfigError(
+            "--gpu-memory-gb: has no effect with --cpu; say --host-memory-gb, or leave it out for "
+            "this machine's"
+        )
+    gpus = []  # bytes of each of this machine's
+    if not parsed.cpu:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
+    given = None if parsed.gpu_memory_gb is None else int(parsed.gpu_memory_gb * GIB)
+    host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
+    devices = parsed.devices or len(gpus) or 1
+    if parsed.cpu:
+        machine = Machine(devices=devices, memory=host or _memory_here(), kind="cpu")
+    else:
+        if host is None and gpus and given is None:  # a GPU that is only named stands elsewhere
+            host = _memory_here()
+        memory = min(gpus, default=None) if given is None else given
+        machine = Machine(devices=devices, memory=memory, host=host)
+    return Options(
+        machine=machine,
+        devices=parsed.devices,
+        prompt_tokens=parsed.prompt_tokens,
+        as_json=parsed.json,
+    ), overrides
+
+
+def _memory_here() -> int:
+    """Return the bytes of this machine's memory, or of its container's share."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def show(config: RunConfig, options: Options) -> int:
+    """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
+    section, asked = config.distributed, options.devices
+    if section.name is DistributedName.single and (asked or 1) > 1:
+        raise ConfigError(
+            f"--devices {asked}: distributed=single is one process; add distributed=ddp or "
+            "distributed=fsdp2"
+        )
+    count = None if section.processes is None else section.processes * section.nodes
+    if asked is not None and count not in (None, asked):
+        raise ConfigError(
+            f"--devices {asked}: distributed.processes={section.processes} and "
+            f"distributed.nodes={section.nodes} are {count} of them; leave one out"
+        )
+    planner = Planner(config, options.machine, options.prompt_tokens)
+    made = planner.estimate()
+    fits = None if options.machine.memory is None else True
+    if made.excess:
+        fits = False
+    remedies = planner.remedies() if fits is False else []
+    if options.as_json:
+        print(json.dumps(_json(made, fits, remedies), indent=2))
+    else:
+        print("\n".join(_lines(config, planner, made, remedies)))
+    return 1 if fits is False else 0
+
+
+def _json(made: Estimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    room = made.room
+    return {
+        "devices": made.load.devices,
+        "gpu_bytes": made.machine.memory,
+        "host_bytes": made.machine.host,
+        "parts": [asdict(part) for part in made.parts],
+        "rollouts_bytes": made.at(When.rollouts),
+        "update_bytes": made.at(When.update),
+        "peak_bytes": made.peak,
+        "moments": {when: {"gpu": made.at(when), "host_node": made.host(when)} for when in When},
+        "engine": None if room is None else {**asdict(room), "missing": room.missing},
+        "fits": fits,
+        "remedies": [
+            {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
+        ],
+        "tokens": {
+            "prompt": made.load.prompt,
+            "rollout": made.load.context,
+            "microbatch": made.load.packed,
+            "rollouts_in_flight": made.load.rows,
+        },
+        "arithmetic": asdict(made.load.arithmetic),
+    }
+
+
+def _lines(
+    config: RunConfig, planner: Planner, made: Estimate, remedies: Sequence[Remedy]
+) -> Iterator[str]:
+    machine, load = made.machine, made.load
+    sizes = planner.sizes(config.model)
+    kind = type(sizes.model).__name__
+    on_cpu, host = machine.kind == "cpu", machine.host
+    device = "process on a CPU" if on_cpu else "GPU"
+    size = ""
+    if machine.memory is not None:
+        memory = f"{machine.memory / GIB:.1f} GiB"
+        size = f", the machine has {memory}" if on_cpu else f", {memory} each"
+    beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
+    yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
+    yield (
+        f"machine     {load.devices} x {device}{size}{beside}, "
+        f"distributed={config.distributed.name}"
+    )
+    yield (
+        f"a rollout   {load.prompt:,} tokens of prompt (--prompt-tokens), at most {load.context:,} "
+        "in all"
+    )
+    yield from load.arithmetic.lines()
+    yield ""
+    yield f"{'per process' if on_cpu else 'per GPU':<18}{'GiB':>8}"
+    for part in made.parts:
+        if not part.on_host:
+            yield _row(part)
+    if not on_cpu:
+        yield f"{'in host memory':<18}{'GiB':>8}  of a process"
+        for part in made.parts:
+            if part.on_host:
+                yield _row(part)
+    each, node = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
+    yield f"{'moment':<18}{each:>8}  {node:>14}"
+    for when, name in MOMENTS.items():
+        yield f"{name:<18}{made.at(when) / GIB:8.2f}  {made.host(when) / GIB:14.2f}"
+    yield from _verdict(made, remedies)
+    if not on_cpu and (note := float32_on_gpu(config)):
+        yield note
+
+
+MOMENTS = {
+    When.start: "at the start",
+    When.rollouts: "while sampling",
+    When.update: "while updating",
+    When.sync: "while syncing",
+    When.checkpoint: "at a checkpoint",
+}
+
+
+def _row(part: Part) -> str:
+    missing, notes = [when for when in When if when not in part.when], []
+    if len(part.when) <= len(missing):
+        notes = [f"{', '.join(part.when)} only"]
+    elif missing:
+        notes = [f"not: {', '.join(missing)}"]
+    notes += ["one process of a node"] * part.once
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
+
+
+def _verdict(made: Estimate, remedies: Sequence[Remedy]) -> Iterator[str]:
+    yield ""
+    machine, room = made.machine, made.room
+    on_cpu, limit = machine.kind == "cpu", machine.memory
+    if made.excess:
+        if room is not None and room.missing:
+            yield (
+                f"DOES NOT START: vLLM wants room for one sequence of {room.tokens:,} tokens "
+                f"(engine.max_context), {room.needs / GIB:.2f} GiB of keys and values, and has "
+                f"{room.has / GIB:.2f} GiB"
+            )
+        if made.over:
+            assert limit is not None
+            most = made.largest_on_host if on_cpu else made.largest
+            taken = made.host(most) if on_cpu else made.peak
+            yield (
+                f"DOES NOT FIT: {taken / GIB:.2f} GiB of {limit / GIB:.2f}, the most "
+                f"{MOMENTS[most]}"
+            )
+        if made.over_on_host:
+            assert machine.host is not None
+            most = made.largest_on_host
+            yield (
+                f"DOES NOT FIT: {made.host(most) / GIB:.2f} GiB of a node's own "
+                f"{machine.host / GIB:.2f}, the most {MOMENTS[most]}"
+            )
+        if not remedies[0].fits:
+            yield "nothing known here makes it fit; the smallest that was found is"
+        elif len(remedies) > 1:
+            yield "each of these makes it fit:"
+        else:
+            yield "this makes it fit:"
+        width = max(len(remedy.overrides) for remedy in remedies)
+        for remedy in remedies:
+            yield f"  {remedy.overrides:<{width}}  {remedy.peak / GIB:.2f} GiB"
+    elif limit is None:
+        yield "whether it fits: say how large a GPU is, --gpu-memory-gb 80"
+    else:
+        spare = limit - (made.host(made.largest_on_host) if on_cpu else made.peak)
+        yield f"fits: {spare / GIB:.2f} GiB to spare"
+        if not on_cpu and machine.host is None:
+            yield "of the host's memory nothing is known: say it, --host-memory-gb 512"

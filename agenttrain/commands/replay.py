@@ -1,0 +1,471 @@
+"""`agenttrain replay <run>`: the loop once more over what the model and the tools had said.
+
+The same prompt, parser, limits and template glue must give the same ids, mask, messages and stop
+reason; where they do not, a template, a tool's schema or the loop has changed since.
+
+`RecordedToolbox`: answers calls with what tools answered once, and runs none.
+
+`RecordedKind`: an environment that says again what it said once, and keeps no world.
+
+A recorded rollout's tools and environment, as the loop wants them.
+
+`RecordedEngine`: says again what was sampled once, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
+from agenttrain.environments.environments import Environments
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.tracking.rollouts import prompt_messages, tool_results
+from agenttrain.types import (
+    Completion,
+    Message,
+    Rollout,
+    Sampling,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolUnavailable,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from agenttrain.commands.recorded import EVALUATED, recorded_tasks, step_records
+from agenttrain.evaluation import limits_of, restricted
+from agenttrain.rollout.config import OnToolFailure
+from agenttrain.rollout.declared import read_declared
+from agenttrain.rollout.demonstration import BadDemonstration
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.rollouts import completions, rollout_record
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.types import ConfigError, Origin
+from agenttrain.utils.json_lines import dumps
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.seeds import seeds_of
+
+
+class RecordedToolbox(Toolbox):
+    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
+
+    def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
+        """`results` are found by the ids of their calls, which turns may repeat."""
+        named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
+        super().__init__(
+            {name: toolbox.tool(name) for name, toolbox in named},
+            limits={name: toolbox.limits(name) for name, toolbox in named},
+            stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
+        )
+        self._results: dict[str, list[ToolResult]] = {}
+        for result in results:
+            self._results.setdefault(result.call.id, []).append(result)
+
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        context_of: Callable[[ToolCall], ToolContext],
+        *,
+        allowed: Sequence[str] | None = None,
+    ) -> list[ToolResult]:
+        """The recorded results; raises ToolUnavailable for a call that has none."""
+        for call in calls:
+            if not self._results.get(call.id):
+                raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
+        return [replace(self._results[call.id].pop(0), call=call) for call in calls]
+
+    async def release(self, rollout_id: str) -> None:
+        """Do nothing: no tool was used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Recorded answers of the environment of one rollout."""
+
+    messages: tuple[Message, ...]
+    """Messages of its reset."""
+    user: Sequence[str]
+    """Messages of its `user`, in order."""
+    reward: float | None
+    over: Callable[[], bool]
+    """Returns True once the episode is over."""
+
+
+class RecordedKind(EnvironmentKind):
+    """A declared environment, of which nothing is run; for one rollout."""
+
+    def __init__(self, kind: EnvironmentKind, said: Said) -> None:
+        super().__init__(kind.name, kind.cls, bound=kind.bound, settings=kind.settings)
+        self._said = said
+
+    async def start(self, start: Start) -> Episode:
+        """Return the recorded episode."""
+        return RecordedEpisode(self, self._said, start.rollout_id)
+
+
+class RecordedEpisode(Episode):
+    """An episode without an instance; its methods' replies are a recorded toolbox's."""
+
+    def __init__(self, kind: RecordedKind, said: Said, rollout_id: str) -> None:
+        super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
+        self.messages = said.messages
+        self._said = said
+        self._user: Iterator[str] = iter(said.user)
+
+    @property
+    def done(self) -> bool:
+        """True once the environment had declared the episode over."""
+        return self._said.over()
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        """Ignore the value: the record alone says so."""
+
+    async def user(self, message: Message) -> str | None:
+        """Return the user's next recorded message; None after the last."""
+        return next(self._user, None)
+
+    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
+        """Return the recorded reward."""
+        return read(self._said.reward)
+
+    async def finish(self, *, again: bool = True) -> None:
+        """Do nothing: nothing was begun."""
+
+
+RolloutRecord = Mapping[str, Any]
+
+
+class RecordedEnvironments(Environments):
+    """The environment of one rollout; its methods are tools of the recorded toolbox."""
+
+    def __init__(self, kind: RecordedKind) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def kind_of(self, task: Task) -> EnvironmentKind:
+        """The one there is."""
+        return self._kind
+
+
+def recorded_tools(
+    record: RolloutRecord,
+    task: Task,
+    toolbox: Toolbox,
+    environments: Environments,
+    *,
+    over: Callable[[], bool],
+) -> tuple[Toolbox, Environments]:
+    """What answers the calls of a record's rollout, and says what its environment said.
+
+    `over` tells whether the rollout is in its last turn.
+    """
+    kind = environments.kind_of(task)
+    boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
+    tools = RecordedToolbox(boxes, tool_results(record))
+    if kind is None:
+        return tools, Environments()
+    return tools, RecordedEnvironments(RecordedKind(kind, _said(record, task, over)))
+
+
+def _said(record: RolloutRecord, task: Task, over: Callable[[], bool]) -> Said:
+    main = record["trajectories"][0]
+    before = prompt_messages(main)
+    asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
+    ended = record["stop_reason"] == StopReason.environment_done
+    return Said(
+        messages=tuple(before[len(task.messages) :]),
+        user=asked[len(task.user_turns) :],
+        reward=record.get("environment_reward"),
+        over=lambda: ended and over(),
+    )
+
+
+class RecordedEngine:
+    """Answers turn n of its one rollout with the n-th completion: ids, logprobs, versions, finish.
+
+    What it is asked to continue is not looked at: the caller compares the ledgers afterwards.
+    """
+
+    def __init__(self, completions: Sequence[Completion], *, max_context: int) -> None:
+        """`max_context` is that of the engine which sampled them."""
+        self.max_context = max_context
+        self._left = list(completions)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last completion has been given."""
+        return not self._left
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """The next completion. Raises EngineError when none is left, or it is over the budget."""
+        refuse_images(self, images, session)
+        if not self._left:
+            raise EngineError(f"{session}: another completion is asked for; no more were recorded")
+        completion = self._left.pop(0)
+        if len(completion.token_ids) > sampling.max_tokens:
+            raise EngineError(
+                f"{session}: {len(completion.token_ids)} tokens were recorded where the budget is "
+                f"{sampling.max_tokens} now"
+            )
+        return completion
+
+    async def release(self, session: str) -> None:
+        """Nothing is kept."""
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """What was recorded stays what it was."""
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+
+Record = Mapping[str, Any]
+UNREPEATABLE = (StopReason.timeout, StopReason.error)
+"""Ends by the clock or by a fault, whose moment no file holds: the tokens before are compared."""
+BEFORE, AFTER = 8, 24
+"""Tokens shown on either side of a difference."""
+
+
+def replay_rollouts(
+    config: RunConfig, folder: Path, *, step: int, rollout_id: str | None, live: bool
+) -> int:
+    """Replay a rollout of a step, or all of them, and print what came of each.
+
+    `live`: its tools are run again instead of their recorded answers; else nothing is imported or
+    started for them, as long as tools.json holds their schemas. The exit code is 0 when every one
+    is identical. Raises ConfigError for a rollout that is not there.
+    """
+    said = f"replay {folder}"
+    records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
+    components = Components(config, tools=None if live else read_declared(folder))
+    _ = components.chat  # built first: an error in it is reported before one in the data
+    if read_summary(folder).get("verb") == "sft":
+        return _print_all(records, _demonstrations(components, records), step)
+    tasks = recorded_tasks(config, components.tasks, records, step)
+    lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
+    if lost:
+        raise ConfigError(
+            f"{said} step={step}: task {lost[0]} with its recorded prompt is not in the data now; "
+            "a replay needs the rows that the run had"
+        )
+    if step == EVALUATED:
+        tasks = {name: _evaluated(task, components) for name, task in tasks.items()}
+        config = replace(config, rollout=limits_of(config.rollout, config.eval))
+    differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
+    return _print_all(records, differences, step)
+
+
+def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:
+    """Make the demonstrations of a supervised step anew from their rows; where each differs."""
+    source, demonstrate = components.train_tasks, components.demonstrator
+    differences: list[str | None] = []
+    for record in records:
+        # The id begins with the row's place: `7/demonstrations/7`.
+        place, _, name = record["rollout_id"].partition("/")
+        (task,) = source.tasks(int(place), 1)
+        if task.task_id != name:
+            text = f"rollout {record['rollout_id']}: DIFFERS: its row is {task.task_id} now"
+            differences.append(text)
+            continue
+        try:
+            rollout = demonstrate(task, record["rollout_id"])
+        except BadDemonstration as error:
+            differences.append(f"rollout {record['rollout_id']}: DIFFERS: {error}")
+        else:
+            differences.append(difference(record, rollout, components.chat.decode))
+    return differences
+
+
+def _print_all(records: Sequence[Record], differences: Sequence[str | None], step: int) -> int:
+    """Print what came of each rollout; 0 where all are identical, else 1."""
+    for record, difference in zip(records, differences, strict=True):
+        print(difference or _identical(record))
+    same = sum(difference is None for difference in differences)
+    if len(records) > 1:
+        print(f"{same} of {len(records)} rollouts of step {step} replay to identical ids")
+    return int(same < len(records))
+
+
+def _evaluated(task: Task, components: Components) -> Task:
+    """The task as an evaluation had it."""
+    environments = components.environments
+    methods = environments.toolbox_of(environments.kind_of(task))
+    declared = (*components.toolbox.names, *methods.names)
+    return restricted(task, components.config.eval.tools, declared)
+
+
+def _chosen(
+    records: Sequence[dict[str, Any]], rollout_id: str | None, said: str
+) -> list[dict[str, Any]]:
+    chosen = [r for r in records if rollout_id is None or r["rollout_id"] == rollout_id]
+    if not chosen:
+        known = [record["rollout_id"] for record in records]
+        raise ConfigError(
+            f"{said} rollout={rollout_id}: no such rollout{did_you_mean(str(rollout_id), known)}; "
+            f"there are {known[0]} to {known[-1]}"
+        )
+    return chosen
+
+
+async def _replay_all(
+    config: RunConfig,
+    components: Components,
+    records: Sequence[Record],
+    tasks: Mapping[str, Task],
+    *,
+    live: bool,
+) -> list[str | None]:
+    try:
+        return [
+            difference(
+                record,
+                await replay(record, tasks[record["rollout_id"]], config, components, live=live),
+                components.chat.decode,
+            )
+            for record in records
+        ]
+    finally:
+        await components.aclose()
+
+
+async def replay(
+    record: Record, task: Task, config: RunConfig, components: Components, *, live: bool
+) -> Rollout:
+    """The rollout that the loop makes of a record's completions and tool results.
+
+    `live`: an environment is reset with the seeds that it had.
+    """
+    engine = RecordedEngine(
+        completions(record, components.chat.stop_token_ids),
+        max_context=context_of(config) or sys.maxsize,
+    )
+    tools, environments = components.toolbox, components.environments
+    if not live:
+        tools, environments = recorded_tools(
+            record, task, tools, environments, over=lambda: engine.exhausted
+        )
+    seed, group_seed = seeds_of(record["rollout_id"], config.seed)
+    request = RolloutRequest(
+        task=task,
+        sampling=Sampling(seed=seed),
+        rollout_id=record["rollout_id"],
+        group_id=record["group_id"],
+        group_seed=group_seed,
+    )
+    context = RolloutContext(
+        engine=engine,
+        chat=components.chat,
+        toolbox=tools,
+        limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
+        environments=environments,
+    )
+    return await run_rollout(request, context)
+
+
+def difference(
+    record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
+) -> str | None:
+    """Where a replayed rollout first differs from its record, with both texts; None: nowhere."""
+    made = json.loads(dumps(rollout_record(rollout)))
+    where = f"rollout {record['rollout_id']}: DIFFERS"
+    recorded, replayed = record["trajectories"], made["trajectories"]
+    for before, after in zip(recorded, replayed, strict=False):
+        if text := _trajectory_difference(before, after, decode, made.get("error")):
+            return where + text
+    if len(recorded) != len(replayed):
+        return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
+    stops = record["stop_reason"], made["stop_reason"]
+    if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
+        return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
+    return None
+
+
+def _trajectory_difference(
+    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
+) -> str | None:
+    if record["token_ids"] != made["token_ids"]:
+        return _first_id(record, made, decode, error)
+    if _mask(record) != _mask(made):
+        return ": the ids are the same, the mask is not"
+    old, new = record["messages"], made["messages"]
+    for index, (before, after) in enumerate(zip(old, new, strict=False)):
+        if before != after:
+            return f" in message {index}\n  recorded  {before}\n  replayed  {after}"
+    if len(old) != len(new):
+        return f": {len(old)} messages were recorded, {len(new)} replayed"
+    return None
+
+
+def _first_id(
+    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
+) -> str:
+    old, new = record["token_ids"], made["token_ids"]
+    pairs = enumerate(zip(old, new, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    error = "" if error is None else f"\n  {error}"
+    return (
+        f" at position {position} of {len(old)} ({_place(record, position)}){error}\n"
+        f"  recorded  {_around(old, position, decode)}\n"
+        f"  replayed  {_around(new, position, decode)}"
+    )
+
+
+def _place(record: Record, position: int) -> str:
+    for span in record["spans"]:
+        if position < span["end"]:
+            return f"turn {span['turn']}, {span['origin']}"
+    return "after its end"
+
+
+def _around(token_ids: Sequence[int], position: int, decode: Callable[[Sequence[int]], str]) -> str:
+    before = decode(token_ids[max(position - BEFORE, 0) : position])
+    after = decode(token_ids[position : position + AFTER])
+    number = token_ids[position] if position < len(token_ids) else "none"
+    return f"id {number}: {before!r} then {after!r}"
+
+
+def _mask(record: Record) -> list[tuple[int, int]]:
+    """The stretches of sampled tokens, joined where they touch."""
+    mask: list[tuple[int, int]] = []
+    for span in record["spans"]:
+        if span["origin"] != Origin.sampled:
+            continue
+        if mask and mask[-1][1] == span["start"]:
+            mask[-1] = (mask[-1][0], span["end"])
+        else:
+            mask.append((span["start"], span["end"]))
+    return mask
+
+
+def _identical(record: Record) -> str:
+    tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
+    note = ""
+    if record["stop_reason"] in UNREPEATABLE:
+        note = f" up to its end by {record['stop_reason']}"
+    return (
+        f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, "
+        f"messages, stop reason {record['stop_reason']} ({len(completions(record))} turns, "
+        f"{len(record['tool_calls'])} calls)"
+    )

@@ -1,0 +1,147 @@
+"""`agenttrain rescore <run>`: what the stored rollouts are worth by another reward."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from agenttrain.commands.recorded import (
+    recorded_rubric,
+    recorded_tasks,
+    step_records,
+    written_steps,
+)
+from agenttrain.rewards.rubric import Rubric
+from agenttrain.rollout.collector import may_be_scored
+from agenttrain.runs.setup import Components, chat_of
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.rollouts import read_rollout
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.types import ConfigError, Rollout, Task
+from agenttrain.utils.json_lines import dumps
+
+TOTAL = "reward"
+"""The name of the weighted sum among those of the functions."""
+Values = list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """A stored rollout's two judgements."""
+
+    step: int
+    old: Rollout
+    new: Rollout
+
+    def line(self) -> str:
+        """As a line of the `to=` file."""
+        record = {
+            "step": self.step,
+            "rollout_id": self.old.rollout_id,
+            "task_id": self.old.task.task_id,
+            "old": {"rewards": self.old.rewards, "reward": self.old.reward},
+            "new": {"rewards": self.new.rewards, "reward": self.new.reward},
+        }
+        return dumps(record) + "\n"
+
+
+def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | None) -> int:
+    """Score the rollouts of a step, or of all, with `config.reward`, and print both means.
+
+    `to` gets one JSON object per rollout; those that failed stay unscored. Returns 0. Raises
+    ConfigError for rollouts that are not there and rows that the data no longer has, RewardError
+    where a function fails.
+    """
+    said = f"rescore {folder}"
+    steps = written_steps(folder, said) if step is None else [step]
+    recorded = {number: step_records(folder, number, said) for number in steps}
+    components = Components(config)
+    tasks = {
+        n: recorded_tasks(config, components.tasks, records, n) for n, records in recorded.items()
+    }
+    everyone = chain(*(found.values() for found in tasks.values()))
+    rubric = recorded_rubric(config, folder, chain(*recorded.values()), everyone)
+    # No tool is built, or started, for a rollout that is only scored again.
+    chat = chat_of(config, components.tokenizer, tools=bool(config.tools or config.environment))
+    rows: list[Rescored] = []
+    for number, records in recorded.items():
+        known = tasks[number]
+        _check_columns(rubric, [r for r in records if r["rollout_id"] not in known], said)
+        for record in records:
+            task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
+            old, new = (read_rollout(record, task, chat.stop_token_ids) for _ in range(2))
+            rows.append(Rescored(step=number, old=old, new=new))
+    asyncio.run(rubric.score([row.new for row in rows if may_be_scored(row.new)]))
+    for line in report(rows):
+        print(line)
+    if to is not None:
+        write_atomically(to, "".join(row.line() for row in rows))
+        print(f"written to {to}")
+    return 0
+
+
+def _check_columns(rubric: Rubric, lost: Sequence[dict], said: str) -> None:
+    """Refuse rewards that read a row's columns where the row is gone."""
+    needed = [(name, column) for name, names in rubric.columns.items() for column in names]
+    if lost and needed:
+        name, column = needed[0]
+        raise ConfigError(
+            f"{said}: reward.{name} reads the column {column}, and task {lost[0]['task_id']} with "
+            "its recorded prompt is not in the data now; give the data that the run had"
+        )
+
+
+def report(rows: Sequence[Rescored]) -> Iterator[str]:
+    """A table: by step and over all, the mean of each reward before and now.
+
+    The last line says how alike the two orders of the rollouts are: Pearson's correlation of the
+    sums, over the rollouts that have both.
+    """
+    names = _names(rows)
+    steps = list(dict.fromkeys(row.step for row in rows))
+    header = ["step", "rollouts"]
+    table = [header + [text for name in names for text in (f"{name}", "now")]]
+    for step in steps:
+        table.append(_means(str(step), [row for row in rows if row.step == step], names))
+    if len(steps) > 1:
+        table.append(_means("all", rows, names))
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        yield "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True))
+    alike = _correlation(_column(rows, TOTAL, new=False), _column(rows, TOTAL, new=True))
+    changed = sum(row.old.reward != row.new.reward for row in rows)
+    told = "no correlation, one of them does not vary" if alike is None else f"r = {alike:.3f}"
+    yield f"{changed} of {len(rows)} rollouts have another reward; old and new: {told}"
+
+
+def _names(rows: Sequence[Rescored]) -> list[str]:
+    functions = (name for row in rows for name in (*row.old.rewards, *row.new.rewards))
+    return [TOTAL, *dict.fromkeys(functions)]
+
+
+def _means(label: str, rows: Sequence[Rescored], names: Sequence[str]) -> list[str]:
+    cells = [_mean(_column(rows, name, new=new)) for name in names for new in (False, True)]
+    return [label, str(len(rows)), *cells]
+
+
+def _column(rows: Sequence[Rescored], name: str, *, new: bool) -> Values:
+    rollouts = [row.new if new else row.old for row in rows]
+    return [r.reward if name == TOTAL else r.rewards.get(name) for r in rollouts]
+
+
+def _mean(values: Values) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.fmean(known):.4f}" if known else "-"
+
+
+def _correlation(old: Values, new: Values) -> float | None:
+    pairs = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
+    if len(pairs) < 2 or any(len(set(column)) < 2 for column in zip(*pairs, strict=True)):
+        return None
+    value = statistics.correlation(*zip(*pairs, strict=True))
+    return value if math.isfinite(value) else None

@@ -1,0 +1,204 @@
+"""The batch script of a job: what SLURM is asked for, what runs, and how it goes on.
+
+SLURM's command: asked whether it would take a script, and given one.
+
+Which of a job's files other machines may not see.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from agenttrain.commands.slurm.config import SlurmConfig
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import ConfigError
+from agenttrain.utils.model_path import BUNDLED
+
+FOLDER = Path(__file__).parent
+NAME = "job.sbatch"
+"""The script's file in the run's folder, or the sweep's."""
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Environment variables that keep Hugging Face's libraries from the network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobScript:
+    """The content of the script beside the settings."""
+
+    name: str
+    """The job's, where the settings have none."""
+    folder: Path
+    """The run's, or the sweep's."""
+    workdir: Path
+    """Where the command was typed: relative paths and the user's modules are found from there."""
+    jobs: Sequence[Sequence[str]]
+    """Arguments of `agenttrain` for each job of an array; of one job for a run."""
+    array: bool = False
+    python: Path
+    """The interpreter that submits."""
+
+    @property
+    def path(self) -> Path:
+        """The script's file."""
+        return self.folder / NAME
+
+    @property
+    def log(self) -> Path:
+        """Output file, with SLURM's %-signs: %j is the job's number, %A_%a an array's."""
+        numbers = "%A_%a" if self.array else "%j"
+        return Path(str(self.folder).replace("%", "%%")) / f"slurm-{numbers}.out"
+
+
+def core() -> str:
+    """Return the part that is the same in every script, those of scripts/slurm/ included."""
+    return (FOLDER / "core.sh").read_text(encoding="utf-8")
+
+
+def render(script: JobScript, settings: SlurmConfig) -> str:
+    """Return the script's text."""
+    own_path = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
+    offline = [f"export {' '.join(f'{name}=1' for name in OFFLINE)}"] if settings.offline else []
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"quote": shlex.quote, "words": shlex.join}
+    return environment.get_template("job.sbatch.jinja").render(
+        path=str(script.path),
+        directives=_directives(script, settings),
+        setup=[*(own_path if settings.setup is None else settings.setup), *offline],
+        max_requeues=settings.max_requeues,
+        srun=settings.srun,
+        single=not script.array,
+        jobs=script.jobs,
+        core=core(),
+    )
+
+
+def _directives(script: JobScript, settings: SlurmConfig) -> list[str]:
+    throttle = "" if settings.concurrent is None else f"%{settings.concurrent}"
+    wanted = {
+        "job-name": settings.name or script.name,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "nodes": settings.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": settings.gpus or None,
+        "cpus-per-task": settings.cpus,
+        "mem": settings.memory,
+        "array": f"0-{len(script.jobs) - 1}{throttle}" if script.array else None,
+        "signal": f"B:USR1@{settings.signal_s}",
+        "chdir": shlex.quote(str(script.workdir)),
+        "output": shlex.quote(str(script.log)),
+        "open-mode": "append",
+    }
+    given = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
+    return [*given, "--requeue", *settings.directives]
+
+
+ABSENT = (
+    "submit: there is no sbatch on PATH; log in to a machine of the cluster, or print the script "
+    "with agenttrain submit --dry-run …"
+)
+TIMEOUT_S = 120
+"""For a controller that does not answer."""
+NO_CLUSTER = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Socket timed out on send/recv operation",
+)
+"""Messages of sbatch (SLURM 22 to 25) about the cluster and not about the job."""
+
+
+class ClusterUnreachable(ConfigError):
+    """There is an sbatch here, and no controller that answers it."""
+
+
+def present() -> bool:
+    """Return True if this machine can submit."""
+    return shutil.which("sbatch") is not None
+
+
+def lint(script: str) -> str:
+    """Ask SLURM about the script, e.g. "Job 7 to start at … on nodes n1 in partition low".
+
+    Raises ConfigError in SLURM's words for what it would refuse, ClusterUnreachable where it does
+    not get to see the script.
+    """
+    done = _sbatch(["--test-only"], script)
+    text = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.split("\n")).strip()
+    if any(message in text for message in NO_CLUSTER):
+        raise ClusterUnreachable(
+            f"submit: the cluster does not answer: {text}; `sinfo` shows whether it is up, and "
+            "agenttrain submit --dry-run … prints the script without it"
+        )
+    if done.returncode != 0:
+        raise ConfigError(
+            f"submit: SLURM refuses the job: {text}; see slurm.partition, account, qos, time, "
+            "nodes, gpus, cpus and memory, and what `sinfo` offers"
+        )
+    return text
+
+
+def submit(path: Path) -> str:
+    """Submit the script; return the job's number. Raises ConfigError in SLURM's words."""
+    done = _sbatch(["--parsable", str(path)], None)
+    if done.returncode != 0:
+        raise ConfigError(f"submit: sbatch {path}: {done.stderr.strip()}")
+    number, _, _ = done.stdout.strip().partition(";")  # then the cluster, where there are several
+    return number
+
+
+def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
+    if not present():
+        raise ConfigError(ABSENT)
+    command = ["sbatch", *arguments]
+    try:
+        return subprocess.run(
+            command, input=script, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterUnreachable(
+            f"submit: {' '.join(command)} has not answered for {TIMEOUT_S} seconds; `sinfo` shows "
+            "whether the cluster is up"
+        ) from error
+
+
+OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that a machine has for itself."""
+
+
+def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
+    """A line for each path that is probably this machine's own: nodes need what all can see."""
+    named = {
+        "the run's folder": script.folder,
+        "the working folder": script.workdir,
+        "Python": script.python,
+    }
+    for config in configs:
+        if not config.model.path.startswith(BUNDLED):
+            named[f"model.path={config.model.path}"] = Path(config.model.path)
+        for split in ("train", "test"):
+            path = getattr(config.data, split).get("path")
+            if path is not None and Path(str(path)).expanduser().exists():
+                named[f"data.{split}.path={path}"] = Path(str(path))
+    own = {Path(folder).resolve() for folder in (*OWN, tempfile.gettempdir())}
+    for name, path in named.items():
+        parents = own & {*path.expanduser().resolve().parents}
+        if parents:
+            yield (
+                f"{name}: {path} is in {max(parents)}, which every machine has for itself; the "
+                "nodes must see it"
+            )

@@ -1,0 +1,256 @@
+"""`agenttrain submit`: a run, or a sweep, as a job of SLURM's.
+
+All problems are reported on the machine where the command is typed: those of settings, template,
+tools and data first, then SLURM's own with the script. The run's folder is named now, so that a job
+that goes back into the queue goes on in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from agenttrain.commands.slurm import script as sbatch
+from agenttrain.commands.slurm.config import SlurmConfig, slurm_problems, submission_problems
+from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
+from agenttrain.commands.sweep.command import new_sweep
+from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.record import RECORD, SweepRecord, quoted, write_record
+from agenttrain.settings.command_line import RUN_DIR, Command, parse
+from agenttrain.settings.compose import (
+    Composed,
+    check_writable,
+    compose_run,
+    hydra_session,
+    job_name,
+    run_folder,
+)
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.trust import TRUSTED
+from agenttrain.types import ConfigError
+
+VERBS = ("train", "sft")
+"""Verbs that can be submitted: they go on where they have got to."""
+OPTIONS = ("--dry-run", "--no-check")
+NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
+CONFIG = "config.yaml"
+"""File of a run that has begun."""
+ANY_ENDPOINT = "first-node:29500"
+"""Stands for the rendezvous while settings are checked; the job knows its nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """The typed command, taken apart."""
+
+    command: Command
+    """The run's."""
+    slurm: list[str]
+    """The overrides that are about the job."""
+    dry: bool
+    check: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The job that is to be submitted."""
+
+    settings: SlurmConfig
+    runs: list[Composed]
+    script: JobScript
+    record: SweepRecord | None
+    """None: one run, no sweep."""
+    saved: bool
+    """True if the run is there already."""
+
+
+def submit(
+    arguments: Sequence[str],
+    compose_all: Callable[[Command], list[Composed]],
+    certify: Callable[[Sequence[Composed]], bool],
+) -> int:
+    """Submit what the arguments ask for; 1 where a chat template is refused. Raises ConfigError."""
+    typed = _taken_apart(arguments)
+    if not typed.dry and not sbatch.present():
+        raise ConfigError(sbatch.ABSENT)
+    with hydra_session(typed.command.source):
+        plan = _planned(typed, compose_all)
+    folder = plan.script.folder
+    if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
+        raise ConfigError(
+            f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
+            "submits a job again and agenttrain submit resume=… goes on with a run; another "
+            "hydra.run.dir= starts a new one"
+        )
+    if not typed.dry:
+        check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
+    text = render(plan.script, plan.settings)
+    # A dry run's output is the script and nothing else: it can be kept in a file.
+    with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
+        if typed.check and not certify(plan.runs):
+            return 1
+    for note in unshared(plan.script, [run.config for run in plan.runs]):
+        print(f"note: {note}", file=sys.stderr)
+    console = Console()
+    if console.is_terminal:
+        console.print(Syntax(text, "bash", background_color="default", word_wrap=True))
+    else:
+        print(text, end="", flush=True)
+    if not sbatch.present():  # so it is a dry run
+        print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
+        return 0
+    try:
+        print(sbatch.lint(text), file=sys.stderr)
+    except sbatch.ClusterUnreachable as error:
+        if not typed.dry:
+            raise
+        print(f"note: not checked by SLURM: {error}", file=sys.stderr)
+    if not typed.dry:
+        _submit(plan, text)
+    return 0
+
+
+def _taken_apart(arguments: Sequence[str]) -> Submission:
+    slurm = [text for text in arguments if _section(text) == "slurm"]
+    command = parse([text for text in arguments if text not in slurm and text not in OPTIONS])
+    if command.verb not in VERBS:
+        raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
+    if command.shows is not None:
+        raise ConfigError("submit: prints no settings; agenttrain check and --cfg job do")
+    if command.auto:
+        raise ConfigError(
+            "resume=auto: the job adds it itself; leave it out, or name a run: resume=<folder>"
+        )
+    for text in command.overrides:
+        key = text.lstrip("+").partition("=")[0]
+        if key in NODES:
+            raise ConfigError(f"{text}: the job sets it; give slurm.nodes=…")
+        if key.startswith(("hydra/launcher", "hydra.launcher")):
+            raise ConfigError(f"{text}: a sweep is submitted as one array of jobs; leave it out")
+    return Submission(
+        command=command,
+        slurm=slurm,
+        dry="--dry-run" in arguments,
+        check="--no-check" not in arguments,
+    )
+
+
+def _section(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0].partition(".")[0]
+
+
+def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> Plan:
+    """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
+    command, source = typed.command, typed.command.source
+    if command.saved is not None:
+        settings = compose_run(typed.slurm, source).config.slurm
+        runs = compose_all(command)
+        _refuse(runs[0].config, settings)
+        folder = command.saved.absolute()
+        trust = [TRUSTED] if command.trust else []
+        started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
+        script = _script(folder, job_name([], source), [started], array=False)
+        return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
+    combination = command.overrides
+    if command.sweep:
+        combinations = expand(command.overrides, source)
+        combination = combinations[0]
+        for text in command.overrides:
+            if _section(text) == "distributed" and any(text not in run for run in combinations):
+                raise ConfigError(f"{text}: all jobs of an array have the same processes")
+    first = compose_run([*combination, *typed.slurm], source).config
+    _refuse(first, first.slurm)
+    # One process per GPU of the job, unless it was said: this machine may have fewer.
+    gpus = first.slurm.gpus if first.distributed.name != "single" else 0
+    if gpus and first.distributed.processes is None:
+        processes = f"distributed.processes={gpus}"
+        command = replace(command, overrides=[*command.overrides, processes])
+    nodes = first.slurm.nodes
+    meeting = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
+    checked = [*command.overrides, *(meeting if nodes > 1 else ())]
+    runs = compose_all(replace(command, overrides=checked))
+    name = job_name(combination, source)
+    if command.sweep:
+        folder, record, listed = new_sweep(command, runs)
+        if not listed:
+            raise ConfigError(
+                "submit -m: the runs of an array are known when it is submitted, and this "
+                "hydra/sweeper chooses them as it goes; leave it out"
+            )
+        folder = folder.absolute()
+        jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
+        script = _script(folder, name, jobs, array=True)
+        return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
+    folder = run_folder(command.overrides, source)
+    words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+    place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
+    arguments = [command.verb, *command.options, *words, *place]
+    script = _script(folder, name, [arguments], array=False)
+    return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
+
+
+def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
+    """Raise ConfigError for a run that cannot be a job with these settings."""
+    config = replace(config, slurm=settings)
+    checks = (slurm_problems(config), submission_problems(config))
+    if problems := [problem for check in checks for problem in check]:
+        raise ConfigError("\n".join(problems))
+
+
+def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bool) -> JobScript:
+    if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end a directive of SLURM's
+        raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
+    return JobScript(
+        name=name,
+        folder=folder,
+        workdir=Path.cwd(),
+        jobs=jobs,
+        array=array,
+        python=Path(sys.executable),
+    )
+
+
+@contextmanager
+def _offline(wanted: bool) -> Iterator[None]:
+    """Be offline as on the compute nodes: a data set that is not in the cache is missed now."""
+    before = {name: os.environ.get(name) for name in OFFLINE}
+    if wanted:
+        os.environ.update(dict.fromkeys(OFFLINE, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _submit(plan: Plan, text: str) -> None:
+    """Write the script and a sweep's record, submit the job, and print how to follow it."""
+    script, folder, array = plan.script, plan.script.folder, plan.script.array
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.record is not None:
+        write_record(folder, plan.record)
+        for job in plan.record.jobs:
+            (folder / job.folder).mkdir(parents=True, exist_ok=True)
+    script.path.write_text(text, encoding="utf-8")
+    number = sbatch.submit(script.path)
+    log = script.log.name.replace("%j", number).replace("%A_%a", f"{number}_<job>")
+    count = f", {len(script.jobs)} jobs in an array" if array else ""
+    lines = {
+        "submitted": f"{number}{count}",
+        "folder": f"{folder}",
+        "log": f"tail -F {quote(f'{folder}/{log}')}",
+        "watch": f"squeue --job {number}",
+        "cancel": f"scancel {number}" + (f", one job: scancel {number}_<job>" if array else ""),
+        "go on": f"sbatch {'--array=<job> ' if array else ''}{quote(str(script.path))}",
+    }
+    print("\n".join(f"{name:<11}{text}" for name, text in lines.items()), flush=True)

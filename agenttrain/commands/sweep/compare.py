@@ -1,0 +1,260 @@
+"""A sweep as a picture: learning curves and results, by configuration; matplotlib draws.
+
+`agenttrain compare <sweep folder>`: a sweep's results, and the jobs that are missing.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agenttrain.commands.sweep.record import (
+    FINISHED,
+    RUNNING,
+    Standing,
+    SweepRecord,
+    named,
+    read_record,
+    shown,
+)
+from agenttrain.commands.sweep.table import (
+    Comparison,
+    Configuration,
+    as_json,
+    compared,
+    curves,
+    markdown,
+    print_table,
+    rows,
+)
+from agenttrain.types import ConfigError
+from agenttrain.utils.json_lines import finite
+from agenttrain.utils.names import did_you_mean
+
+KINDS = ("png", "svg", "pdf", "html")
+CURVES = ("reward", "loss")
+"""The learning curve where no named metric has one: reinforcement learning's, then sft's."""
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999"),
+)
+"""Told apart by colour-blind readers too (Okabe and Ito)."""
+WINDOW = 20
+"""A curve is averaged over a WINDOW-th of its steps: a step's figure is noisy."""
+PER_LEGEND_LINE = 0.22
+"""Inches."""
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a run's metrics.jsonl."""
+
+
+def kind(path: Path) -> str:
+    """The format that a file's name asks for; raises ConfigError for another."""
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in KINDS:
+        raise ConfigError(f"--plot {path}: give a name that ends in .{', .'.join(KINDS)}")
+    return suffix
+
+
+def check(path: Path) -> None:
+    """Raise ConfigError where `write` could not write a picture there."""
+    kind(path)
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: name a file in a folder that there is")
+
+
+def write(comparison: Comparison, path: Path) -> None:
+    """Write the picture, which `check` allows; `.html` holds it and the table. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    wanted = kind(path)
+
+    figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
+    figure.set_layout_engine("constrained")
+    measured = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
+    names = {name for runs in measured for run in runs for row in run for name in row}
+    curve = next((name for name in (*comparison.metrics, *CURVES) if name in names), None)
+    axes = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
+    if curve:
+        _draw_curves(axes[0], curve, measured)
+    if comparison.metrics:
+        _draw_results(axes[-1], comparison.metrics[0], comparison)
+    lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
+    labels = [label(one) for one in comparison.configurations]
+    figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
+    figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
+    if wanted != "html":
+        figure.savefig(path, format=wanted)
+        return
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    svg = drawn.getvalue()
+    head, body = rows(comparison)
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
+    title = html.escape(str(comparison.sweep))
+    page = (
+        f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
+        "<style>body{font:14px sans-serif}td,th{padding:4px 12px;text-align:left}</style>"
+        f"{svg[svg.index('<svg') :]}<table><tr>"
+        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        + "</tr>"
+        + "".join(f"<tr>{row}</tr>" for row in cells)
+        + "</table>"
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> None:
+    """Draw a line per configuration, its seeds' mean, in a band from the lowest to the highest."""
+    longest = max(len(run) for runs in measured for run in runs)
+    window = max(1, longest // WINDOW)
+    for number, runs in enumerate(measured):
+        smooth = [smoothed(run, name, window) for run in runs]
+        steps = sorted({step for run in smooth for step in run})
+        values = [[run[step] for run in smooth if step in run] for step in steps]
+        axes.plot(steps, [sum(v) / len(v) for v in values], color=colour(number))
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(steps, low, high, color=colour(number), alpha=0.2, linewidth=0)
+    over = f", mean of {window} steps" if window > 1 else ""
+    axes.set(xlabel="step", ylabel=name + over, title="line: mean of the seeds, band: their range")
+    _plain(axes)
+
+
+def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
+    """Draw a dot per seed and a line at their mean."""
+    result = {job.folder: r for job, r in zip(comparison.jobs, comparison.results, strict=True)}
+    for number, one in enumerate(comparison.configurations):
+        values = [v for job in one.jobs if (v := result[job.folder].get(name)) is not None]
+        axes.scatter([number] * len(values), values, color=colour(number), zorder=3)
+        if values:
+            mean = sum(values) / len(values)
+            axes.hlines(mean, number - 0.3, number + 0.3, color=colour(number))
+    axes.set(ylabel=name, title="dot: one seed, line: mean", xticks=[])
+    axes.set_xlim(-0.6, len(comparison.configurations) - 0.4)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.title.set_fontsize(9)
+
+
+def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
+    """Map each step to the mean of the figure over the last `window` rows that have it.
+
+    Example: rewards 0, 1, 1 of steps 1, 2, 3 in windows of 2 -> ``{1: 0.0, 2: 0.5, 3: 1.0}``.
+    """
+    points = [(row["step"], row[name]) for row in run if row.get(name) is not None]
+    return {
+        step: sum(value for _, value in points[max(0, at + 1 - window) : at + 1])
+        / min(window, at + 1)
+        for at, (step, _) in enumerate(points)
+    }
+
+
+def colour(number: int) -> str:
+    """Return a configuration's colour; they repeat beyond eight."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def label(one: Configuration) -> str:
+    """Return a configuration's name in the legend."""
+    return named(one.chosen) or "all jobs"
+
+
+USAGE = (
+    "compare: give a sweep's folder, compare <sweep folder> [metric …] [--plot FILE] [--json] "
+    "[--markdown]"
+)
+OPTIONS = ("--plot", "--json", "--markdown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """The words of the command line, taken apart."""
+
+    sweep: Path
+    metrics: list[str]
+    plot: Path | None
+    form: str | None
+    """`--json` or `--markdown`; None: a table for a terminal."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print the sweep's table; exit code 0. Raises ConfigError."""
+    typed = parse(arguments)
+    if typed.plot is not None:
+        check(typed.plot)
+    record = read_record(typed.sweep)
+    comparison = compared(typed.sweep, record, typed.metrics)
+    unfinished = any(job.unfinished for job in comparison.jobs)
+    resume = shown(["-m", f"resume={typed.sweep}"]) if unfinished else None
+    if typed.form == "--json":
+        print(json.dumps(finite(as_json(comparison, resume)), indent=1))
+    elif typed.form == "--markdown":
+        print(markdown(comparison))
+    else:
+        print_table(comparison)
+        for job in comparison.jobs:
+            if job.status == FINISHED:
+                continue
+            why = f": {job.error}" if job.error else ""
+            print(f"{job.folder}  {job.status}{why}")
+            if job.status != RUNNING:
+                print(f"    {shown(alone(comparison.sweep, record, job))}")
+        if resume is not None:
+            print(f"all of them, one after the other: {resume}")
+    if typed.plot is not None:
+        try:
+            write(comparison, typed.plot)
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise ConfigError(f"--plot {typed.plot}: {problem}") from error
+        if typed.form is None:
+            print(f"plot       {typed.plot}")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Typed:
+    """The words behind `compare`; raises ConfigError."""
+    words, plots, forms = list[str](), list[Path](), list[str]()
+    left = iter(arguments)
+    for text in left:
+        option, equals, value = text.partition("=")
+        if option == "--plot":
+            value = value if equals else next(left, "")
+            if not value:
+                raise ConfigError(f"--plot: where to? {USAGE}")
+            plots.append(Path(value))
+        elif text in OPTIONS:
+            forms.append(text)
+        elif text.startswith("-"):
+            raise ConfigError(f"{text}: no such option{did_you_mean(text, OPTIONS)}; {USAGE}")
+        else:
+            words.append(text)
+    if not words or len(forms) > 1 or len(plots) > 1:
+        raise ConfigError(USAGE)
+    for path in plots:
+        kind(path)
+    return Typed(
+        sweep=Path(words[0]),
+        metrics=words[1:],
+        plot=plots[0] if plots else None,
+        form=forms[0] if forms else None,
+    )
+
+
+def alone(sweep: Path, record: SweepRecord, unfinished: Standing) -> list[str]:
+    """Return the arguments of `agenttrain` that run one unfinished job."""
+    if (unfinished.folder / "config.yaml").exists() and record.verb != "eval":
+        verb = [] if record.verb == "train" else [record.verb]
+        return [*verb, *record.options, f"resume={unfinished.folder}"]
+    return record.arguments(sweep, unfinished.job)

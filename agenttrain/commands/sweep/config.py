@@ -1,0 +1,93 @@
+"""Settings of a sweep, and the names that its objective may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agenttrain.utils.names import did_you_mean
+
+
+class OnFailedJob(StrEnum):
+    """Effect of a failed job on those that have not started."""
+
+    go_on = "go_on"
+    """They run; the sweep's exit code tells."""
+    stop = "stop"
+    """They wait for `agenttrain -m resume=<sweep folder>`; with hydra/launcher=basic."""
+
+
+@dataclass
+class SweepConfig:
+    """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
+
+    objective: str | None = None
+    """The figure that counts: `eval/<name>` as in summary.json, or a name of metrics.jsonl, whose
+    last row tells. Returned to Hydra's sweepers, first in `agenttrain compare`."""
+    runs: list[str] = field(default_factory=list)
+    """Configurations one by one, each `key=value key=value …`; each is combined with the values of
+    `key=a,b`."""
+    trials: int | None = None
+    """So many configurations drawn at random, each run with every `seed`; None: all of them."""
+    trials_seed: int = 0
+    """Decides what is drawn."""
+    on_failed_job: OnFailedJob = OnFailedJob.go_on
+
+
+METRICS = {
+    "train": (
+        *("reward", "reward_std", "frac_reward_zero_std", "success", "loss", "grad_norm"),
+        *("entropy", "kl", "lr", "tokens_per_s", "turns/mean"),
+    ),
+    "sft": ("loss", "grad_norm", "entropy", "lr", "tokens_per_s"),
+    "eval": (),
+}
+"""Figures of metrics.jsonl by verb, without those of MANY."""
+MANY = {
+    "train": (
+        *("rewards", "tools", "completions", "stop", "clip_ratio", "sampling", "mask", "train"),
+        *("rollout", "time", "data", "resample", "vespo"),
+    ),
+    "sft": ("train", "sft", "data", "time"),
+    "eval": (),
+}
+"""Sections of metrics.jsonl whose names depend on tools, rewards or the algorithm."""
+SUMMARY = ("seconds", "training_seconds", "steps")
+"""Figures of summary.json beside `eval`."""
+
+
+def objective_problems(verb: str, config: Any) -> Iterator[str]:
+    """Yield what is wrong with the objective of the runs of `verb` that a RunConfig makes."""
+    name = config.sweep.objective
+    if name is None:
+        return
+    key = f"sweep.objective={name}"
+    if name.startswith("eval/"):
+        if config.eval.questions == 0:
+            yield f"{key}: eval.questions=0 evaluates nothing; raise it, or take another objective"
+        elif name not in (known := evaluated(verb, config)):
+            yield f"{key}: expected one of: {', '.join(known)}{did_you_mean(name, known)}"
+        return
+    if name == "kl" and config.algorithm.beta == 0:
+        yield f"{key}: there is no KL with algorithm.beta=0; set beta, or take another objective"
+    section, slash, _ = name.partition("/")
+    if slash and section in MANY[verb]:
+        return
+    known = [*evaluated(verb, config), *METRICS[verb], *SUMMARY]
+    if name not in known:
+        sections = "".join(f", {section}/…" for section in MANY[verb])
+        yield f"{key}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
+
+
+def evaluated(verb: str, config: Any) -> Sequence[str]:
+    """Return the names of an evaluation's figures.
+
+    Example: ``["eval/reward", "eval/pass@1", "eval/reward_greedy", "eval/pass@1_greedy"]``.
+    """
+    if verb == "sft":
+        return ["eval/loss"]
+    sampled = [f"pass@{k}" for k in sorted({1, config.eval.samples})]
+    greedy = ["reward_greedy", "pass@1_greedy"] if config.eval.greedy else []
+    return [f"eval/{name}" for name in ("reward", *sampled, *greedy)]

@@ -1,0 +1,243 @@
+"""A sweep's folder: its record `sweep.json`, which stands before the first job, and its jobs.
+
+    outputs/shop/sweep_2026-11-21_19-40-00/
+        sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [],
+                         "shared": ["steps=6", "hydra/launcher=joblib"], "jobs": [
+                          {"folder": "0", "overrides": ["algorithm=grpo", "seed=0", "steps=6"]},
+                          {"folder": "1", "overrides": ["algorithm=grpo", "seed=1", "steps=6"]}]}
+        0/ 1/           run folders, as `agenttrain <overrides> hydra.run.dir=<sweep>/0` makes them
+        trackio/        the dashboard's database, which the jobs share
+
+A job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
+SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
+
+How the jobs of a sweep stand, read from their folders.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agenttrain.settings.trust import sign, verifies
+from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
+from agenttrain.types import ConfigError
+
+RECORD = "sweep.json"
+RUNNING_FILE = ".running"
+"""Locked by the process that runs the jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepJob:
+    """One job of a sweep."""
+
+    folder: str
+    """Its name in the sweep's folder."""
+    overrides: list[str]
+    """All that was chosen, e.g. ["algorithm=grpo", "seed=0", "steps=6"]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRecord:
+    """The content of sweep.json."""
+
+    verb: str
+    """Verb of every job: `train`, `sft` or `eval`."""
+    objective: str | None = None
+    """`sweep.objective`."""
+    options: list[str] = field(default_factory=list)
+    """Options of the command line for every job, e.g. ["--config-dir", "/home/me/conf"]."""
+    shared: list[str] = field(default_factory=list)
+    """Typed overrides that do not vary, with Hydra's own settings: how jobs are launched."""
+    jobs: list[SweepJob] = field(default_factory=list)
+    """In their order; a sweeper that chooses as it goes adds them one by one."""
+    signature: str | None = None
+    """The user's, of all the other fields: code that the overrides name is run on resuming."""
+
+    @property
+    def own(self) -> bool:
+        """True if this user wrote the record."""
+        return verifies(self._signed(), self.signature)
+
+    def signed(self) -> SweepRecord:
+        """Return the record with the user's signature."""
+        return replace(self, signature=sign(self._signed()))
+
+    def _signed(self) -> dict[str, Any]:
+        return {**asdict(self), "signature": None}
+
+    def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
+        """Return the arguments of `agenttrain` that start a job that has no run yet."""
+        folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
+        return [self.verb, *self.options, *job.overrides, *extra, folder]
+
+
+def quoted(path: Path) -> str:
+    """A path as the value of an override.
+
+    Example: ``Path("a=b/sweep")`` -> ``'a=b/sweep'``, with the quotes.
+    """
+    text = str(path)
+    plain = all(letter.isalnum() or letter in "/_-.:" for letter in text)
+    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """Return the arguments as a command that a shell takes."""
+    return shlex.join(["agenttrain", *arguments])
+
+
+def chosen(overrides: Sequence[str]) -> dict[str, str]:
+    """Map keys to values; of several values the last wins.
+
+    Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
+    "5"}``.
+    """
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def varying(record: SweepRecord) -> list[dict[str, str]]:
+    """Return, for each job, the settings in which the jobs differ.
+
+    Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
+    ``[{"seed": "0"}, {"seed": "1"}]``.
+    """
+    settings = [chosen(job.overrides) for job in record.jobs]
+    keys = dict.fromkeys(key for values in settings for key in values)
+    differ = [key for key in keys if len({values.get(key) for values in settings}) > 1]
+    return [{key: values[key] for key in differ if key in values} for values in settings]
+
+
+def named(values: Mapping[str, str]) -> str:
+    """Write the choices in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def is_sweep(folder: Path) -> bool:
+    """Return True if the folder is a sweep's."""
+    return (folder / RECORD).is_file()
+
+
+def is_job(folder: Path) -> bool:
+    """Return True if a run folder is that of a sweep's job."""
+    sweep = folder.resolve().parent
+    names = [job.folder for job in read_record(sweep).jobs] if is_sweep(sweep) else []
+    return folder.resolve().name in names
+
+
+def read_record(sweep: Path) -> SweepRecord:
+    """Read the record of a sweep; raises ConfigError for a folder without a readable one."""
+    try:
+        fields = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
+        jobs = [SweepJob(**job) for job in fields["jobs"]]
+        return SweepRecord(**{**fields, "jobs": jobs})
+    except FileNotFoundError as error:
+        raise ConfigError(f"{sweep}: is no sweep's folder: there is no {RECORD} in it") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{sweep / RECORD}: is no record of a sweep: {error}") from error
+
+
+def write_record(sweep: Path, record: SweepRecord) -> None:
+    """Write the record of a sweep; its folder is made if need be."""
+    sweep.mkdir(parents=True, exist_ok=True)
+    write_atomically(sweep / RECORD, json.dumps(asdict(record.signed()), indent=1) + "\n")
+
+
+def add_job(sweep: Path, job: SweepJob) -> None:
+    """Add a job to the record, unless its folder is there; several processes may do so at once."""
+    with (sweep / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        record = read_record(sweep)
+        if job.folder not in [known.folder for known in record.jobs]:
+            write_record(sweep, replace(record, jobs=[*record.jobs, job]))
+
+
+@contextmanager
+def held(sweep: Path) -> Iterator[None]:
+    """Hold the sweep, so that nobody else starts jobs that wait for their turn.
+
+    Raises ConfigError where another process holds it. A file system without locks lets all in.
+    """
+    with (sweep / RUNNING_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{sweep}: another process runs this sweep, and starts the jobs that wait; wait "
+                f"for it or stop it, and look on with {shown(['compare', str(sweep)])}"
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+FINISHED, RUNNING, NEVER_STARTED = "finished", "running", "never started"
+FAILED, INTERRUPTED = "failed", "interrupted"
+KILLED = "killed"
+"""Began and ended without a word of it."""
+ENDED = (FINISHED, FAILED, INTERRUPTED, "preempted")
+"""Statuses in the summary of a run that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One job and how it stands."""
+
+    job: SweepJob
+    folder: Path
+    status: str
+    error: str | None = None
+    """The error that it failed with."""
+
+    @property
+    def unfinished(self) -> bool:
+        """True if there is something left to run."""
+        return self.status not in (FINISHED, RUNNING)
+
+
+def standings(sweep: Path, record: SweepRecord) -> list[Standing]:
+    """Return every job of the sweep, in order."""
+    return [standing(sweep / job.folder, job) for job in record.jobs]
+
+
+def standing(folder: Path, job: SweepJob) -> Standing:
+    """Return how a job stands that works in `folder`."""
+    summary = read_summary(folder)
+    recorded = summary.get("status")
+    if not summary:
+        status = NEVER_STARTED
+    elif is_held(folder):  # before its summary, which has the old status until it trains again
+        status = RUNNING
+    else:
+        status = KILLED if recorded in (None, RUNNING) else str(recorded)
+    error = summary.get("error") if status == FAILED else None
+    return Standing(job=job, folder=folder, status=status, error=error)
+
+
+def is_held(folder: Path) -> bool:
+    """Return True if a process works in a run folder; False where the file system has no locks."""
+    try:
+        with (folder / ".lock").open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def counted(jobs: Sequence[Standing]) -> str:
+    """Count the jobs by status, e.g. "6 finished, 1 failed, 1 never started"."""
+    statuses = [job.status for job in jobs]
+    order = dict.fromkeys([*ENDED, KILLED, RUNNING, NEVER_STARTED, *statuses])
+    counts = {status: statuses.count(status) for status in order}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)

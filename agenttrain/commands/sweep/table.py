@@ -1,0 +1,240 @@
+"""A sweep's results: its configurations against their figures, as text, Markdown or JSON.
+
+Results of a sweep's jobs: figures of their summary.json and metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agenttrain.commands.sweep.config import SUMMARY
+from agenttrain.commands.sweep.expand import REPEATED
+from agenttrain.commands.sweep.record import (
+    FINISHED,
+    Standing,
+    SweepRecord,
+    counted,
+    standings,
+    varying,
+)
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.tracking.tracker import read_metrics
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+
+def result(folder: Path, name: str) -> float | None:
+    """Return the figure `name` of a run: see `sweep.objective`; None where there is none."""
+    return results(folder).get(name)
+
+
+def results(folder: Path) -> dict[str, float]:
+    """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
+
+    Example: ``{"eval/pass@1": 0.5, "eval/reward": 0.5, "seconds": 93.0, "reward": 0.41, …}``
+    """
+    summary = read_summary(folder)
+    last = curves(folder)[-1:] or [{}]
+    after = summary.get("eval", {}).get("after", {})
+    return {
+        **{f"eval/{name}": value for name, value in _numbers(after).items()},
+        **{name: value for name, value in _numbers(summary).items() if name in SUMMARY},
+        **{name: value for name, value in _numbers(last[0]).items() if name != "step"},
+    }
+
+
+def curves(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; none for a run that has no such file."""
+    path = folder / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+DEFAULT = {
+    "train": ("eval/reward", "eval/pass@1", "seconds"),
+    "sft": ("eval/loss", "seconds"),
+    "eval": ("eval/reward", "eval/pass@1", "seconds"),
+}
+"""Figures that are shown by verb when none is named, behind the objective."""
+WIDEST = 10_000
+"""Columns: more than a table has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure over the seeds of a configuration."""
+
+    mean: float
+    std: float | None
+    """Sample standard deviation (n - 1); None for one value."""
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" + ("" if self.std is None else f" ± {self.std:.2g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """The jobs that differ in nothing but their seed."""
+
+    chosen: dict[str, str]
+    jobs: list[Standing]
+    figures: dict[str, Figure]
+    """Over the jobs that are finished."""
+
+    @property
+    def state(self) -> str:
+        """E.g. "2 finished"."""
+        return counted(self.jobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All that `agenttrain compare` knows."""
+
+    sweep: Path
+    objective: str | None
+    metrics: list[str]
+    keys: list[str]
+    """Settings that differ, without the seed."""
+    configurations: list[Configuration]
+    jobs: list[Standing]
+    results: list[dict[str, float]]
+    """By job; empty for one that is not finished."""
+
+
+def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
+    """Return the results by configuration; raises ConfigError for a metric that no job has."""
+    jobs = standings(sweep, record)
+    figures = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
+    shown = _metrics(record, metrics, figures)
+    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying(record)]
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for number, values in enumerate(chosen):
+        groups.setdefault(tuple(values.items()), []).append(number)
+    return Comparison(
+        sweep=sweep,
+        objective=record.objective,
+        metrics=shown,
+        keys=list(dict.fromkeys(key for values in chosen for key in values)),
+        configurations=[
+            Configuration(
+                chosen=dict(values),
+                jobs=[jobs[number] for number in numbers],
+                figures=dict(_figures([figures[number] for number in numbers], shown)),
+            )
+            for values, numbers in groups.items()
+        ],
+        jobs=jobs,
+        results=figures,
+    )
+
+
+def _metrics(
+    record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
+) -> list[str]:
+    """Return the names of the table's columns: those that were named, or else the verb's."""
+    known = dict.fromkeys(name for values in figures for name in values)
+    for name in named:
+        if known and name not in known:
+            plain = [one for one in known if "/" not in one or one.startswith("eval/")]
+            raise ConfigError(
+                f"{name}: no finished job has such a figure{did_you_mean(name, known)}; there are "
+                f"{', '.join(plain)}, and the others of metrics.jsonl"
+            )
+    objective = [] if record.objective is None else [record.objective]
+    wanted = named or [*objective, *(name for name in DEFAULT[record.verb] if name in known)]
+    return list(dict.fromkeys(wanted))
+
+
+def _figures(
+    results_of_jobs: Sequence[Mapping[str, float]], metrics: Sequence[str]
+) -> Iterator[tuple[str, Figure]]:
+    for name in metrics:
+        if values := [result[name] for result in results_of_jobs if name in result]:
+            std = statistics.stdev(values) if len(values) > 1 else None
+            yield name, Figure(mean=statistics.fmean(values), std=std, n=len(values))
+
+
+def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table; a setting that a configuration does not name is a dash."""
+    head = [*comparison.keys, *comparison.metrics, "jobs"]
+    body = [
+        [
+            *(one.chosen.get(key, "–") for key in comparison.keys),
+            *(str(one.figures.get(name, "")) for name in comparison.metrics),
+            f"{one.state} ({', '.join(job.job.folder for job in one.jobs)})",
+        ]
+        for one in comparison.configurations
+    ]
+    return head, body
+
+
+def print_table(comparison: Comparison) -> None:
+    """Print the table, as wide as it is: figures that are folded cannot be read."""
+    head, body = rows(comparison)
+    seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
+    explained = "mean ± standard deviation over the seeds, " if seeds else ""
+    table = Table(title=f"{explained}{counted(comparison.jobs)}", title_justify="left")
+    for name in head:
+        justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
+    for row in body:
+        table.add_row(*(escape(cell) for cell in row))
+    width = Console(width=WIDEST).measure(table).maximum
+    Console(width=width).print(table)
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the table in Markdown."""
+    head, body = rows(comparison)
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in x) + " |" for x in lines
+    )
+
+
+def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
+    """Return all of it as plain data; `resume` is the command that runs what is unfinished."""
+    return {
+        "sweep": str(comparison.sweep),
+        "objective": comparison.objective,
+        "metrics": comparison.metrics,
+        "configurations": [
+            {
+                "overrides": one.chosen,
+                "folders": [job.job.folder for job in one.jobs],
+                "figures": {
+                    name: {"mean": figure.mean, "std": figure.std, "n": figure.n}
+                    for name, figure in one.figures.items()
+                },
+            }
+            for one in comparison.configurations
+        ],
+        "jobs": [
+            {
+                "folder": job.job.folder,
+                "overrides": job.job.overrides,
+                "status": job.status,
+                "error": job.error,
+                "results": figures,
+            }
+            for job, figures in zip(comparison.jobs, comparison.results, strict=True)
+        ],
+        "resume": resume,
+    }

@@ -1,0 +1,386 @@
+"""The table of known families: what `agenttrain templates` prints and the README shows.
+
+Stock templates of known families to look at, and small tokenizers to try them with.
+
+The templates are those that the test dependency `trl` carries as data (it is read, not imported),
+and for Mistral those that `mistral_common` makes. For families whose templates come with no package
+there are templates of ours that write the same turns (`OWN`).
+
+`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agenttrain.chat.certificate import REASONING_PROBES, Certificate, certify
+from agenttrain.chat.chat import Chat
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.features import Status
+from agenttrain.chat.fixes import Family, families
+from agenttrain.chat.loading import load_chat
+
+TRL = "trl"
+TEMPLATES = "chat_templates"
+MISTRAL = "mistral_common:"
+OWN = {
+    # A turn begins on a new line; without a system message there is one of the model's.
+    "own:dbrx": (
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
+        "{%- endif %}{%- for message in messages %}{{- '' if loop.first else '\n' }}"
+        "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '\n<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    # A turn ends with a line break.
+    "own:falcon_mamba": (
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+        "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+}
+"""By the names that families know them by."""
+
+
+def originals_folder() -> Path | None:
+    """The folder of the stock templates; None when they are not installed."""
+    package = find_spec(TRL)
+    folders = list(package.submodule_search_locations or ()) if package else []
+    folder = Path(folders[0]) / TEMPLATES if folders else None
+    return folder if folder and folder.is_dir() else None
+
+
+def original(name: str) -> str | None:
+    """The source of a stock template, e.g. of `qwen3`, `mistral_common:v7` or `own:dbrx`; None
+    where it is not installed."""
+    if name in OWN:
+        return OWN[name]
+    folder = originals_folder()
+    if folder is None:
+        return None
+    if not name.startswith(MISTRAL):
+        file = folder / f"{name}.jinja"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    if find_spec("mistral_common") is None:
+        return None
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    # `v7`, or with thinking `v13:thinking`; `v1` is that of SentencePiece.
+    version, _, thinking = name.removeprefix(MISTRAL).partition(":")
+    return generate_chat_template(
+        spm=version == "v1",
+        tokenizer_version=TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=bool(thinking),
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=True,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
+        reasoning_effort_default=None,
+    )
+
+
+@cache
+def small_tokenizer(family: Family) -> Any:
+    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in family.control])
+    core.add_tokens([AddedToken(text, normalized=False) for text in family.added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=family.control[0],
+        bos_token=family.bos,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+UNKNOWN = "not run: the original comes with the test extra"
+RECORD = Path(__file__).with_name("templates.json")
+"""The table as it was when its date and versions were written: `scripts/certify_templates`."""
+PACKAGES = ("transformers", "trl", "mistral_common")
+"""Whose versions say which stock templates were certified, and by what they were rendered."""
+COLUMNS = {
+    "family": "`chat_template=`",
+    "models": "models",
+    "tools": "tools",
+    "prefix_preserving": "keeps past turns as they were (stock)",
+    "fix": "fix",
+    "parser": "parser",
+    "reasoning": "past reasoning",
+    "certificate": "certificate",
+}
+
+
+def _tool(name: str, **types: str) -> dict:
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    function = {
+        "name": name,
+        "description": f"The tool {name}.",
+        "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+    }
+    return {"type": "function", "function": function}
+
+
+EXAMPLE_TOOLS = (
+    _tool("add", a="integer", b="number"),
+    _tool("search", query="string", exact="boolean", fields="array", options="object"),
+)
+"""Tools to certify a family with when no run's own are at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One family of the table."""
+
+    family: str
+    models: str
+    tools: bool
+    prefix_preserving: bool | None
+    """The stock template renders past turns always the same; None where it is not at hand."""
+    fix: str
+    """Changes of the fix; empty: none."""
+    parser: str
+    reasoning: str
+    """Fate of past reasoning: kept, dropped, `kept by the fix`, or none."""
+    certificate: str
+    certified: str | None = None
+    """When and with which versions, where that was not now but in the table that is shipped."""
+
+
+def rows() -> list[Row]:
+    """All known families, by name: certified now, or as shipped where a template is missing."""
+    shipped = recorded()
+    return [
+        shipped[name]
+        if name in shipped and any(original(source) is None for source in _sources(family))
+        else _row(name, family)
+        for name, family in families().items()
+    ]
+
+
+@cache
+def recorded() -> dict[str, Row]:
+    """The shipped table, by family."""
+    shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
+    versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())
+    certified = f"{shipped.get('date')} with {versions}"
+    return {row["family"]: Row(**row, certified=certified) for row in shipped["rows"]}
+
+
+def record() -> None:
+    """Certify all families and write the table to be shipped. Raises ChatError without the stock
+    templates."""
+    for name, family in families().items():
+        for source in _sources(family):
+            if original(source) is None:
+                raise ChatError(f"{name}: the template {source} is missing; install the test extra")
+    certified = [asdict(_row(name, family)) for name, family in families().items()]
+    content = {
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "rows": [{k: v for k, v in row.items() if k != "certified"} for row in certified],
+    }
+    RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _row(name: str, family: Family) -> Row:
+    certificates: list[Certificate] = []
+    reasoning: dict[str, None] = {}
+    for source, owner in _sources(family).items():
+        if (text := original(source)) is None:
+            continue
+        tokenizer = copy.copy(small_tokenizer(owner))
+        tokenizer.chat_template = text
+        template = ChatTemplateConfig(name="auto" if family.marks else name)
+        chat = load_chat(tokenizer, template, ResponseSchemaConfig())
+        certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
+        certificates.append(certificate)
+        reasoning[_reasoning_of(chat, certificate)] = None
+    changes = dict.fromkeys(change for c in certificates for change in c.changes)
+    why = dict.fromkeys(edit.why for edit in (family.fixes or ((),))[0] if edit.why)
+    status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
+    note = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
+    note += ", on templates of ours" if any(source in OWN for source in family.originals) else ""
+    return Row(
+        family=name,
+        models=family.models,
+        tools=family.tools,
+        prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
+        fix="; ".join(changes or ({} if certificates else why)),
+        parser=family.response,
+        reasoning=" or ".join(reasoning) if reasoning else "unknown",
+        certificate=str(status) + note,
+    )
+
+
+def _sources(family: Family) -> dict[str, Family]:
+    """The templates to certify a family with, and whose they are. One without marks is for any
+    template: it is tried on those that have no tools."""
+    if family.marks:
+        return dict.fromkeys(family.originals, family)
+    others = [other for other in families().values() if not other.tools]
+    return {source: other for other in others for source in other.originals}
+
+
+def _reasoning_of(chat: Chat, certificate: Certificate) -> str:
+    if not chat.renders_reasoning:
+        return "none"
+    probes = [p for p in certificate.probes if p.name in REASONING_PROBES]
+    if any("leaves out reasoning" in probe.reason for probe in probes):
+        return "dropped"
+    return "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
+
+
+def markdown(table: Sequence[Row]) -> str:
+    """The table for the README."""
+    lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
+    for row in table:
+        cells = [f"`{row.family}`", *(_cell(getattr(row, key)) for key in list(COLUMNS)[1:])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plain(table: Sequence[Row]) -> str:
+    """The table for a terminal."""
+    heads = {
+        "family": "family",
+        "tools": "tools",
+        "prefix_preserving": "stock keeps turns",
+        "parser": "parser",
+        "reasoning": "past reasoning",
+        "certificate": "certificate",
+        "fix": "fix",
+    }
+    cells = [list(heads.values())]
+    cells += [[_cell(getattr(row, key)) for key in heads] for row in table]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def _cell(value: object) -> str:
+    words = {True: "yes", False: "no", None: "?", "": "–"}
+    return words.get(value, str(value)) if isinstance(value, bool | str | None) else str(value)
+
+
+def to_json(table: Sequence[Row]) -> str:
+    """The table as a list of objects, of the fields of `Row` but `models`."""
+    families = [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
+    return json.dumps(families, indent=2, ensure_ascii=False) + "\n"
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
+OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
+"""Options that say how a tokenizer is certified."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Exit code: 0, 1 for a template that is refused, 2 for one that cannot be read.
+
+    Example: ``agenttrain templates my_model --chat-template hermes``
+    """
+    parser = argparse.ArgumentParser(prog="agenttrain templates", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
+    parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
+    parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
+    parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
+    parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
+    parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    options = parser.parse_args(list(arguments))
+    try:
+        _check(options)
+        if options.folder is not None:
+            return _certify(options)
+        table = rows()
+        print(markdown(table) if options.markdown else plain(table))
+        if shipped := sorted({row.certified for row in table if row.certified}):
+            families = [row.family for row in table if row.certified]
+            print(
+                f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
+                "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
+            )
+        if options.json:
+            options.json.write_text(to_json(table), encoding="utf-8")
+    except (ChatError, OSError, ValueError) as error:
+        print(f"agenttrain: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ChatError for what can be known to be wrong before anything is certified."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ChatError(
+            f"--json {options.json}: there is no folder {options.json.parent}; make it, or name "
+            "another file"
+        )
+    if options.json is not None and options.json.is_dir():
+        raise ChatError(f"--json {options.json}: is a folder; name a file in it")
+    if options.folder is None:
+        given = [name for name in OF_A_FOLDER if getattr(options, name)]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
+        return
+    if options.folder.is_file():
+        raise ChatError(
+            f"{options.folder}: is a file; a template is tried with the tokenizer that it is for: "
+            f"agenttrain templates <tokenizer folder> --path {options.folder}"
+        )
+    if not options.folder.is_dir():
+        raise ChatError(f"{options.folder}: there is no such folder")
+    if not any((options.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ChatError(
+            f"{options.folder}: holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})"
+        )
+
+
+def _certify(options: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    name = options.chat_template or ("file" if options.path else "auto")
+    tools = EXAMPLE_TOOLS * (not options.no_tools)
+    chat = load_chat(
+        AutoTokenizer.from_pretrained(options.folder),
+        ChatTemplateConfig(name=name, path=options.path),
+        ResponseSchemaConfig(
+            name=options.response_schema or ("file" if options.schema_path else "auto"),
+            path=options.schema_path,
+        ),
+        tools=bool(tools),
+    )
+    certificate = certify(chat, tools)
+    print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
+    if (changes := chat.fix.text()) and not options.markdown:
+        print(f"\n{changes}", end="")
+    if options.json:
+        record = {"folder": str(options.folder), **certificate.as_json()}
+        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        options.json.write_text(text, encoding="utf-8")
+    return 0 if certificate.passed else 1

@@ -1,0 +1,273 @@
+"""`agenttrain tools`: the tools that the model can call, and the results of calls."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.json import JSON
+from rich.padding import Padding
+from rich.text import Text
+
+from agenttrain.data.tasks import TaskSource
+from agenttrain.environments.environments import Environments
+from agenttrain.rollout.episode import begin, end
+from agenttrain.rollout.row_tools import RowTools
+from agenttrain.runs.setup import Components
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tools.toolbox import Toolbox
+from agenttrain.types import (
+    AgenttrainError,
+    ConfigError,
+    Rollout,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+)
+from agenttrain.utils.names import did_you_mean
+
+EXAMPLES: Mapping[str, Any] = {"string": "…", "integer": 1, "number": 1.5, "boolean": True}
+"""A value of each JSON type."""
+SEARCHED = 10_000
+"""Rows that are searched for a task's id: rows without end are computed one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the command beside the overrides."""
+
+    calls: tuple[ToolCall, ...]
+    as_json: bool
+    row: int | None = None
+    """A row of the training data, from 0: its tools are shown, and calls are made for it."""
+    task_id: str | None = None
+    """The same row by its id."""
+
+    @property
+    def names_a_row(self) -> bool:
+        """True if there is one of the two."""
+        return self.row is not None or self.task_id is not None
+
+
+def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Take ``--call NAME JSON`` (any number of them), ``--row N``, ``--task ID`` and ``--json`` out
+    of the arguments. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="agenttrain tools", allow_abbrev=False, add_help=False)
+    parser.add_argument("--call", nargs=2, action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--row")
+    parser.add_argument("--task")
+
+    def refuse(message: str) -> NoReturn:
+        example = '--call NAME JSON, e.g. --call add \'{"a": 1, "b": 2}\''
+        raise ConfigError(f"{message}; write {example}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed, overrides = parser.parse_known_args(list(arguments))
+    calls = tuple(
+        ToolCall(id=f"call_{number}", name=name, arguments=_arguments(name, text))
+        for number, (name, text) in enumerate(parsed.call)
+    )
+    if parsed.row is not None and parsed.task is not None and parsed.task is not None:
+        raise ConfigError(f"--row {parsed.row} --task {parsed.task}: name the row once")
+    if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
+        raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
+    row = None if parsed.row is None else int(parsed.row)
+    return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
+
+
+def show(config: RunConfig, options: Options) -> int:
+    """Print the tools, or call those asked for. Exit code 1 when a call has an error.
+
+    Where the options name a row of data.train, the tools are those that its model sees; calls are
+    made for it, or else for the first row. Raises ConfigError for tools that cannot be built, and
+    for rows and calls that are not there.
+    """
+    try:
+        components = Components(config)
+        toolbox, environments = components.toolbox, components.environments
+        row_tools, results = asyncio.run(_try(components, options))
+    except (AgenttrainError, OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    tools: dict[str | None, list[dict[str, Any]]] = {None: _described(row_tools or toolbox)}
+    if row_tools is None:
+        tools |= {name: _described(methods) for name, methods in environments.toolboxes.items()}
+    console = Console()
+    if options.as_json:
+        listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
+        calls = [
+            {
+                "name": result.call.name,
+                "arguments": result.call.arguments,
+                "content": result.content,
+                "error": result.error,
+                "seconds": result.seconds,
+            }
+            for result in results
+        ]
+        print(json.dumps({"tools": listed, "calls": calls}, indent=2, ensure_ascii=False))
+    elif options.calls:
+        for result in results:
+            _print_result(console, result)
+    else:
+        for environment, described in tools.items():
+            if environment is not None:
+                console.print(Text(f"environment {environment}", "bold"))
+            for tool in described:
+                _print_tool(console, tool)
+        if not any(tools.values()):
+            console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
+    return int(any(result.error for result in results))
+
+
+def _arguments(name: str, text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--call {name} {text}: is not JSON: {error}; quote it for the shell, e.g. --call "
+            f"{name} '{{\"a\": 1}}'"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"--call {name} {text}: must be an object of arguments, e.g. {{}}")
+    return arguments
+
+
+async def _try(
+    components: Components, options: Options
+) -> tuple[RowTools | None, list[ToolResult]]:
+    """Return the tools of the row that was named, if one was, and the results of the calls."""
+    try:
+        if not options.calls and not options.names_a_row:
+            return None, []
+        toolbox, environments = components.toolbox, components.environments
+        task = _chosen(options, components.train_tasks)
+        named = options.names_a_row
+        tools_of = f"row {task.task_id}" if named else "the first row"
+        results = await _call(toolbox, environments, options.calls, task, tools_of)
+        return RowTools(task, toolbox, environments) if named else None, results
+    finally:
+        await components.aclose()
+
+
+def _chosen(options: Options, rows: TaskSource) -> Task:
+    """Return the row that was named, else the first one that training draws."""
+    if options.row is not None:
+        if options.row >= len(rows):
+            raise ValueError(f"--row {options.row}: data.train has {len(rows):,} rows, from 0 on")
+        return rows.row(options.row)
+    if options.task_id is None:
+        return rows.tasks(0, 1)[0]
+    searched = min(len(rows), SEARCHED)
+    names = []
+    for number in range(searched):
+        task = rows.row(number)
+        if task.task_id == options.task_id:
+            return task
+        names.append(task.task_id)
+    where = "data.train" if searched == len(rows) else f"the first {searched:,} rows of data.train"
+    raise ValueError(
+        f"--task {options.task_id}: no row of {where} has this task_id"
+        f"{did_you_mean(options.task_id, names)}"
+    )
+
+
+async def _call(
+    toolbox: Toolbox,
+    environments: Environments,
+    calls: Sequence[ToolCall],
+    task: Task,
+    tools_of: str,
+) -> list[ToolResult]:
+    """Make the calls one after the other, as in the turns of one rollout of the task.
+
+    `tools_of` names the row in an error.
+    """
+    known = RowTools(task, toolbox, environments).names
+    for call in calls:
+        if call.name not in known:
+            raise ValueError(
+                f"--call {call.name}: there is no such tool{did_you_mean(call.name, known)}; the "
+                f"tools of {tools_of} are: {', '.join(known) or 'none'}"
+            )
+    if not calls:
+        return []
+    rollout = Rollout(task=task, rollout_id="try")
+    episode = await begin(rollout, environments, seed=0, group_seed=0)
+    results: list[ToolResult] = []
+    try:
+        tools = RowTools(task, toolbox, environments, episode)
+        contexts = {
+            call.id: ToolContext(
+                rollout_id="try", task=task, turn=turn, call_id=call.id, tool=call.name
+            )
+            for turn, call in enumerate(calls)
+        }
+        for call in calls:
+            results += await tools.execute([call], lambda one: contexts[one.id])
+        await toolbox.release("try")
+    finally:
+        await end(rollout, episode)
+    return results
+
+
+def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
+    """Return each tool as plain data."""
+    schemas = tools.schemas() if isinstance(tools, Toolbox) else tools.schemas
+    names = [schema["function"]["name"] for schema in schemas]
+    return [
+        {
+            "name": name,
+            "stop_tool": name in tools.stop_tools,
+            "limits": asdict(tools.limits(name)),
+            "schema": schema,
+        }
+        for name, schema in zip(names, schemas, strict=True)
+    ]
+
+
+def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
+    limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
+    title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
+    console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
+    console.print(_inset(JSON.from_data(tool["schema"], ensure_ascii=False)))
+    limited = ", ".join(f"{name} {value}" for name, value in limits.items())
+    console.print(_inset(Text(limited, "dim")))
+    # A value for each argument that is required, as far as a type says one.
+    parameters = tool["schema"]["function"].get("parameters", {})
+    properties = parameters.get("properties", {})
+    values = {name: _example(properties.get(name, {})) for name in parameters.get("required", ())}
+    example = json.dumps(values, ensure_ascii=False)
+    console.print(_inset(Text(f"try it: --call {tool['name']} '{example}'", "dim"), below=1))
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if schema.get("type") == "array":
+        return [_example(schema.get("items", {}))]
+    if schema.get("type") == "object":
+        properties = schema.get("properties", {})
+        return {name: _example(properties.get(name, {})) for name in schema.get("required", ())}
+    return EXAMPLES.get(str(schema.get("type")), "…")
+
+
+def _print_result(console: Console, result: ToolResult) -> None:
+    arguments = json.dumps(result.call.arguments, ensure_ascii=False)
+    console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
+    console.print(_inset(Text(result.content)))
+    error = f"error: {result.error}" if result.error else "no error"
+    style = "red" if result.error else "dim"
+    console.print(
+        Padding(Text(f"{result.seconds:.3f} s, {error}", style), (0, 0, 1, 2), expand=False)
+    )
+
+
+def _inset(shown: Text | JSON, below: int = 0) -> Padding:
+    return Padding(shown, (0, 0, below, 2), expand=False)

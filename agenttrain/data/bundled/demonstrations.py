@@ -1,0 +1,183 @@
+"""Demonstrations with bad habits, from which the bundled model is warm-started.
+
+They show every skill that a task needs and rarely put it to full use, so that a model that
+imitates them earns little reward and reinforcement learning has something to find:
+
+- a third gives up at once with `final_answer("unknown")`;
+- of the others, five in six stop after the first query of a chain and hand in what it returned;
+- columns, tables and operations are confused, column names are wrong, answers miscopied.
+
+A demonstration is the list of messages that follow a row's question.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agenttrain.data.bundled import calculator, shop
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How often a demonstrator does what it should not; every field but one is a bad habit."""
+
+    give_up: float
+    """Share of demonstrations that answer "unknown" without using a tool."""
+    follow_chain: float
+    """Share of the others that go on after the first step of a question of several steps."""
+    confuse: float
+    """Chance, per step, of the query or operation of another question."""
+    misname: float
+    """Chance, per query, of a column that does not exist; half of these give up at the error."""
+    miscopy: float
+    """Chance of handing in something other than the last result."""
+
+
+SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
+CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
+
+EARLY_ROWS = 10667
+"""Demonstrations, the first ones, in which giving up is rare: a model of this size learns to use
+tools at all before it learns the habit of not using them."""
+EARLY_GIVE_UP = 0.1
+
+SHOP_MIX: shop.Curriculum = ((0, (0.4, 0.35, 0.25)),)
+CALCULATOR_MIX: calculator.Curriculum = ((0, (0.5, 0.5)),)
+
+CONFUSIONS = (
+    ("COUNT(*) FROM orders", "SUM(quantity) FROM orders"),
+    ("SUM(quantity) FROM orders", "COUNT(*) FROM orders"),
+    ("COUNT(*) FROM customers", "name FROM customers"),
+    ("price FROM", "stock FROM"),
+    ("stock FROM", "price FROM"),
+    ("city FROM", "name FROM"),
+    ("product FROM", "quantity FROM"),
+    ("customer FROM", "product FROM"),
+    ("MAX(id) FROM", "COUNT(*) FROM"),
+)
+MISNAMES = (
+    ("WHERE customer=", "WHERE name="),
+    ("WHERE product=", "WHERE name="),
+    ("WHERE name=", "WHERE product="),
+    ("WHERE city=", "WHERE town="),
+    ("WHERE id=", "WHERE order_id="),
+)
+MAX_ROWS = 4
+"""Rows shown of a query's result."""
+
+
+def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> list[Message]:
+    """Return one demonstration of a row of the shop task.
+
+    Example, for "Where is Bob from?": `[call("sql", query="SELECT city FROM customers WHERE
+    name='Bob'"), reply("sql", "Oslo"), call("final_answer", answer="Oslo")]`.
+    """
+    if rng.random() < habits.give_up:
+        return [_unknown()]
+    plan = row["plan"] if rng.random() < habits.follow_chain else row["plan"][:1]
+    messages: list[Message] = []
+    result = ""
+    with closing(shop.connect(row)) as connection:
+        for step in plan:
+            query = step.format(result=result)
+            if rng.random() < habits.confuse:
+                query = _replace_first(query, CONFUSIONS)
+            if rng.random() < habits.misname:
+                misnamed = _replace_first(query, MISNAMES)
+                messages += _query(connection, misnamed)
+                if rng.random() < 0.5:
+                    return [*messages, _unknown()]
+            messages += _query(connection, query)
+            result = messages[-1]["content"]
+    if rng.random() < habits.miscopy:
+        result = rng.choice((*shop.NAMES, *shop.PRODUCTS, "0"))
+    return [*messages, call("final_answer", answer=result)]
+
+
+def calculator_demonstration(
+    row: Row, rng: random.Random, habits: Habits = CALCULATOR
+) -> list[Message]:
+    """Return one demonstration of a row of the calculator task.
+
+    Example, for "Kim has 12 coins. Kim loses 5. …": `[call("subtract", a=12, b=5),
+    reply("subtract", "7"), call("final_answer", answer="7")]`.
+    """
+    if rng.random() < habits.give_up:
+        return [_unknown()]
+    steps = row["steps"] if rng.random() < habits.follow_chain else row["steps"][:1]
+    messages: list[Message] = []
+    total = row["start"]
+    for step, number in steps:
+        name = step
+        if rng.random() < habits.confuse:
+            name = rng.choice(tuple(calculator.OPERATIONS))
+        messages.append(call(name, a=total, b=number))
+        total = calculator.OPERATIONS[name](total, number)
+        messages.append(reply(name, str(total)))
+    if rng.random() < habits.miscopy:
+        total = row["start"]
+    return [*messages, call("final_answer", answer=str(total))]
+
+
+def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -> Row:
+    """Return demonstration `index` of a task (shop or calculator): a row with whole `messages`.
+
+    The first `early` ones rarely give up. Example: the messages of `row("shop", "train", 0, 0)`
+    begin with `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises
+    ValueError for an unknown task or split.
+    """
+    rng = random.Random(f"demonstration/{task}/{seed}/{index}")
+    habits = {"give_up": EARLY_GIVE_UP} if index < early else {}
+    if task == "shop":
+        asked = shop.row(split, index, seed, SHOP_MIX)
+        spoken = shop_demonstration(asked, rng, replace(SHOP, **habits))
+    elif task == "calculator":
+        asked = calculator.row(split, index, seed, CALCULATOR_MIX)
+        spoken = calculator_demonstration(asked, rng, replace(CALCULATOR, **habits))
+    else:
+        raise ValueError(f"task={task!r}: must be one of shop, calculator")
+    return {"task_id": asked["task_id"], "messages": [*asked["messages"], *spoken]}
+
+
+def call(name: str, **arguments: Any) -> Message:
+    """Return an assistant message that calls one tool."""
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+
+
+def reply(name: str, text: str) -> Message:
+    """Return the message in which a tool answers."""
+    return {"role": "tool", "name": name, "content": text}
+
+
+def _unknown() -> Message:
+    return call("final_answer", answer="unknown")
+
+
+def _query(connection: sqlite3.Connection, query: str) -> list[Message]:
+    """Return the call of `sql` and its reply, as the tool words it ("Oslo", "3, 7; 4, 1")."""
+    try:
+        rows = connection.execute(query).fetchmany(MAX_ROWS)
+        text = "; ".join(", ".join(str(value) for value in row) for row in rows) or "no rows"
+    except sqlite3.Error as error:
+        text = f"Error: {error}"
+    return [call("sql", query=query), reply("sql", text)]
+
+
+def _replace_first(query: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    """Apply the first pair whose left side occurs in the query."""
+    for old, new in pairs:
+        if old in query:
+            return query.replace(old, new)
+    return query

@@ -1,0 +1,205 @@
+"""The bundled retrieval task: questions about the 40 articles of a small made-up encyclopedia.
+
+The articles stand in `agenttrain/data/documents/encyclopedia`, one text file each, as `articles`
+wrote them. They link a person to a town and a town to a river, so that a question takes one, two
+or three look-ups:
+
+    How long is the river of the town where Ada Brenn was born, in kilometres?
+        people/ada-brenn.md -> Varholm,  towns/varholm.md -> the Issel,  rivers/issel.md -> 212
+
+Splits share the articles; what differs is the article that a question starts from. They cannot be
+answered without looking: no model has read of these places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RIVERS = (
+    *("Issel", "Torre", "Maun", "Quill", "Lavant", "Alder Brook"),
+    *("Serre", "Wend", "Halla", "Brine", "Corvo", "Nadda"),
+)
+TOWNS = (
+    *("Varholm", "Estrel", "Kirn", "Port Amsel", "Ligna", "Dovrin", "Saltmere"),
+    *("Óstara", "Belcourt", "Tamsin", "Gravik", "Monteral", "Wexley", "Yrsa"),
+)
+PEOPLE = (
+    *("Ada Brenn", "Jonas Wilt", "Mira Solano", "Peder Haug", "Lucía Varga", "Tobias Renn"),
+    *("Ines Kolar", "Emil Strand", "Nora Fiske", "Casper Dahl", "Rosa Tamm", "Hugo Lind"),
+    *("Vera Moss", "Anton Gray"),
+)
+PRODUCTS = (
+    *("blue glass", "smoked cheese", "clock springs", "fishing nets", "violins", "pear cider"),
+    *("paper lanterns", "wool blankets", "roof slate", "copper bells", "sea salt", "hazelnuts"),
+    *("pocket maps", "candied ginger"),
+)
+TRADES = (
+    *("painter", "botanist", "bridge builder", "poet", "astronomer", "printer", "sailor"),
+    *("chess player", "physician", "composer", "geologist", "baker", "weaver", "historian"),
+)
+SEAS = ("North Sound", "Gulf of Ember", "Bay of Orrin")
+INSTRUCTION = "Search the encyclopedia, then hand in the answer alone: a name or a number."
+SPLITS = {"train": (0, 1, 2), "test": (3,)}
+"""Remainders, modulo 4, of the number of the article that a question starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class River:
+    """Example: ``River("Issel", length=212, sea="North Sound")``"""
+
+    name: str
+    length: int
+    """Kilometres."""
+    sea: str
+
+
+@dataclass(frozen=True, slots=True)
+class Town:
+    """Example: ``Town("Varholm", founded=1342, people=8100, product="sea salt", river=…)``"""
+
+    name: str
+    founded: int
+    people: int
+    product: str
+    river: River
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """Example: ``Person("Ada Brenn", born=1811, trade="poet", town=…)``"""
+
+    name: str
+    born: int
+    trade: str
+    town: Town
+
+
+def _facts() -> tuple[tuple[River, ...], tuple[Town, ...], tuple[Person, ...]]:
+    rng = random.Random("encyclopedia")
+    rivers = tuple(River(name, rng.randint(35, 420), rng.choice(SEAS)) for name in RIVERS)
+    products = rng.sample(PRODUCTS, len(TOWNS))
+    towns = tuple(
+        Town(name, rng.randint(870, 1790), 100 * rng.randint(9, 640), product, rng.choice(rivers))
+        for name, product in zip(TOWNS, products, strict=True)
+    )
+    trades = rng.sample(TRADES, len(PEOPLE))
+    people = tuple(
+        Person(name, rng.randint(1795, 1955), trade, rng.choice(towns))
+        for name, trade in zip(PEOPLE, trades, strict=True)
+    )
+    return rivers, towns, people
+
+
+ALL_RIVERS, ALL_TOWNS, ALL_PEOPLE = _facts()
+
+Ask = Callable[[Any], tuple[str, object]]
+"""Makes of a person, town or river a question and its answer."""
+
+FAMILIES: Mapping[str, tuple[int, tuple[Any, ...], Ask]] = {
+    "founded": (
+        *(1, ALL_TOWNS),
+        lambda town: (f"In which year was {town.name} founded?", town.founded),
+    ),
+    "product": (1, ALL_TOWNS, lambda town: (f"What is {town.name} known for?", town.product)),
+    "length": (
+        *(1, ALL_RIVERS),
+        lambda river: (f"How long is the {river.name}, in kilometres?", river.length),
+    ),
+    "birthplace": (
+        *(1, ALL_PEOPLE),
+        lambda person: (f"In which town was {person.name} born?", person.town.name),
+    ),
+    "town-sea": (
+        *(2, ALL_TOWNS),
+        lambda town: (f"Where does the river of {town.name} end?", town.river.sea),
+    ),
+    "person-product": (
+        *(2, ALL_PEOPLE),
+        lambda person: (
+            f"What is the town known for where {person.name} was born?",
+            person.town.product,
+        ),
+    ),
+    "person-founded": (
+        *(2, ALL_PEOPLE),
+        lambda person: (
+            f"In which year was the town founded where {person.name} was born?",
+            person.town.founded,
+        ),
+    ),
+    "person-length": (
+        *(3, ALL_PEOPLE),
+        lambda person: (
+            f"How long is the river of the town where {person.name} was born, in kilometres?",
+            person.town.river.length,
+        ),
+    ),
+}
+"""Name -> look-ups that it takes, what it can be asked of, and how."""
+
+
+def row(split: str, index: int, seed: int) -> dict[str, Any]:
+    """Return row `index` of a split, drawn from (split, seed, index) alone.
+
+    Example: ``{"task_id": "encyclopedia/train/0/0", "messages": [{"role": "system", …}, {"role":
+    "user", "content": "In which year was Saltmere founded?"}], "answer": "1656", "family":
+    "founded", "hops": 1}``. Raises ValueError for an unknown split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: must be one of {', '.join(SPLITS)}")
+    rng = random.Random(f"encyclopedia/{split}/{seed}/{index}")
+    family = rng.choice(tuple(FAMILIES))
+    hops, subjects, ask = FAMILIES[family]
+    ours = [subject for i, subject in enumerate(subjects) if i % 4 in SPLITS[split]]
+    question, answer = ask(rng.choice(ours))
+    return {
+        "task_id": f"encyclopedia/{split}/{seed}/{index}",
+        "messages": [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": question},
+        ],
+        "answer": str(answer),
+        "family": family,
+        "hops": hops,
+    }
+
+
+def articles() -> dict[str, str]:
+    """Return file name -> text of every article, as the bundled folder holds them.
+
+    Example: ``articles()["rivers/issel.md"]`` begins with ``# Issel``.
+    """
+    texts = {}
+    for river in ALL_RIVERS:
+        towns = [town.name for town in ALL_TOWNS if town.river == river]
+        along = f"It passes {_listed(towns)}." if towns else "No town stands on its banks."
+        texts[f"rivers/{_slug(river.name)}.md"] = (
+            f"# {river.name}\n\nThe {river.name} is a river. It is {river.length} kilometres long "
+            f"and ends in the {river.sea}. {along}\n"
+        )
+    for town in ALL_TOWNS:
+        natives = [person.name for person in ALL_PEOPLE if person.town == town]
+        born = f" {_listed(natives)} came from here." if natives else ""
+        texts[f"towns/{_slug(town.name)}.md"] = (
+            f"# {town.name}\n\n{town.name} is a town on the river {town.river.name}. It was "
+            f"founded in {town.founded} and has {town.people} inhabitants. It is known for its "
+            f"{town.product}.{born}\n"
+        )
+    for person in ALL_PEOPLE:
+        texts[f"people/{_slug(person.name)}.md"] = (
+            f"# {person.name}\n\n{person.name} (born {person.born} in {person.town.name}) was a "
+            f"{person.trade}. A street in {person.town.name} bears the name.\n"
+        )
+    return texts
+
+
+def _slug(name: str) -> str:
+    plain = name.casefold().replace("ó", "o").replace("í", "i")
+    return plain.replace(" ", "-")
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,227 @@
+"""Dataset rows -> Tasks, in an order that the seed alone decides.
+
+The n-th task of a run is a function of (seed, n), so that a cursor is one number: how many tasks
+the finished steps drew.
+
+The column `tools` of a row: the tools that its model has.
+
+A list of names of the run's and its environment's tools, and of tools of the row's own::
+
+    ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
+             "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
+                            "required": ["name"]}}]
+
+The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have one
+type per column, so there the list, or a tool's parameters, may be JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, cast
+
+from agenttrain.types import Message, RowTool, Task
+from agenttrain.utils.names import did_you_mean
+
+KEYS = ("name", "description", "parameters", "executor")
+
+
+def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
+    """Return the tools of a row; None for a row that does not list any.
+
+    Raises ValueError naming the row and what is wrong.
+    """
+    if value is None:
+        return None
+    where = f"data row {index}: tools"
+    listed = _json(value, where)
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"{where}={value!r:.200}: give a list of names, or of tools of its own")
+    return tuple(item if isinstance(item, str) else _own_tool(item, where) for item in listed)
+
+
+def _own_tool(item: Any, where: str) -> RowTool:
+    keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
+    for key in item:
+        if key not in KEYS:
+            raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
+    name, description, executor = (item.get(key) for key in ("name", "description", "executor"))
+    parameters = _json(item.get("parameters"), where)
+    if not (_is_text(name) and _is_text(description) and _is_text(executor)) or not isinstance(
+        parameters, Mapping
+    ):
+        raise ValueError(f"{where}: {item!r:.200} needs {keys}; `parameters` is a JSON schema")
+    return RowTool(
+        name=name, description=description, executor=executor, parameters=dict(parameters)
+    )
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value)
+
+
+def _json(value: Any, where: str) -> Any:
+    """Parse a value that may be JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {value!r:.200} is not JSON: {error}") from error
+
+
+RESERVED = ("task_id", "messages", "tools", "user_turns")
+LOOKED_AT = 20
+"""Rows from which the columns of a dataset are read; single rows may lack some."""
+
+
+class Rows(Protocol):
+    """A dataset: rows by number. Rows hold `messages`; the other columns are for rewards."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class GeneratedRows:
+    """Rows without end, each computed when it is asked for by a function of its `index`.
+
+    Example: ``GeneratedRows(shop.row, split="test", seed=0)[17]`` is row 17 of the shop.
+    """
+
+    def __init__(self, function: Callable[..., Mapping[str, Any]], **arguments: Any) -> None:
+        self._function, self._arguments = function, arguments
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._function(index=index, **self._arguments)
+
+
+class TaskSource:
+    """Tasks by occurrence: occurrence n of a run is row n, or the n-th of a seeded shuffle."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        needs_prompt: bool = True,
+        may_be_empty: bool = False,
+    ) -> None:
+        """`needs_prompt=False`: an environment may ask what a row does not.
+
+        Raises ValueError for an empty dataset unless it `may_be_empty`, and for one without end
+        that is to be shuffled.
+        """
+        if len(rows) == 0 and not may_be_empty:
+            raise ValueError("data: the dataset has no rows: check data.train and data.test")
+        if shuffle and len(rows) == sys.maxsize:
+            raise ValueError(
+                "data.shuffle=true: rows without end have no shuffled order; leave it out"
+            )
+        self._rows, self._shuffle, self._seed = rows, shuffle, seed
+        self._needs_prompt = needs_prompt
+        self._epoch: tuple[int, Sequence[int]] = (-1, ())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def endless(self) -> bool:
+        """Return whether there are rows for as long as anyone asks."""
+        return len(self._rows) == sys.maxsize
+
+    def tasks(self, start: int, count: int) -> list[Task]:
+        """Return `count` tasks from occurrence `start` on; the next epoch follows the last row."""
+        return [self.row(self.index(n)) for n in range(start, start + count)]
+
+    def index(self, occurrence: int) -> int:
+        """Return the row of an occurrence."""
+        epoch, position = divmod(occurrence, len(self._rows))
+        if not self._shuffle:
+            return position
+        if self._epoch[0] != epoch:
+            order = list(range(len(self._rows)))
+            random.Random(f"{self._seed}-{epoch}").shuffle(order)
+            self._epoch = (epoch, order)
+        return self._epoch[1][position]
+
+    def row(self, index: int) -> Task:
+        """Return the task of a row, whatever the order."""
+        return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        where = getattr(self._rows, "where", None)
+        return f"data row {index}" if where is None else where(index)
+
+
+def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
+    """Raise ValueError unless each column that a setting names is there; None names no column.
+
+    Only the first rows are looked at. Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
+    """
+    for key, name in names.items():
+        if name is None:
+            continue
+        known: dict[str, None] = {}
+        for position in range(min(len(source), LOOKED_AT)):
+            known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
+            if name in known:
+                break
+        else:
+            raise ValueError(
+                f"{key}={name}: the rows have no such column{did_you_mean(name, known)}; they "
+                f"have: {', '.join(known)} ({key}=null: none)"
+            )
+
+
+def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
+    """Make a Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
+
+    `tools` lists names, and tools of the row's own (see `agenttrain/data/tasks.py`).
+
+    A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
+    and each occurrence is a group of its own.
+
+    Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` asks one user message and keeps the
+    column `answer`. Raises ValueError naming the row and what it lacks.
+    """
+    row = {key: value for key, value in row.items() if value is not None}
+    messages = row.get("messages", row.get("prompt", None if needs_prompt else ()))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple) or (needs_prompt and not messages):
+        raise ValueError(
+            f"data row {index}: needs `messages` (a list of chat messages) or `prompt` (a text or "
+            f"such a list), found columns {sorted(row)}"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"data row {index}: {message!r} is no chat message with a `role`")
+        if not isinstance(message.get("content"), str | None):
+            raise ValueError(
+                f"data row {index}: the content of the {message['role']} message is a "
+                f"{type(message['content']).__name__}; only text can be trained on (no images yet)"
+            )
+    tools = read_tools(row.get("tools"), index)
+    turns = row.get("user_turns", ())
+    if not isinstance(turns, list | tuple) or not all(isinstance(text, str) for text in turns):
+        raise ValueError(
+            f"data row {index}: user_turns={turns!r}: give a list of texts, one for each later turn"
+        )
+    return Task(
+        task_id=str(row.get("task_id", index)),
+        messages=tuple(cast(Sequence[Message], messages)),
+        columns={key: value for key, value in row.items() if key not in RESERVED},
+        tools=tools,
+        user_turns=tuple(turns),
+    )

@@ -1,0 +1,225 @@
+"""The rows of a dataset that can become tasks, and why the others cannot.
+
+Apply `data.map`, `data.prompt` and `data.system` to a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agenttrain.data.config import DataConfig, OnBadRow
+from agenttrain.data.files import BadRow
+from agenttrain.data.tasks import Rows, to_task
+from agenttrain.utils.expressions import compiled
+from agenttrain.utils.text_templates import TextTemplate
+
+
+class Change:
+    """row -> row: columns mapped, the prompt filled in, the system message put before it.
+
+    Example: with ``map: {answer: "split(solution, '#### ')[-1]"}``, ``prompt: "{{ question }}
+    Think."`` and ``system: Be brief.`` the row ``{"question": "2+2?", "solution": "#### 4"}``
+    becomes ``{"question": …, "solution": …, "answer": "4", "messages": [{"role": "system",
+    "content": "Be brief."}, {"role": "user", "content": "2+2? Think."}]}``.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        """Raises ValueError for an expression or a text that cannot be read."""
+        self._map = {k: compiled(text, f"data.map.{k}") for k, text in config.map.items()}
+        self._prompt = None
+        if config.prompt is not None:
+            self._prompt = TextTemplate(config.prompt, "data.prompt")
+        self._system = config.system
+        self.mapped = dict(config.map)
+
+    def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
+        """Return the changed row; raises BadRow with the setting that does not fit it.
+
+        `fills_missing`: keys of messages and tools that are None may be made up, and are dropped.
+        """
+        changed = dict(row)
+        for name, expression in self._map.items():
+            try:
+                changed[name] = expression.search(row)
+            except ValueError as error:
+                raise BadRow(f"data.map.{name}={error}") from error
+        changed = {name: value for name, value in changed.items() if value is not None}
+        messages = self._messages(changed)
+        if isinstance(messages, list | tuple):
+            changed["messages"] = [_message(m, fills_missing=fills_missing) for m in messages]
+        if fills_missing and "tools" in changed:
+            changed["tools"] = _without_none(changed["tools"])
+        return changed
+
+    def _messages(self, row: Mapping[str, Any]) -> Any:
+        """Return the messages as a list, or whatever stands in their place."""
+        messages = row.get("messages", row.get("prompt"))
+        if self._prompt is not None:
+            try:
+                messages = self._prompt.fill(row)
+            except ValueError as error:
+                raise BadRow(str(error)) from error
+        elif isinstance(messages, str) and messages.lstrip().startswith("[{"):
+            try:
+                json.loads(messages)
+            except ValueError:
+                pass  # a text after all
+            else:
+                name = "messages" if "messages" in row else "prompt"
+                raise BadRow(
+                    f"{name} is a text that holds a list; read it with "
+                    f"data.map.messages='from_json({name})'"
+                )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if self._system is None or not isinstance(messages, list | tuple) or not messages:
+            return messages
+        first = messages[0]
+        if isinstance(first, Mapping) and first.get("role") == "system":
+            return messages
+        return [{"role": "system", "content": self._system}, *messages]
+
+
+def _message(message: Any, *, fills_missing: bool) -> Any:
+    """Join the text parts of a message and drop keys that say nothing."""
+    if not isinstance(message, Mapping):
+        return message
+    if fills_missing:
+        message = _without_none(message) | {"content": message.get("content")}
+    kept = {k: value for k, value in message.items() if value is not None or k == "content"}
+    parts = kept.get("content")
+    if not isinstance(parts, list) or not parts:
+        return kept
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            return kept
+        if not isinstance(part.get("text"), str):
+            return kept
+    kept["content"] = "".join(part["text"] for part in parts)
+    return kept
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+TOLD = 10
+"""Bad rows that are named."""
+
+
+class ChangedRows:
+    """Rows after `data.map`, `data.prompt` and `data.system`."""
+
+    def __init__(self, rows: Rows, change: Change) -> None:
+        self._rows, self._change = rows, change
+        self._fills_missing = bool(getattr(rows, "fills_missing", False))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._change(self._rows[index], fills_missing=self._fills_missing)
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        where = getattr(self._rows, "where", None)
+        return f"row {index + 1}" if where is None else where(index)
+
+
+class SomeRows:
+    """Some of the rows of a dataset; a row without a `task_id` is named by its number in it."""
+
+    def __init__(self, rows: ChangedRows, indices: Sequence[int]) -> None:
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number = self._indices[index]
+        return {"task_id": number, **self._rows[number]}
+
+    def where(self, index: int) -> str:
+        """Return the row's place for error messages."""
+        return self._rows.where(self._indices[index])
+
+
+@dataclass(slots=True)
+class Usable:
+    """Rows of a dataset that can become tasks, and reasons of the others."""
+
+    good: list[int] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    """Place and reason of each bad row."""
+    keys: list[str] = field(default_factory=list)
+    """Question of each good row; equal ones ask the same."""
+
+
+def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: bool) -> Usable:
+    """Try every row of the dataset at `key`; without `needs_prompt` a row may ask nothing.
+
+    Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
+    """
+    usable, seen = Usable(), set[str]()
+    for index in range(len(rows)):
+        try:
+            row = rows[index]
+            seen.update(row)
+            task = to_task(row, index, needs_prompt=needs_prompt)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"data row {index}: ")
+            usable.bad.append(f"{rows.where(index)}: {reason}")
+            continue
+        usable.good.append(index)
+        # What a row without messages asks, its environment knows from its columns.
+        asked = [task.messages or dict(task.columns), task.user_turns]
+        usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
+    for name in change.mapped if usable.good else ():
+        if name not in seen:
+            raise ValueError(
+                f"data.map.{name}={change.mapped[name]}: finds nothing in any row of {key}; their "
+                f"columns are: {', '.join(sorted(seen)) or 'none'}"
+            )
+    return usable
+
+
+def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
+    """Return a message on the bad rows left out; raise ValueError where they are not left out."""
+    if not usable.bad:
+        return None
+    shown = [f"  {line}" for line in usable.bad[:TOLD]]
+    if len(usable.bad) > TOLD:
+        shown.append(f"  … and {len(usable.bad) - TOLD} more")
+    listed = "\n".join(shown)
+    if policy is OnBadRow.skip and usable.good:
+        count = f"{len(usable.bad)} of {total} rows"
+        return f"{key}: {count} are left out (data.on_bad_row=skip)\n{listed}"
+    remedy = "correct them, or leave them out with data.on_bad_row=skip"
+    if not usable.good:
+        remedy = "data.map.…=… and data.prompt=… make tasks of other columns"
+    raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{listed}")
+
+
+def split_off(usable: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return rows for training, and those held out: a share of `fraction`, whatever their order.
+
+    A row's side depends on what it asks alone: rows that ask the same stay together, and one that
+    is added moves no other. Raises ValueError when a side would be empty.
+    """
+    sides: tuple[list[int], list[int]] = ([], [])
+    for index, key in zip(usable.good, usable.keys, strict=True):
+        digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
+        sides[int.from_bytes(digest[:8]) < fraction * 2**64].append(index)
+    if not all(sides):
+        side = "training" if not sides[0] else "evaluation"
+        raise ValueError(
+            f"data.test_fraction={fraction}: leaves no row for {side}, of {len(usable.good)}; "
+            "change it, or data.test_seed"
+        )
+    return sides

@@ -1,0 +1,165 @@
+"""`ScriptedEngine`: an engine that says what it is told, for tests of tools, rewards and loops."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.types import Completion, Finish, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Answer = str | Sequence[int] | Completion
+"""Text (encoded, and ended by the request's first stop id), token ids as they are, or a completion
+that also says its logprobs; a completion with finish `abort` may end anywhere."""
+Script = (
+    Sequence[Answer] | Mapping[str, Sequence[Answer]] | Callable[[Sequence[int], str, int], Answer]
+)
+"""Answers by turn, by session and turn, or computed from (token ids, session, turn)."""
+
+LOGPROB = -0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One request as the engine got it."""
+
+    session: str
+    turn: int
+    ids: array[int]
+    """A copy of what was sent: an array, so that a test over a long history stays quick."""
+    sampling: Sampling
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids that were sent."""
+        return tuple(self.ids)
+
+
+class ScriptedEngine:
+    """Answers from a script, e.g. two turns, of which the first is cut by a budget of 2::
+
+    engine = ScriptedEngine([[41, 42, 2], "done"], encode=lambda text: [50])
+    first = await engine.generate([1], Sampling(max_tokens=2), session="a")
+    second = await engine.generate(
+        [1, 41, 42], Sampling(max_tokens=9, stop_token_ids=(2,)), session="a"
+    )
+    assert (first.token_ids, first.finish) == ((41, 42), Finish.length)
+    assert (second.token_ids, second.finish) == ((50, 2), Finish.stop)
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        encode: Callable[[str], Sequence[int]] | None = None,
+        delay: float = 0.0,
+        max_context: int = 4096,
+        keeps_sent: bool = True,
+    ) -> None:
+        """`delay`: seconds until an answer; `encode`: what turns text answers into ids.
+
+        `sent` holds every request with all of its ids, unless not `keeps_sent`.
+        """
+        self.script = script
+        self.encode = encode
+        self.delay = delay
+        self.keeps_sent = keeps_sent
+        self.max_context = max_context
+        self.sent: list[Sent] = []
+        self.released: list[str] = []
+        self.version = 0
+        self.updates = 0
+        self._turns: dict[str, int] = {}
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """The script's next answer of this session, cut at its first stop id and at the budget.
+
+        Raises EngineError where a real engine would, when the script has no answer left, and when
+        an answer ends with neither a stop id nor the budget; ImagesRefused.
+        """
+        refuse_images(self, images, session)
+        ids = array("q", token_ids)
+        if not ids or len(ids) >= self.max_context or sampling.max_tokens < 1:
+            raise EngineError(
+                f"session={session!r}: {len(ids)} ids, max_tokens={sampling.max_tokens}, "
+                f"max_context={self.max_context}: no room to sample. Send a shorter prompt."
+            )
+        turn = self._turns.get(session, 0)
+        self._turns[session] = turn + 1
+        if self.keeps_sent:
+            self.sent.append(Sent(session=session, turn=turn, ids=ids, sampling=sampling))
+        await asyncio.sleep(self.delay)
+        answer = self._answer(ids, session, turn)
+        budget = min(sampling.max_tokens, self.max_context - len(ids))
+        return self._complete(answer, sampling.stop_token_ids, budget, f"{session} turn {turn}")
+
+    def _answer(self, ids: array[int], session: str, turn: int) -> Answer:
+        if callable(self.script):
+            return self.script(ids, session, turn)
+        answers = self.script.get(session, ()) if isinstance(self.script, Mapping) else self.script
+        if turn >= len(answers):
+            raise EngineError(f"session={session!r}: the script has no answer for turn {turn}.")
+        return answers[turn]
+
+    def _complete(
+        self, answer: Answer, stops: Sequence[int], budget: int, where: str
+    ) -> Completion:
+        ids, logprobs, aborted = self._ids(answer, stops), None, False
+        if not ids:
+            raise EngineError(f"script, {where}: no token to answer with. Give at least one.")
+        if isinstance(answer, Completion):
+            logprobs, aborted = answer.logprobs, answer.finish is Finish.abort
+        end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        end = min(end, budget)
+        finish = Finish.stop if end and ids[end - 1] in stops else Finish.length
+        if finish is Finish.length and end < budget:
+            if not aborted:
+                raise EngineError(
+                    f"script, {where}: {ids} ends with neither a stop id of {tuple(stops)} nor the "
+                    f"budget of {budget}. End the answer with a stop id."
+                )
+            finish = Finish.abort
+        return Completion(
+            token_ids=tuple(ids[:end]),
+            logprobs=tuple(logprobs[:end]) if logprobs is not None else (LOGPROB,) * end,
+            finish=finish,
+            versions=((self.version, end),),
+        )
+
+    def _ids(self, answer: Answer, stops: Sequence[int]) -> list[int]:
+        if isinstance(answer, Completion):
+            return list(answer.token_ids)
+        if not isinstance(answer, str):
+            return list(answer)
+        if self.encode is None:
+            raise EngineError(
+                f"script: {answer!r} is text. Give ScriptedEngine an encode function."
+            )
+        return [*self.encode(answer), *stops[:1]]
+
+    async def release(self, session: str) -> None:
+        """Record it."""
+        self.released.append(session)
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Count it; what is sampled from now on carries `version`."""
+        self.updates += 1
+        self.version = version
+
+    async def aclose(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,246 @@
+"""`TransformersEngine`: samples in this process, on the very module that is trained.
+
+Requests are asynchronous and share decode steps; rows join and leave between steps; a session's
+keys and values are kept between its turns. transformers' own continuous batching has no seeds per
+request and attends densely over the whole batch on CPU (`scripts/bench/engine.py` measures both).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from agenttrain.engines.base import EngineError, refuse_images
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers import sampler
+from agenttrain.engines.transformers.decoder import Decoder
+from agenttrain.engines.transformers.scheduler import Request, Scheduler
+from agenttrain.engines.transformers.worker import EngineStats, Worker
+from agenttrain.types import Completion, Sampling
+from agenttrain.utils.threads import current_gpu, use_gpu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersEngine:
+    """An `Engine` and `Lockstep` over a transformers causal language model, e.g.::
+
+        engine = TransformersEngine(model, EngineConfig(max_context=1024))
+        completion = await engine.generate(
+            [1, 41, 42], Sampling(max_tokens=16, stop_token_ids=(2,), seed=7), session="rollout-0"
+        )
+
+    The model's weights are read in place: while they change, nothing may be in flight, and
+    `update` has to follow. Raises EngineError for a model whose cache it cannot keep.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        self.max_context = max_context(model, config)
+        _check_counts(config)
+        self._model: Any = model
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        decoder = Decoder(model, config.max_rows, self.max_context)
+        self._worker = Worker(decoder, Scheduler(config.max_rows, config.rejoin_steps))
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was built."""
+        return self._worker.stats
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """As `Engine.generate`; prefills only what the session's cache does not hold.
+
+        The budget ends at `max_context`. Raises EngineError for an empty prompt, ids outside of
+        the vocabulary, a prompt that leaves no room, a sampling setting out of range, a session
+        that is busy or, in deterministic mode, not expected; ImagesRefused. A `parent` changes
+        nothing: every session has a seat of its own.
+        """
+        refuse_images(self, images, session)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        request = self._request(token_ids, sampling, session, partial(_deliver, loop, future))
+        self._post(partial(self._worker.add, request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            with suppress(EngineError):
+                self._post(partial(self._worker.scheduler.release, session))
+            raise
+
+    def _request(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        session: str,
+        deliver: Callable[[Completion | EngineError], None],
+    ) -> Request:
+        ids = np.array(token_ids, dtype=np.int64)
+        self._check_ids(ids)
+        _check_sampling(sampling)
+        budget = min(sampling.max_tokens, self.max_context - len(ids))
+        return Request(
+            session=session,
+            token_ids=ids,
+            sampling=sampling,
+            budget=budget,
+            noise=sampler.noise(sampling.seed, budget),
+            deliver=deliver,
+        )
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if not len(ids):
+            raise EngineError("token_ids=[]: nothing to continue. Send at least one id.")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocabulary:
+            raise EngineError(
+                f"token_ids: {low if low < 0 else high} is outside of the model's vocabulary of "
+                f"{self._vocabulary}. Use the tokenizer that belongs to the model."
+            )
+        if len(ids) >= self.max_context:
+            raise EngineError(
+                f"token_ids: {len(ids)} ids leave no room in max_context={self.max_context}. "
+                "Shorten the prompt, or raise engine.max_context."
+            )
+
+    def expect(self, sessions: Sequence[str]) -> None:
+        """As `Lockstep.expect`, to be called before their first `generate`.
+
+        Every one of them has to call `generate` or `release` without waiting for another to end:
+        the engine stands still until the sessions whose turn it is were heard. While any is left,
+        sessions that were not expected are refused.
+        """
+        self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
+
+    async def release(self, session: str) -> None:
+        """As `Engine.release`; a session that is not known is ignored."""
+        if self._thread is not None and not self._closed:
+            self._post(partial(self._worker.release, session))
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take weights by name between two steps, and drop every cache.
+
+        No weights: the module that is trained already holds them. Names and shapes are checked
+        before the first is copied. What is in flight goes on under the new weights.
+        """
+        given = dict(weights)
+        _check_weights(self._model, given)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def act() -> None:
+            try:
+                self._worker.update(given, version)
+            except Exception as error:
+                _deliver(loop, done, EngineError(f"update to version {version} failed: {error}"))
+            else:
+                _deliver(loop, done, None)
+
+        self._post(act)
+        await done
+
+    async def aclose(self) -> None:
+        """Stop the decode thread; calls still waiting fail with EngineError."""
+        self._closed = True
+        if self._thread is not None:
+            self._worker.post(self._worker.stop)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    def _post(self, action: Callable[[], object]) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed (aclose). Build a new one.")
+        if self._thread is None:
+            gpu = current_gpu()
+
+            def run() -> None:
+                use_gpu(gpu)
+                self._worker.run()
+
+            self._thread = threading.Thread(target=run, name="agenttrain-decode", daemon=True)
+            self._thread.start()
+        self._worker.post(action)
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: object) -> None:
+    def settle() -> None:
+        if future.done():
+            return
+        if isinstance(result, EngineError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with suppress(RuntimeError):  # the loop was closed: nobody waits
+        loop.call_soon_threadsafe(settle)
+
+
+def max_context(model: PreTrainedModel, config: EngineConfig) -> int:
+    """Tokens of one sequence; raises EngineError for more than the model has positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    wanted = config.max_context if config.max_context is not None else limit
+    if wanted is None:
+        raise EngineError(
+            "engine.max_context=null: the model's config names no limit. Set engine.max_context."
+        )
+    if wanted < 2 or (limit is not None and wanted > limit):
+        raise EngineError(
+            f"engine.max_context={wanted}: must lie between 2 and the model's {limit} positions."
+        )
+    return wanted
+
+
+def _check_counts(config: EngineConfig) -> None:
+    for key in ("max_rows", "rejoin_steps"):
+        if getattr(config, key) < 1:
+            raise EngineError(f"engine.{key}={getattr(config, key)}: set at least 1.")
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.grammar is not None:
+        raise EngineError("sampling.grammar: engine=transformers has none. Set engine=vllm.")
+    in_range = {
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
+        "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+        "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
+    }
+    for key, (fits, remedy) in in_range.items():
+        if not fits:
+            raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")
+
+
+def _check_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Refuse unknown names, other shapes, and parameters left out (tied ones count as one)."""
+    if not weights:
+        return
+    state = model.state_dict()
+    unknown = sorted(set(weights) - set(state))
+    shapes = [n for n in weights if n in state and weights[n].shape != state[n].shape]
+    given = {state[name].data_ptr() for name in weights if name in state}
+    missing = [n for n, p in model.named_parameters() if p.data_ptr() not in given]
+    for what, names in (("unknown", unknown), ("of another shape", shapes), ("missing", missing)):
+        if names:
+            raise EngineError(
+                f"update: {len(names)} weights are {what}, e.g. {names[0]}. Send the state_dict "
+                f"of a {type(model).__name__} of the same configuration; nothing was changed."
+            )

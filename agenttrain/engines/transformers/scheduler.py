@@ -1,0 +1,288 @@
+"""Batches of sessions that decode together: joins, leaves, waiting, eviction. No tensors, no
+threads.
+
+A session that was admitted has a Seat until it is released; a seat with a request is active. In
+deterministic mode (`expect`) every decision depends on the tokens alone, never on arrival times: a
+session that finished at step t is heard again at step t + rejoin_steps, and `ready` says no until
+it has called or been released.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agenttrain.engines.base import EngineError
+from agenttrain.types import Completion, Finish, Sampling
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One call of `generate`, with what was sampled for it so far."""
+
+    session: str
+    token_ids: np.ndarray
+    """[T] int64, what to continue."""
+    sampling: Sampling
+    budget: int
+    """Tokens it may sample, at least 1."""
+    noise: list[float]
+    """[budget] Uniforms in [0, 1)."""
+    deliver: Callable[[Completion | EngineError], None]
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def append(self, token: int, logprob: float, version: int) -> Finish | None:
+        """Take one sampled token; return why the completion ends with it, if it does."""
+        self.sampled.append(token)
+        self.logprobs.append(logprob)
+        same = bool(self.versions) and self.versions[-1][0] == version
+        count = self.versions.pop()[1] if same else 0
+        self.versions.append((version, count + 1))
+        if token in self.sampling.stop_token_ids:
+            return Finish.stop
+        return Finish.length if len(self.sampled) == self.budget else None
+
+    def completion(self, finish: Finish) -> Completion:
+        """Return what was sampled, as the caller gets it."""
+        return Completion(
+            token_ids=tuple(self.sampled),
+            logprobs=tuple(self.logprobs),
+            finish=finish,
+            versions=tuple(self.versions),
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Seat:
+    """An admitted session and what the cache holds of it."""
+
+    session: str
+    order: int
+    """Position among the expected sessions; 0 outside deterministic mode."""
+    row: int | None = None
+    """Its row in the cache."""
+    history: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """All ids of the session, as of its last join or completion."""
+    cached: int = 0
+    """How many of `history` the cache holds."""
+    request: Request | None = None
+    due: int | None = None
+    """Deterministic mode: the step at which it is heard again."""
+
+    def join(self, request: Request) -> None:
+        """Take a request; the cache is kept only where its ids extend the cached ones."""
+        ids, cached = request.token_ids, self.cached
+        if cached >= len(ids) or not np.array_equal(self.history[:cached], ids[:cached]):
+            self.cached = 0
+        self.history, self.request, self.due = ids, request, None
+
+    @property
+    def pending(self) -> int:
+        """Ids that the model has not seen; 1 while it decodes."""
+        sampled = len(self.request.sampled) if self.request else 0
+        return len(self.history) + sampled - self.cached
+
+    def next_ids(self) -> np.ndarray:
+        """Return the pending ids, [pending]."""
+        assert self.request is not None
+        sampled = self.request.sampled
+        if self.cached >= len(self.history):
+            return np.array(sampled[self.cached - len(self.history) :])
+        return np.concatenate([self.history[self.cached :], np.array(sampled, dtype=np.int64)])
+
+    def leave(self) -> Request:
+        """Give the request up, with its sampled ids added to the history."""
+        request = self.request
+        assert request is not None
+        self.history = np.concatenate([self.history, np.array(request.sampled, dtype=np.int64)])
+        self.request = None
+        return request
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """An expected session that was not released yet."""
+
+    session: str
+    order: int
+    released: bool = False
+
+
+class Scheduler:
+    """`ready` forms the next step's batch, in `active`, from what was added and released."""
+
+    def __init__(self, max_rows: int, rejoin_steps: int) -> None:
+        self.max_rows = max_rows
+        self.rejoin_steps = rejoin_steps
+        self.clock = 0
+        self.evictions = 0
+        self.active: list[Seat] = []
+        """The batch, in the order of its rows."""
+        self.seats: dict[str, Seat] = {}
+        """All admitted sessions, least recently used first."""
+        self._waiting: dict[str, Request] = {}
+        self._joining: list[Seat] = []
+        self._leaving: list[Seat] = []
+        self._expected: deque[Ticket] = deque()
+        self._tickets: dict[str, Ticket] = {}
+        self._count = 0
+
+    @property
+    def deterministic(self) -> bool:
+        """True if expected sessions are left."""
+        return bool(self._tickets)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield all requests that have not ended."""
+        yield from self._waiting.values()
+        yield from (s.request for s in self.seats.values() if s.request is not None)
+
+    def expect(self, sessions: Iterable[str]) -> None:
+        """Hear these sessions, in this order; rows kept for other idle sessions are given up."""
+        for seat in [s for s in self.seats.values() if s.request is None and s.due is None]:
+            self._drop(seat)
+        for session in sessions:
+            self._count += 1
+            ticket = Ticket(session, self._count)
+            if session not in self._tickets:
+                self._tickets[session] = ticket
+                if session not in self.seats:
+                    self._expected.append(ticket)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises EngineError for a session that is busy or not expected."""
+        session = request.session
+        seat = self.seats.get(session)
+        if session in self._waiting or (seat is not None and seat.request is not None):
+            raise EngineError(
+                f"session={session!r}: its last generate() has not ended. Await it, or use another "
+                "session."
+            )
+        if self.deterministic and session not in self._tickets:
+            raise EngineError(
+                f"session={session!r}: not among the sessions given to expect(). Expect it before "
+                "it calls generate(), or set rollout.deterministic=false."
+            )
+        self._waiting[session] = request
+
+    def release(self, session: str) -> Request | None:
+        """End a session; return its request if it has one. Unknown sessions are ignored.
+
+        Where others are expected, the row of an idle session is free at the step it is due.
+        """
+        request = self._waiting.pop(session, None)
+        seat = self.seats.get(session)
+        if seat is not None:
+            request = seat.request or request
+            if seat.due is not None:
+                self._leaving.append(seat)
+            self._drop(seat)
+        self._void(session)
+        return request
+
+    def _drop(self, seat: Seat) -> None:
+        if seat in self.active:
+            self._remove(seat)
+        if seat in self._joining:
+            self._joining.remove(seat)
+        del self.seats[seat.session]
+        self._void(seat.session)
+
+    def _void(self, session: str) -> None:
+        ticket = self._tickets.pop(session, None)
+        if ticket is not None:
+            ticket.released = True
+            if not self._tickets:
+                # At once, and not when the next step looks: that may be after the next `expect`.
+                self._leaving.clear()
+                self._expected.clear()
+
+    def _remove(self, seat: Seat) -> None:
+        # The last one fills the gap: one row moves in the cache instead of all behind it.
+        last = self.active.pop()
+        if last is not seat:
+            self.active[self.active.index(seat)] = last
+
+    def finish(self, seat: Seat) -> Request:
+        """End a seat's completion at this step; the session's cache stays."""
+        self._remove(seat)
+        request = seat.leave()
+        self.seats[seat.session] = self.seats.pop(seat.session)
+        if seat.session in self._tickets:
+            seat.due = self.clock + self.rejoin_steps
+        elif self.deterministic:
+            self._drop(seat)
+        return request
+
+    def invalidate(self) -> None:
+        """Mark the cache as stale: every session will be fed anew from its first token."""
+        for seat in self.seats.values():
+            seat.cached = 0
+
+    def ready(self) -> bool:
+        """Admit sessions that may join; False: nothing to do before the next call or release."""
+        if self.deterministic:
+            if not self._admit_expected():
+                return False
+        else:
+            for session in list(self._waiting):
+                if session in self.seats or self._make_room():
+                    self._join(session)
+        if not (self.active or self._joining):
+            return False
+        # Neighbours of like length share a prefill pass with little padding.
+        self.active += sorted(self._joining, key=lambda seat: (seat.pending, seat.order))
+        self._joining.clear()
+        return True
+
+    def _make_room(self) -> bool:
+        """Evict an idle session if all rows are taken; False: there is none."""
+        if len(self.seats) < self.max_rows:
+            return True
+        waiting = self._waiting
+        idle = (s for s in self.seats.values() if s.request is None and s.session not in waiting)
+        seat = next(idle, None)
+        if seat is None:
+            return False
+        self._drop(seat)
+        self.evictions += 1
+        return True
+
+    def _admit_expected(self) -> bool:
+        """Admit by the clock; False: a session whose turn it is has not called yet."""
+        while True:
+            # Rejoin sessions that are due, and free the rows of those that left.
+            self._leaving = [s for s in self._leaving if s.due is not None and s.due > self.clock]
+            due = [s for s in self.seats.values() if s.due is not None and s.due <= self.clock]
+            for seat in due:
+                if seat.session in self._waiting:
+                    self._join(seat.session)
+            if any(seat.request is None for seat in due):
+                return False
+            # Admit further expected sessions while there are rows.
+            while self._expected and len(self.seats) + len(self._leaving) < self.max_rows:
+                ticket = self._expected[0]
+                if not ticket.released:
+                    if ticket.session not in self._waiting:
+                        return False
+                    self._join(ticket.session)
+                self._expected.popleft()
+            if self.active or self._joining:
+                return True
+            # All are idle: go on to the step at which the next one is due.
+            idle = [*self.seats.values(), *self._leaving]
+            self.clock = min(seat.due for seat in idle if seat.due is not None)
+
+    def _join(self, session: str) -> None:
+        seat = self.seats.get(session)
+        if seat is None:
+            ticket = self._tickets.get(session)
+            seat = Seat(session=session, order=ticket.order if ticket else 0)
+            self.seats[session] = seat
+        seat.join(self._waiting.pop(session))
+        self._joining.append(seat)

@@ -1,0 +1,174 @@
+"""The decode loop: one thread that owns the scheduler, the cache and the model's forward passes.
+
+Other threads only post actions to it; they run between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import LEAST_TEMPERATURE
+from agenttrain.engines.transformers import sampler
+from agenttrain.engines.transformers.cache import Rows
+from agenttrain.engines.transformers.decoder import Decoder
+from agenttrain.engines.transformers.scheduler import Request, Scheduler, Seat
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of an engine since it was built."""
+
+    prefilled_tokens: int = 0
+    """Ids of prompts, replies and last sampled tokens fed in prefill passes, padding left out."""
+    decode_steps: int = 0
+    """Batches formed: each gives every active session one token."""
+    decoded_tokens: int = 0
+    """Tokens sampled."""
+    evictions: int = 0
+    """Idle sessions that lost their cache to a waiting one."""
+
+
+class Worker:
+    """Steps while there is work, blocks on its inbox while there is none."""
+
+    def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
+        self.decoder = decoder
+        self.scheduler = scheduler
+        self.rows = Rows(decoder.cache)
+        self.stats = EngineStats()
+        self.version = 0
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._stopped = False
+        self._spoilt = False
+        self._batch: list[Request] = []
+        self._plan = sampler.plan([], decoder.device)
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Run `action` in the worker's thread before its next step."""
+        self._inbox.put(action)
+
+    def run(self) -> None:
+        """The thread's body; ends after `stop` was posted."""
+        while not self._stopped:
+            try:
+                try:
+                    while True:
+                        self._inbox.get_nowait()()
+                except Empty:
+                    pass
+                if self._stopped:
+                    break
+                if self.scheduler.ready():
+                    self._step()
+                else:
+                    self._inbox.get()()
+            except Exception as error:  # whatever the model raises: the callers get it, none hangs
+                self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
+        self._fail(EngineError("the engine was closed (aclose) while this call waited"))
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or fail it."""
+        try:
+            self.scheduler.add(request)
+        except EngineError as error:
+            request.deliver(error)
+
+    def release(self, session: str) -> None:
+        """End a session; a call of it that still waits fails."""
+        request = self.scheduler.release(session)
+        if request is not None:
+            request.deliver(EngineError(f"session={session!r} was released while it generated"))
+
+    def update(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        """Copy the weights in; every cached key and value is stale from now on."""
+        state = self.decoder.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                state[name].copy_(tensor)
+        self.scheduler.invalidate()
+        self.version = version
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stopped = True
+
+    def _fail(self, error: EngineError) -> None:
+        requests: list[Request] = list(self.scheduler.requests())
+        for request in requests:
+            self.scheduler.release(request.session)
+            request.deliver(error)
+        self._spoilt = True
+
+    def _step(self) -> None:
+        seats = self.scheduler.active
+        with self.decoder.evaluating():
+            if self._spoilt:
+                self.decoder.cache.wipe()
+                self.scheduler.invalidate()
+                self._spoilt = False
+            batch = [_request(seat) for seat in seats]
+            if batch != self._batch:
+                self._batch = batch
+                self.rows.arrange(seats, self.scheduler.seats.values())
+                self._plan = sampler.plan([r.sampling for r in batch], self.decoder.device)
+            logits = self._feed(seats)
+            uniforms = [request.noise[len(request.sampled)] for request in self._batch]
+            ids, logprobs = sampler.sample(logits, self._plan, uniforms)
+        self.stats.decode_steps += 1
+        self.stats.decoded_tokens += len(seats)
+        self.stats.evictions = self.scheduler.evictions
+        # A copy: seats that finish leave the scheduler's list.
+        for seat, token, logprob in zip(list(seats), ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._refuse(seat, logprob)
+                continue
+            request = _request(seat)
+            finish = request.append(token, logprob, self.version)
+            if finish is not None:
+                self.scheduler.finish(seat)
+                request.deliver(request.completion(finish))
+        self.scheduler.clock += 1
+
+    def _feed(self, seats: list[Seat]) -> torch.Tensor:
+        """Return logits [N, V]: one pass for seats that decode, more for several new ids."""
+        new = [seat.next_ids() for seat in seats]
+        starts = [seat.cached for seat in seats]
+        split = next((i for i, ids in enumerate(new) if len(ids) > 1), len(new))
+        logits = []
+        if split:
+            logits.append(self.decoder.forward(0, new[:split], starts[:split]))
+        if split < len(new):
+            logits.append(self.decoder.prefill(split, new[split:], starts[split:]))
+            self.stats.prefilled_tokens += sum(len(ids) for ids in new[split:])
+        for seat, ids in zip(seats, new, strict=True):
+            seat.cached += len(ids)
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _refuse(self, seat: Seat, logprob: float) -> None:
+        """End a session whose numbers are not finite, and say why."""
+        request = _request(seat)
+        self.scheduler.release(seat.session)
+        self._spoilt = True
+        temperature = request.sampling.temperature
+        cause = (
+            f"logits divided by so little overflow; take {LEAST_TEMPERATURE:g} or more, or 0"
+            if 0 < temperature < LEAST_TEMPERATURE
+            else "the model's logits are NaN or infinite there; look at its weights and model.dtype"
+        )
+        request.deliver(
+            EngineError(
+                f"session={seat.session!r}: the logprob of token {len(request.sampled)} is not "
+                f"finite ({logprob}) at temperature {temperature:g}: {cause}"
+            )
+        )
+
+
+def _request(seat: Seat) -> Request:
+    assert seat.request is not None
+    return seat.request

@@ -1,0 +1,323 @@
+"""`VllmEngine`: vLLM's continuous batching and prefix cache, in this process.
+
+One thread builds, steps, updates and shuts down vLLM's `LLMEngine`; every rollout is a coroutine
+that waits for its own completion only. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agenttrain.engines.base import EngineDead, EngineError, refuse_images
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.vllm.driver import Driver, Request, Stepper, VllmStats, Waiting
+from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
+from agenttrain.engines.vllm.weights import Manifest, load_adapters, split_adapters
+from agenttrain.training.config import LoraSettings, WeightSyncMode
+from agenttrain.types import Completion, Finish, Sampling
+
+Value = TypeVar("Value")
+
+FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.abort}
+"""By vLLM's name; its others (an error, a repetition) end the rollout as failed."""
+
+
+DRAIN_S = 600.0
+"""Seconds within which requests in flight end, at a drain."""
+
+
+class VllmEngine:
+    """An `Engine` over vLLM's `LLMEngine`, e.g.::
+
+        engine = VllmEngine(Path("my_model"), EngineConfig(name="vllm", max_context=1024))
+        completion = await engine.generate(
+            [1, 41, 42], Sampling(max_tokens=16, stop_token_ids=(2,), seed=7), session="rollout-0"
+        )
+
+    It holds weights of its own, which `update` replaces.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        *,
+        dtype: str = "float32",
+        adapters: LoraSettings | None = None,
+        mode: WeightSyncMode = WeightSyncMode.drain,
+        drain_s: float = DRAIN_S,
+        tokenizer: Path | None = None,
+        seed: int = 0,
+        log: Path | None = None,
+    ) -> None:
+        """`dtype` is the policy's; the engine's own is `engine.dtype`. With `adapters`, `update`
+        brings these; the weights under them stay those of `folder`. `drain_s` bounds how long an
+        update waits for requests in flight. `tokenizer` is a folder, for requests with a grammar;
+        without it these are refused. `log`: the file that vLLM's log is appended to.
+
+        Raises EngineError when vLLM is not installed, or refuses the model or a setting."""
+
+        def build() -> Driver:
+            llm = build_llm_engine(
+                folder,
+                config,
+                dtype=dtype,
+                rank=adapters.rank if adapters else 0,
+                tokenizer=tokenizer,
+                seed=seed,
+                log=log,
+            )
+            check_device(llm)
+            llm.set_weight_version("0")
+            return Driver(llm)
+
+        with settings_restored():
+            self._stepper = Stepper(build, name="vllm")
+        self._driver = self._stepper.engine
+        llm = self._driver.llm
+        self.dtype: torch.dtype = llm.model_config.dtype
+        self._grammars = tokenizer is not None
+        self._adapters = adapters
+        self.takes_adapters = adapters is not None
+        self.lacks_base = False
+        self.max_context: int = llm.model_config.max_model_len
+        self._mode = mode
+        self._drain_s = drain_s
+        self._sleeps = config.vllm.sleep
+        self._manifest = Manifest()
+        self._vocabulary: int = llm.model_config.get_vocab_size()
+        self._closed = False
+        self._numbers = itertools.count()
+
+    @property
+    def stats(self) -> VllmStats:
+        """Counters since the engine was built."""
+        return self._driver.stats
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """As `Engine.generate`; the prefix cache holds the session's earlier turns.
+
+        Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once it
+        died. A `parent` changes nothing: vLLM gives out no seats.
+        """
+        refuse_images(self, images, session)
+        self._check(token_ids)
+        if sampling.grammar is not None and not self._grammars:
+            raise EngineError(
+                "sampling.grammar: this engine was built without a tokenizer, which grammars need."
+            )
+        budget = min(sampling.max_tokens, self.max_context - len(token_ids))
+        parameters = _parameters(sampling, budget)
+        return _completion(await self._ask(session, list(token_ids), parameters))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every id after the first, given those before it, at temperature 1.
+
+        With adapters requests in flight end first, and new ones wait.
+        """
+        if not self.takes_adapters:
+            return await self._score(token_ids)
+        # Beside other requests vLLM 0.32 dies of it: adapters of the head are looked up for other
+        # rows than it has logits of.
+        await self._drain()
+        try:
+            return await self._score(token_ids)
+        finally:
+            self._stepper.post(self._driver.release_held)
+
+    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            max_tokens=1,
+            temperature=1.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._ask("score", list(token_ids), parameters, held=False)
+        pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [found[token].logprob for token, found in pairs]
+
+    async def _ask(
+        self, session: str, token_ids: list[int], parameters: Any, *, held: bool = True
+    ) -> Any:
+        """A request's output; `held`: it waits where new requests do."""
+        self._check_alive()
+        loop = asyncio.get_running_loop()
+        waiting = Waiting(loop, loop.create_future())
+        request = Request(f"{session}/{next(self._numbers)}", token_ids, parameters)
+        self._stepper.post(partial(self._driver.add, request, waiting, held=held))
+        try:
+            return await waiting.future
+        except asyncio.CancelledError:
+            self._stepper.post(partial(self._driver.abort, request.id))
+            raise
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
+        if self._stepper.dead is not None:
+            raise EngineDead(str(self._driver.refusal))
+
+    async def _between_steps(self, function: Callable[[], Value]) -> Value:
+        self._check_alive()
+        return await asyncio.wrap_future(self._stepper.call(function))
+
+    async def rest(self) -> None:
+        """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
+        if self._sleeps:
+            await self._between_steps(self._driver.sleep)
+            self.lacks_base = self.takes_adapters
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        # vLLM would die of what it does not know, and take every other rollout along.
+        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
+        if not known:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
+                "at least one, of the tokenizer that belongs to the model."
+            )
+        if len(token_ids) >= self.max_context:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
+                "Shorten the prompt, or raise engine.max_context."
+            )
+
+    async def release(self, session: str) -> None:
+        """Nothing to do: the prefix cache forgets what has not been asked for the longest."""
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights, as `weight_sync.mode` says with requests in flight.
+
+        drain: they end first, new ones wait; abort_resume: they go on under the new weights, which
+        read all their tokens again; in_flight: they go on with the keys and values that they have.
+        Raises EngineError when weights do not fit the model; then it serves nothing until an
+        update that does, for some of its weights may be new. Also when it is dead, or does not
+        come to the end of its requests.
+        """
+        if self._mode is WeightSyncMode.drain:
+            await self._drain()
+        await self._between_steps(partial(self._load, weights, version))
+
+    async def _drain(self) -> None:
+        """Hold new requests back until there is none in flight."""
+
+        def hold() -> bool:
+            self._driver.holding = True
+            return self._driver.busy()
+
+        try:
+            async with asyncio.timeout(self._drain_s):
+                while await self._between_steps(hold):
+                    await asyncio.sleep(0.005)
+        except BaseException as error:
+            self._stepper.post(self._driver.release_held)
+            if isinstance(error, TimeoutError):
+                raise EngineError(
+                    f"weight sync: requests in flight did not end within {self._drain_s:g} s. Set "
+                    "weight_sync.mode=abort_resume, or lower rollout.max_turn_tokens."
+                ) from error
+            raise
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        llm, driver = self._driver.llm, self._driver
+        driver.pause()
+        try:
+            driver.wake("weights")
+            if self._adapters is None:
+                self._manifest.load(llm, weights)
+            else:
+                if self.lacks_base:
+                    base, weights = split_adapters(weights)
+                    self._manifest.load(llm, base)
+                    self.lacks_base = False
+                driver.adapter = load_adapters(llm, weights, alpha=self._adapters.alpha)
+            # Last: what the weights need while they come, the cache may have afterwards.
+            driver.wake("kv_cache")
+        except Exception as error:
+            driver.refusal = EngineError(
+                f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
+                f"{error}"
+            )
+            driver.resume()
+            driver.refuse_all(driver.refusal)
+            driver.release_held()
+            raise driver.refusal from error
+        driver.refusal = None
+        again = self._mode is WeightSyncMode.abort_resume
+        llm.reset_prefix_cache(reset_running_requests=again)
+        llm.set_weight_version(str(version))
+        driver.version = version
+        driver.resume()
+        driver.release_held()
+
+    async def aclose(self) -> None:
+        """Shut vLLM down; calls still waiting fail with EngineDead. A second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        # Now, and not when memory is collected: it would tear down the groups of the next engine.
+        closed = self._stepper.call(self._driver.close)
+        await asyncio.to_thread(self._stepper.close)
+        closed.result()
+
+
+def _parameters(sampling: Sampling, budget: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    grammar = sampling.grammar
+    try:
+        return SamplingParams(
+            max_tokens=budget,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            structured_outputs=grammar and StructuredOutputsParams(structural_tag=grammar),
+            ignore_eos=True,  # the stop tokens are named
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
+        )
+    except VLLMValidationError as error:
+        raise EngineError(f"vLLM refuses a request: {error}") from error
+
+
+def _completion(output: Any) -> Completion:
+    sampled = output.outputs[0]
+    finish = FINISHES.get(sampled.finish_reason)
+    if finish is None:
+        raise EngineError(f"vLLM ended a request with {sampled.finish_reason!r}")
+    spans = sampled.weight_versions or []
+    return Completion(
+        token_ids=tuple(sampled.token_ids),
+        logprobs=tuple(sampled.logprobs.logprobs),  # flat, the sampled token's alone
+        finish=finish,
+        versions=tuple((int(span.version), span.end - span.start) for span in spans),
+    )

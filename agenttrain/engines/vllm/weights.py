@@ -1,0 +1,211 @@
+"""New weights for vLLM: in its own process, or through memory that its workers read.
+
+Low-rank adapters in vLLM: loaded under requests in flight, over base weights that stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, where there is one."""
+
+
+NAMED = 4
+"""Weights that a message names."""
+
+
+CHUNK, CHUNK_ON_CPU = 2**22, 2**15
+"""Values that are checked at once: a tensor of the vocabulary's size is not copied whole, and on a
+CPU what is copied stays in its cache."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPREAD = 2**40 + 15
+"""Keeps the sum of values and the sum of their squares apart in one number."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """Names, formats and shapes of an engine's weights: those of the first that it was sent."""
+
+    forms: dict[str, str] = field(default_factory=dict)
+    """E.g. {"model.norm.weight": "torch.float32 [64]"}."""
+    held: dict[str, list[str]] | None = None
+    """vLLM's parameters that held, after the first load, the very bytes that were sent, and the
+    weights that each is made of; None: nothing was loaded yet."""
+
+    def load(self, llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the model's weights, and compare what it holds with what was sent.
+
+        Raises ValueError as `checked`, and for parameters that held such bytes after the first load
+        and now do not. vLLM keeps some in another form (packed for a CPU's kernels, quantised,
+        spread over several workers): the probe of a weight sync stands for these.
+        """
+        sums: dict[str, Tensor] = {}
+        load_weights(llm, self.checked(weights, sums))
+        held = _holds(llm, sums) if sums else {}
+        self.held = held if self.held is None else self.held
+        if lost := sorted(self.held.keys() - held.keys()):
+            more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+            raise ValueError(
+                f"{', '.join(lost[:NAMED])}{more}: hold other bytes than were sent, and held them "
+                "after the first load"
+            )
+
+    def checked(
+        self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights as they come; add to `sums` the checksums of those to compare.
+
+        Raises ValueError where they are not all those of the manifest, and no others: vLLM keeps
+        what it has of a weight that does not come, and says nothing.
+        """
+        came: dict[str, str] = {}
+        compared = None if self.held is None else set(chain.from_iterable(self.held.values()))
+        for name, tensor in weights:
+            came[name] = f"{tensor.dtype} {list(tensor.shape)}"
+            if self.forms and self.forms.get(name) != came[name]:
+                known = self.forms.get(name, "nothing of that name")
+                raise ValueError(f"{name} is {came[name]}, and was {known} before")
+            if sums is not None and (compared is None or name in compared):
+                sums[name] = checksum(tensor)
+            yield name, tensor
+        if missing := [name for name in self.forms if name not in came]:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise ValueError(f"{', '.join(missing[:NAMED])}{more}: came before, and not now")
+        self.forms = came
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number [] of the values' bits, whatever their order or the zeros beside them.
+
+    So that it is known of a parameter that vLLM makes of several weights and pads: the sum of
+    theirs. Example: the bits 1, 0, 3 give 1 x (1 + SPREAD) + 3 x (3 + SPREAD) = 10 + 4 SPREAD.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK_ON_CPU if tensor.device.type == "cpu" else CHUNK):
+        wide = chunk.long()
+        total += (wide * (wide + SPREAD)).sum()
+    return total
+
+
+def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Map vLLM's parameters that hold the bytes that were sent to the weights each is made of.
+
+    Example of a name: "h.0.qkv_proj.weight" with {"qkv_proj": ["q_proj", "k_proj", "v_proj"]} is
+    made of "h.0.q_proj.weight", "h.0.k_proj.weight", "h.0.v_proj.weight". `sums` are the checksums
+    of these. Parameters of one worker in this process; others cannot be read.
+    """
+    if llm.vllm_config.parallel_config.world_size > 1:
+        return {}
+    model = llm.model_executor.driver_worker.worker.get_model()
+    packed = getattr(model, "packed_modules_mapping", {})
+    held = {}
+    for name, parameter in model.named_parameters():
+        path, parts = name.split("."), [name]
+        for index, module in enumerate(path):
+            if module in packed:
+                parts = [".".join((*path[:index], p, *path[index + 1 :])) for p in packed[module]]
+                break
+        if parameter.numel() and all(part in sums for part in parts):
+            sent = sum(int(sums[part]) for part in parts)
+            if (sent - int(checksum(parameter))) % 2**64 == 0:
+                held[name] = parts
+    return held
+
+
+def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace the model's weights; what does not fit raises whatever vLLM raises."""
+    if llm.vllm_config.parallel_config.world_size == 1:
+        worker = llm.model_executor.driver_worker.worker
+        try:
+            worker.reload_weights(weights_iterator=iter(weights))
+        except BaseException:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            # vLLM 0.32 would put what came together with the weights of the next reload.
+            finalize_layerwise_reload(worker.get_model(), worker.model_config)
+            raise
+        return
+    # Workers are processes: each reads its part of a file. Tied weights are written twice.
+    tensors = {name: tensor.cpu().clone() for name, tensor in weights}
+    with folder_for(tensors) as name:
+        save_file(tensors, Path(name, "model.safetensors"))
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": name})
+
+
+def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that holds tensors until they are read, in memory where they fit."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
+    return tempfile.TemporaryDirectory(prefix="agenttrain-", dir=MEMORY if fits else None)
+
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room (0.32, `MaxLoRARanks`)."""
+NAME, NUMBER = "policy", 1
+
+
+def room_for(rank: int) -> dict[str, Any]:
+    """Return vLLM's arguments for one set of adapters; it refuses a rank that is too large."""
+    room = next((one for one in RANKS if one >= rank), rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def load_adapters(llm: Any, weights: Iterable[tuple[str, Tensor]], *, alpha: float) -> Any:
+    """Replace the adapters by `weights`, with peft's names; return the `LoRARequest` for them.
+
+    Requests in flight go on with them. vLLM reads adapters from a folder only.
+    """
+    from vllm.lora.request import LoRARequest
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
+    # E.g. "….q_proj.lora_A.weight" of 16 rows: rank 16; of embeddings
+    # "….embed_tokens.lora_embedding_A".
+    below = [name for name in tensors if ".lora_A." in name or name.endswith(".lora_embedding_A")]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": len(tensors[below[0]]),
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.split(".lora_")[0].split(".")[-1] for name in below}),
+    }
+    with folder_for(tensors) as name:
+        folder = Path(name)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        llm.add_lora(LoRARequest(NAME, NUMBER, name, load_inplace=True))
+    # Without load_inplace, or every step would read the folder again.
+    return LoRARequest(NAME, NUMBER, name)
+
+
+def split_adapters(
+    weights: Iterable[tuple[str, Tensor]],
+) -> tuple[Iterator[tuple[str, Tensor]], Iterator[tuple[str, Tensor]]]:
+    """Split into weights that come before adapters, and the adapters; take them in this order."""
+    items = iter(weights)
+    first: list[tuple[str, Tensor]] = []
+
+    def base() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in items:
+            if "lora_" in name:
+                first.append((name, tensor))
+                return
+            yield name, tensor
+
+    def adapters() -> Iterator[tuple[str, Tensor]]:
+        yield from first
+        yield from items
+
+    return base(), adapters()

@@ -1,0 +1,466 @@
+"""A user's environment class: its hooks, its instances, and their life cycle.
+
+A class may have, sync or async, all optional::
+
+    class Maze:
+        pooled = False                       # True: used again after a reset
+        done = False                         # attribute or property: True ends the rollout
+
+        def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
+        def user(self, message): ...         # -> what the user says to an answer without a call
+        def reward(self, rollout): ...       # -> float, or None: not applicable
+        def close(self): ...                 # once, whatever happened
+
+Its other public methods are tools.
+
+One live object of a user's environment class: made, called one at a time, closed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agenttrain.environments.config import EnvironmentSettings
+from agenttrain.types import Message, Rollout, ToolUnavailable
+from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
+
+IDLE_S = 3600.0
+"""An object's thread waits this long for its next call: models may sample for minutes."""
+_ABANDONED: set[asyncio.Future[Any]] = set()
+"""Calls that were given up and still run; the event loop itself keeps no strong reference."""
+
+
+class TookTooLong(TimeoutError):
+    """A time limit of ours passed; user code raises TimeoutError for reasons of its own."""
+
+
+async def bounded(work: Awaitable[Any], seconds: float) -> Any:
+    """Await `work` for at most `seconds`; then leave it to itself and raise TookTooLong.
+
+    Unlike asyncio.timeout it does not wait for what ignores its cancellation.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            _ABANDONED.add(task)
+            task.add_done_callback(_discard)
+            task.cancel()
+    if not task.done():
+        raise TookTooLong(f"it took longer than {seconds:g} s")
+    return task.result()
+
+
+def _discard(task: asyncio.Future[Any]) -> None:
+    _ABANDONED.discard(task)
+    if not task.cancelled():
+        task.exception()  # read, or asyncio complains that nobody did
+
+
+class Instance:
+    """Blocking methods run off the event loop, one after the other, in one and the same thread.
+
+    So an object may hold what belongs to a thread (an SQLite connection, a browser). Only where a
+    call was given up while it ran does the next one get another thread, and waits for it there.
+    """
+
+    def __init__(self, label: str, limit_s: float) -> None:
+        """`limit_s` is what a call may take: one that was given up counts as overdue after it."""
+        self._limit_s = limit_s
+        self.made: Any = None
+        self._given_up = False
+        self._running = 0
+        self._label = label
+        self._threads = DaemonThreads(idle_s=IDLE_S)
+        self._busy = threading.Lock()
+        self._lock = threading.Lock()
+        self._closing = False
+
+    @property
+    def fit(self) -> bool:
+        """True while it may be used again: no call runs, and none was given up half-way."""
+        return not (self._running or self._given_up)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """The label, once for each call that was given up and still runs."""
+        return self._threads.stuck
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """The label, once for each of those that had all the time that a call may take."""
+        return self._threads.overdue
+
+    async def make(self, make: Callable[[], object]) -> None:
+        """Construct the object; one that comes into being after `close` is closed at once."""
+
+        def work() -> None:
+            made = make()
+            with self._lock:
+                self.made, late = made, self._closing
+            if late:
+                attempt(lambda: _close_in_thread(made))
+
+        await self._in_thread(work)
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the object, sync or async; raises what it raises."""
+        self._running += 1
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await self._on_loop(function(*args, **kwargs))
+            value = await self._in_thread(lambda: function(*args, **kwargs))
+            return await self._on_loop(value) if inspect.isawaitable(value) else value
+        except asyncio.CancelledError:
+            self._given_up = True
+            raise
+        finally:
+            self._running -= 1
+
+    async def close(self, seconds: float) -> None:
+        """Close the object, the first time this is called; raises what its `close` raises.
+
+        Does not wait for a call that was given up: closing may be what ends it.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing, made = True, self.made
+        close = getattr(made, "close", None)
+        try:
+            if close is not None:
+                # Shielded, so that a second Ctrl-C does not take it back.
+                await asyncio.shield(asyncio.ensure_future(bounded(self._close(close), seconds)))
+        finally:
+            self._threads.close()
+
+    async def _close(self, close: Callable[[], Any]) -> None:
+        if inspect.iscoroutinefunction(close):
+            await self._on_loop(close())
+            return
+        value = _value(await self._threads.run(close, label=self._label))
+        if inspect.isawaitable(value):
+            await self._on_loop(value)
+
+    async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
+        deadline = time.monotonic() + 0.9 * self._limit_s
+        return _value(
+            await attempt_async(
+                awaitable, threads=self._threads, label=self._label, deadline=deadline
+            )
+        )
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        given_up = threading.Event()
+        # A little early, so that it has passed when the limit's timer says so.
+        deadline = time.monotonic() + 0.9 * self._limit_s
+
+        def work() -> Any:
+            with self._busy:
+                return None if given_up.is_set() else function()
+
+        try:
+            return _value(await self._threads.run(work, label=self._label, deadline=deadline))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
+
+
+def _value(outcome: Any) -> Any:
+    if outcome.error is None:
+        return outcome.value
+    if isinstance(outcome.error, Exception):
+        raise outcome.error
+    # SystemExit or KeyboardInterrupt of the user's code, which must not end the run.
+    error = outcome.error
+    raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _close_in_thread(made: Any) -> None:
+    """Close an object in a thread that has no event loop."""
+    close = getattr(made, "close", None)
+    value = close() if close is not None else None
+    if inspect.isawaitable(value):
+
+        async def wait() -> None:  # asyncio.run takes a coroutine, not every awaitable
+            await value
+
+        asyncio.run(wait())
+
+
+RESET_ARGUMENTS = ("row", "seed", "group_seed")
+"""Arguments that a `reset` may have, by name."""
+
+
+Reward = TypeVar("Reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The task and the seeds that a rollout begins with."""
+
+    rollout_id: str
+    row: Mapping[str, Any]
+    """The task's columns."""
+    seed: int
+    """Seed of this rollout alone."""
+    group_seed: int
+    """The same for all rollouts of the task."""
+
+
+class EnvironmentKind:
+    """One declared environment; every rollout of its rows gets an instance of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        cls: type,
+        *,
+        bound: Mapping[str, Any] | None = None,
+        settings: EnvironmentSettings | None = None,
+    ) -> None:
+        """Raises ValueError, saying what to change, for a class whose hooks cannot work."""
+        self.name, self.cls = name, cls
+        self.bound = dict(bound or {})
+        self.settings = settings or EnvironmentSettings()
+        pooled = self.settings.pooled
+        self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
+        self.resets, self.rewards, self.answers = (
+            callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
+        )
+        self._episodes: dict[str, Episode] = {}
+        self._idle: list[Instance] = []
+        self._left: list[Instance] = []
+        """Closed ones in which a call that was given up still runs."""
+        self._warned = False
+        where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
+        self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
+        if self.pooled and not self.resets:
+            raise ValueError(
+                f"{where}: it is pooled and has no reset, so an instance would begin where another "
+                f"rollout left it; add a reset, or set environment.{name}.pooled=false"
+            )
+        if callable(inspect.getattr_static(cls, "done", None)):
+            raise ValueError(
+                f"{where}: `done` is a method; make it an attribute, or write @property above it"
+            )
+
+    @property
+    def live(self) -> int:
+        """Instances that are not closed."""
+        return len(self._episodes) + len(self._idle)
+
+    @property
+    def stuck(self) -> tuple[str, ...]:
+        """One label for each call that was given up and still runs."""
+        return tuple(label for instance in self._used() for label in instance.stuck)
+
+    @property
+    def overdue(self) -> tuple[str, ...]:
+        """The labels of those that had all the time that a call may take."""
+        return tuple(label for instance in self._used() for label in instance.overdue)
+
+    def _used(self) -> list[Instance]:
+        self._left = [instance for instance in self._left if instance.stuck]
+        return [*(episode.instance for episode in self._episodes.values()), *self._left]
+
+    def episode(self, rollout_id: str) -> Episode:
+        """Return the episode of a rollout in flight."""
+        return self._episodes[rollout_id]
+
+    async def start(self, start: Start) -> Episode:
+        """Give the rollout an instance of its own, made or taken from the pool, and reset.
+
+        Raises ToolUnavailable, with the instance closed, when it cannot be made or reset.
+        """
+        if start.rollout_id in self._episodes:
+            raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
+        if self._idle:
+            instance = self._idle.pop()
+        else:
+            limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
+            instance = Instance(f"environment {self.name}", limit_s)
+        doing = ["its constructor"]
+        episode = Episode(self, instance, start.rollout_id)
+        self._episodes[start.rollout_id] = episode
+        try:
+            await bounded(self._begin(episode, start, doing), self.settings.hook_timeout_s)
+        except BaseException as error:
+            await episode.finish(again=False)
+            if not isinstance(error, Exception):
+                raise
+            raise self.unavailable(doing[0], error) from error
+        return episode
+
+    async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
+        instance = episode.instance
+        if instance.made is None:
+            # Copies: what one rollout does to a bound list or to its row, no other one sees.
+            await instance.make(lambda: self.cls(**copy.deepcopy(self.bound)))
+        if self.resets:
+            doing[0] = "its reset"
+            row = copy.deepcopy(dict(start.row))
+            given = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
+            asked = {name: given[name] for name in self._reset_arguments}
+            prompt = await instance.call(instance.made.reset, **asked)
+            # In its thread: an error quotes the prompt, whose text may be made by its own code.
+            episode.messages = () if prompt is None else await instance.call(_messages, prompt)
+        if await instance.call(lambda: getattr(instance.made, "done", False)):
+            raise ValueError("`done` is true before the first turn; reset must make it false")
+
+    def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
+        """Make the error that says which part of the environment failed, and how."""
+        if isinstance(error, TookTooLong):
+            limit = f"environment.{self.name}.hook_timeout_s={self.settings.hook_timeout_s:g}"
+            return ToolUnavailable(
+                f"environment {self.name!r}: {what} took too long ({error}); {limit} is the limit"
+            )
+        text = f"{type(error).__name__}: {error}"
+        return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
+
+    async def finish(self, episode: Episode, *, again: bool) -> None:
+        """End an episode: its instance goes back to the pool, or is closed."""
+        self._episodes.pop(episode.rollout_id, None)
+        instance = episode.instance
+        if again and self.pooled and instance.fit:
+            self._idle.append(instance)
+        else:
+            await self._close(instance)
+
+    async def aclose(self) -> None:
+        """Close every instance that there is: the run is over."""
+        live = [*self._idle, *(episode.instance for episode in self._episodes.values())]
+        self._idle, self._episodes = [], {}
+        await asyncio.gather(*(self._close(instance) for instance in live))
+
+    async def _close(self, instance: Instance) -> None:
+        if instance.stuck:
+            self._left.append(instance)
+        try:
+            await instance.close(self.settings.hook_timeout_s)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                text = f"{type(error).__name__}: {error}"
+                print(
+                    f"warning: environment {self.name!r}: its close failed with {text} (said once)",
+                    file=sys.stderr,
+                )
+
+
+class Episode:
+    """A rollout's use of one instance."""
+
+    def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
+        self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
+        self.messages: tuple[Message, ...] = ()
+        """Messages that its reset returned."""
+        self.done = False
+        """The environment declared the episode over; read after every call of the instance."""
+        self._finished = False
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the instance; raises what it raises."""
+        function = getattr(self.instance.made, method)
+        runs = self._async_call if inspect.iscoroutinefunction(function) else self._call
+        return await self.instance.call(runs, functools.partial(function, *args, **kwargs))
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        finally:
+            self._read_done()
+
+    async def _async_call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return await function()
+        finally:
+            self._read_done()
+
+    def _read_done(self) -> None:
+        self.done = bool(getattr(self.instance.made, "done", False))
+
+    async def user(self, message: Message) -> str | None:
+        """Ask the class's `user` for its message to an answer without a call; None: no message.
+
+        Raises ToolUnavailable when the hook fails, or gives something else.
+        """
+        if not self.kind.answers:
+            return None
+        limit = self.kind.settings.hook_timeout_s
+        try:
+            text = await bounded(self.call("user", copy.deepcopy(message)), limit)
+        except Exception as error:
+            raise self.kind.unavailable("its user", error) from error
+        if not isinstance(text, str | None):
+            raise ToolUnavailable(
+                f"environment {self.kind.name!r}: its user gave a {type(text).__name__}; a text is "
+                "what the user says, None ends the conversation"
+            )
+        return text
+
+    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
+        """Return what `read` makes of the class's `reward` of the finished rollout; None where it
+        has none.
+
+        Both run in the instance's thread: a value may be an object with code of its own. Raises
+        what they raise; ToolUnavailable when that takes too long.
+        """
+        if not self.kind.rewards:
+            return None
+        limit = self.kind.settings.hook_timeout_s
+        try:
+            made = self.instance.made
+            value = await bounded(self.instance.call(made.reward, rollout), limit)
+            return await bounded(self.instance.call(read, value), limit)
+        except TookTooLong as error:
+            raise self.kind.unavailable("its reward", error) from error
+
+    async def finish(self, *, again: bool = True) -> None:
+        """End the episode, the first time; `again`: the instance is fit for another one."""
+        if not self._finished:
+            self._finished = True
+            await self.kind.finish(self, again=again)
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    """Make messages of the value of `reset`; a text is a user message."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return ({"role": "user", "content": given},)
+    items = [given] if isinstance(given, Mapping) else given
+    if not isinstance(items, list | tuple) or not all(
+        isinstance(item, Mapping) and "role" in item and isinstance(item.get("content"), str)
+        for item in items
+    ):
+        raise TypeError(
+            f"it gave {given!r:.200}; expected None, a text, or chat messages such as "
+            '{"role": "user", "content": "…"}'
+        )
+    return tuple(dict(item) for item in items)
+
+
+def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
+    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
+    kinds = inspect.Parameter
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+        return RESET_ARGUMENTS
+    for parameter in parameters:
+        given = parameter.name in RESET_ARGUMENTS and parameter.kind is not kinds.POSITIONAL_ONLY
+        if not given and parameter.default is kinds.empty:
+            raise ValueError(
+                f"{where}: its reset takes {parameter.name!r}; it can be given "
+                f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
+            )
+    return tuple(p.name for p in parameters if p.name in RESET_ARGUMENTS)

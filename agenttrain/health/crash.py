@@ -1,0 +1,139 @@
+"""Crash evidence: everything that doing a failed step again takes.
+
+crash/step-000012/    looks like a run's folder, so that `agenttrain view` shows its rollouts
+    crash.json        what happened: step, stage, error, culprits
+    config.yaml       the run's; tools.json too
+    rollouts/         step-000012.jsonl, all rollouts of the step that there were
+    batch.pt          the rows of the update that failed, tensor by tensor
+    checkpoints/      the weights before the update, optimizer and random states
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+
+from agenttrain.rewards.function import RewardError
+from agenttrain.rollout.declared import FILE as TOOLS
+from agenttrain.tracking.rollouts import write_step
+from agenttrain.tracking.run_folder import write_atomically
+from agenttrain.training.batch import Row
+from agenttrain.training.blame import BrokenUpdate
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.checkpoint_files import CheckpointError
+from agenttrain.training.policy import Policy
+from agenttrain.training.sharding import read_tensors
+from agenttrain.training.world import PeerFailed
+from agenttrain.types import NotFinite, Rollout
+
+TENSORS = (
+    *("token_ids_T", "targets_S", "behaviour_S"),
+    *("ref_logprobs_S", "old_logprobs_S", "old_entropy_S"),
+)
+"""Tensors of a Row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Writes the crash bundles of one run.
+
+    What is NotFinite stops all processes at once, and the main one writes what all have seen; a
+    reward function that fails stops the process that it fails in, which writes what it has.
+    """
+
+    folder: Path
+    """The run's."""
+    policy: Policy
+    checkpoints: Checkpoints
+
+    @contextmanager
+    def of(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
+        """Within, an error that stops the step leaves a bundle, whose path is added to its message.
+
+        `rollouts` are those of the step so far; a RewardError has its own.
+        """
+        try:
+            yield
+        except (NotFinite, RewardError) as error:
+            if isinstance(error, RewardError) and not error.rollouts:
+                raise  # an environment's own reward: without its state there is nothing to do again
+            if isinstance(error, RewardError):
+                rollouts = error.rollouts
+            error.args = (f"{error}. {self._write(step, error, rollouts)}",)
+            raise
+
+    def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
+        """Write the bundle; return where it is, or why there is none."""
+        world = self.policy.world
+        alone = isinstance(error, RewardError)
+        rank = f"-rank-{world.rank}" if alone and not world.is_main else ""
+        bundle = self.folder / "crash" / f"step-{step:06d}{rank}"
+        try:
+            if alone:
+                self._write_alone(bundle, step, error, rollouts)
+            else:
+                everyone = world.to_main(rollouts, "the rollouts of a step that failed")
+                with world.together("the evidence of a step that failed", OSError):
+                    if world.is_main:
+                        self._write_alone(bundle, step, error, everyone)
+                beside = self.checkpoints.beside(bundle / "checkpoints")
+                beside.save(self.policy, step=step - 1)
+        except (OSError, CheckpointError, PeerFailed) as problem:
+            return f"The evidence could not be written: {problem}"
+        return f"To see it again: agenttrain replay {quote(str(bundle))}"
+
+    def _write_alone(
+        self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
+    ) -> None:
+        """Write what one process can write."""
+        record = {
+            "step": step,
+            "stage": "reward" if isinstance(error, RewardError) else error.stage,
+            "error": str(error),
+            "culprits": list(error.culprits),
+        }
+        shutil.rmtree(bundle, ignore_errors=True)
+        bundle.mkdir(parents=True)
+        for name in ("config.yaml", TOOLS):
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, bundle / name)
+        write_step(bundle, step, rollouts)
+        if isinstance(error, BrokenUpdate):
+            write_batch(bundle, error.rows)
+        write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
+
+
+def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
+    """Write the rows of an update, with tensors as they were: JSON knows no NaN."""
+    saved = [
+        {
+            "rollout_id": row.rollout.rollout_id,
+            "trajectory": row.trajectory.index,
+            "advantage": row.rollout.advantage,
+            **{name: getattr(row, name) for name in TENSORS},
+        }
+        for row in rows
+    ]
+    torch.save(saved, bundle / "batch.pt")
+
+
+def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
+    """Read the rows that `write_batch` wrote; `rollouts` are those of the bundle."""
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    rows = []
+    for saved in read_tensors(bundle / "batch.pt"):
+        rollout = by_id[saved["rollout_id"]]
+        rollout.advantage = saved["advantage"]
+        tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
+        # Bundles of the first edition do not name it.
+        trajectory = rollout.trajectories[saved.get("trajectory", 0)]
+        rows.append(Row(rollout=rollout, trajectory=trajectory, **tensors))
+    return rows

@@ -1,0 +1,229 @@
+"""Is the run alive? A thread that writes a heartbeat, and ends a run that makes no progress."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from os import getpid, kill
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from agenttrain.health.config import WatchdogConfig
+from agenttrain.health.stall import Stall, end
+from agenttrain.rollout.collector import Collector
+from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, Waiting
+from agenttrain.tracking.run_folder import update_summary, write_atomically
+from agenttrain.training.world import World
+
+LOOKS = 100
+"""Attempts to read a table that changes meanwhile."""
+TICK_S = 0.25
+"""Seconds between two checks."""
+HELD_S = 60.0
+"""Seconds that C code that keeps the interpreter to itself gets on top of a deadline: no thread of
+ours runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
+ARM_S = 5.0
+"""Seconds between two settings of that timer, whatever the heartbeat: it must never end a healthy
+run."""
+LONGEST_TICK_S = 2.0
+"""A check that comes later than this means that the whole process had been stopped, not the run."""
+
+
+class Watchdog:
+    """Watches one process of a run, while it is entered, from a thread of its own.
+
+    Without a folder it watches nothing, for whoever uses a trainer by itself. Example::
+
+        with Watchdog(folder, config.watchdog) as watchdog:
+            watchdog.begin("load")
+            watchdog.watch(collector)
+            with watchdog.phase("rollout", step=3):
+                …
+
+    `heartbeat.json` (of other ranks `heartbeat-<rank>.json`)::
+
+        {"time": 1790000000.2, "pid": 4711, "host": "n1", "rank": 0, "phase": "rollout",
+         "step": 3, "since": 1789999990.0, "last_progress": 1789999998.7,
+         "in_flight": {"engine": 60, "tool": 3, "other": 1}}
+
+    Times are seconds since 1970; `since` is when the phase began. `phase` is null between phases
+    and when the run is over.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        config: WatchdogConfig | None = None,
+        world: World | None = None,
+    ) -> None:
+        """Take `world`, the run's processes: one that waits for another is judged by that one's."""
+        self._folder, self._config = folder, config or WatchdogConfig()
+        self._world, self.rank = world, 0 if world is None else world.rank
+        self._phase: str | None = None
+        self._step: int | None = None
+        self._since = time.time()
+        self._count = 0
+        """Signs of progress; written by the run, only compared by the thread."""
+        self._collector: Collector | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Watchdog:
+        if self._folder is not None:
+            self._over.clear()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+            self._before = _on_stop(_stop)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self.begin(None)
+        if self._thread is not None:
+            self._thread.join(LONGEST_TICK_S)
+            faulthandler.cancel_dump_traceback_later()
+            _on_stop(self._before)
+            self._beat(time.time())
+
+    def begin(self, phase: str | None, step: int | None = None) -> None:
+        """Enter a phase; the run has until the phase's deadline to progress."""
+        self._since = time.time()
+        self._step = step
+        self._phase = phase
+        self._count += 1
+        if self._thread is not None:  # here: the phase may keep the interpreter from its first line
+            _arm(self._config.deadline_of(phase)[1])
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Put the run in this phase for the block."""
+        self.begin(name, step)
+        try:
+            yield
+        finally:
+            self.begin(None, step)
+
+    def watch(self, collector: Collector | None, embeddings: Any = None) -> None:
+        """Watch a collector's rollouts; a forward pass of a model's `embeddings` is progress."""
+        self._collector = collector
+        if embeddings is not None:
+            # Weakly: a model outlives its run where several runs share a process.
+            reference = weakref.ref(self)
+
+            def progressed(*_: Any) -> None:
+                if (watchdog := reference()) is not None:
+                    watchdog._count += 1
+
+            embeddings.register_forward_hook(progressed)
+
+    def _watch(self) -> None:
+        seen, idle_s = -1, 0.0
+        before = time.monotonic()
+        progressed, beaten, armed = time.time(), -math.inf, -math.inf
+        while not self._over.wait(TICK_S):
+            now = time.monotonic()
+            name, deadline_s = self._config.deadline_of(self._phase)
+            idle_s += min(now - before, _longest_tick_s(deadline_s))
+            before = now
+            if (count := self._signs()) != seen:
+                seen, idle_s, progressed = count, 0.0, time.time()
+            if now - beaten >= self._config.heartbeat_s:
+                beaten = now
+                self._beat(progressed)
+            if now - armed >= ARM_S:
+                armed = now
+                _arm(deadline_s)
+            if deadline_s is not None and idle_s > deadline_s and self._signs() == seen:
+                self._stall(name, deadline_s, idle_s)
+
+    def _signs(self) -> int:
+        collector = self._collector
+        rollouts = 0 if collector is None else collector.in_flight.progress
+        waits = 0 if self._world is None else self._world.looks
+        return self._count + rollouts + waits
+
+    def _waiting(self) -> list[Waiting]:
+        collector = self._collector
+        for _ in range(LOOKS):
+            with suppress(RuntimeError):  # the event loop changed what was being read
+                return [] if collector is None else collector.waiting()
+        return []
+
+    def _beat(self, progressed: float) -> None:
+        assert self._folder is not None
+        kinds = Counter(waiting.kind for waiting in self._waiting())
+        beat = {
+            "time": time.time(),
+            "pid": getpid(),
+            "host": socket.gethostname(),
+            "rank": self.rank,
+            "phase": self._phase,
+            "step": self._step,
+            "since": self._since,
+            "last_progress": progressed,
+            "in_flight": {kind: kinds[kind] for kind in (ENGINE, TOOL, OTHER)},
+        }
+        name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
+        with suppress(OSError):  # whoever reads it sees by its age that something is wrong
+            write_atomically(self._folder / name, json.dumps(beat) + "\n")
+
+    def _stall(self, name: str, deadline_s: float, idle_s: float) -> None:
+        folder, phase, step = self._folder, self._phase, self._step
+        assert folder is not None
+        path = folder / f"stall-{self.rank}.txt"
+        at = f"phase {phase}" + ("" if step is None else f" of step {step}")
+        message = (
+            f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
+            f"stacks and rollouts in flight: {path}"
+        )
+
+        def record() -> None:
+            if self.rank == 0:
+                update_summary(folder, status="stalled", stalled_phase=phase, error=message)
+
+        tasks = [] if self._collector is None else self._collector.in_flight.tasks()
+        end(Stall(told=message, waiting=self._waiting(), tasks=tasks), path, record)
+
+
+def _longest_tick_s(deadline_s: float | None) -> float:
+    """Return the most that counts of the time between two checks: a pause alone is no stall."""
+    return min(LONGEST_TICK_S, max(TICK_S, (deadline_s or math.inf) / 4))
+
+
+def _arm(deadline_s: float | None) -> None:
+    if deadline_s is None:
+        faulthandler.cancel_dump_traceback_later()
+        return
+    with suppress(RuntimeError):  # no thread is to be had now: the next heartbeat tries again
+        faulthandler.dump_traceback_later(deadline_s + HELD_S, file=2, exit=True)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Stop at Ctrl-Z: the timer of C would count on; the watchdog sets it again soon after."""
+    faulthandler.cancel_dump_traceback_later()
+    kill(getpid(), signal.SIGSTOP)
+
+
+def _on_stop(handler: Any) -> Any:
+    """Let `handler` have SIGTSTP if nobody else of this process has it; return its predecessor."""
+    before = signal.getsignal(signal.SIGTSTP)
+    ours = before in (signal.SIG_DFL, _stop) and handler is not None
+    if ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTSTP, handler)
+    return before

@@ -1,0 +1,197 @@
+"""`numeric_close`: the number in the answer is the row's, within a tolerance.
+
+Answers of a rollout: its last message, or what it handed in through a tool.
+
+`exact_match`: the answer is the row's.
+
+`contains`: the row's answer occurs in what the model answered.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from agenttrain.types import Rollout
+
+
+class AnswerReward:
+    """Base of the rewards that compare a rollout's answer with a column of its row.
+
+    With `tool` the answer is that argument of the tool's last valid call, without it (null) the
+    text of the last assistant message.
+    """
+
+    def __init__(self, *, tool: str | None, argument: str, column: str) -> None:
+        self._tool, self._argument, self._column = tool, argument, column
+        self.tools = () if tool is None else (tool,)
+        """Tools that the reward needs; without them it would be 0 for every rollout."""
+        self.columns = (column,)
+        """Columns that every row must have."""
+
+    def answer(self, rollout: Rollout) -> Any:
+        """Return the rollout's answer; None when there is none."""
+        if self._tool is None:
+            return final_text(rollout)
+        return handed_in(rollout, self._tool, self._argument)
+
+    def expected(self, columns: Mapping[str, Any]) -> Any:
+        """Return the row's value; raises KeyError when the row has no such column."""
+        if self._column not in columns:
+            raise KeyError(f"it needs the column {self._column!r}, the row has {sorted(columns)}")
+        return columns[self._column]
+
+
+def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
+    """Return an argument of the last valid call of `tool`, or all with `argument=None`."""
+    for result in reversed(rollout.tool_results):
+        valid = result.error is None or not result.error.invalid_call
+        if result.call.name == tool and valid:
+            arguments = result.call.arguments
+            return arguments if argument is None else arguments.get(argument)
+    return None
+
+
+def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
+    """The messages that the policy wrote, those of one trajectory after the other's."""
+    added = (message for t in rollout.trajectories for message in t.added_messages)
+    return [message for message in added if message["role"] == "assistant"]
+
+
+def final_text(rollout: Rollout) -> str:
+    """Return the last assistant message's text without its reasoning; empty without a message."""
+    written = assistant_messages(rollout)
+    return (written[-1].get("content") or "") if written else ""
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a model would write it: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+"
+NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:{DIGITS})(?:/(?:{DIGITS}))?")
+
+
+class NumericClose(AnswerReward):
+    """1 if the last number of the answer is close to the last number of the column, else 0.
+
+    Close as in `math.isclose`: within `relative` of the larger one, or within `absolute`. Example:
+    "so 1,234.5 in all" against ``#### 1234.5`` is 1.0. Fractions (3/4) and thousands separators are
+    read; percent signs and units are not.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str | None = None,
+        argument: str = "answer",
+        column: str = "answer",
+        relative: float = 1e-6,
+        absolute: float = 1e-9,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        for name, value in (("relative", relative), ("absolute", absolute)):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: must be a finite number, 0 or more")
+        self._relative, self._absolute = relative, absolute
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected = last_number(self.expected(columns))
+        if expected is None:
+            raise ValueError(
+                f"the column {self._column!r} holds no number: {columns[self._column]!r}"
+            )
+        answer = last_number(self.answer(rollout))
+        close = answer is not None and math.isclose(
+            answer, expected, rel_tol=self._relative, abs_tol=self._absolute
+        )
+        return float(close)
+
+
+def last_number(value: Any) -> float | None:
+    """Return the last number in a value, None when there is none.
+
+    Example: ``last_number("3 boxes of 12, so 36.") == 36.0``
+    """
+    if value is None or isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return _finite(str(value))
+    numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
+    return _finite(numbers[-1]) if numbers else None
+
+
+def _finite(text: str) -> float | None:
+    over, _, under = text.replace(",", "").partition("/")
+    try:
+        number = float(over) / float(under or 1)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+class ExactMatch(AnswerReward):
+    """1 if the answer equals a column, else 0.
+
+    Runs of white space count as one blank. Example: ``ExactMatch()`` gives 1.0 to a rollout that
+    called ``final_answer(answer="Oslo")`` on a row with ``answer: Oslo``; with ``tool=None`` to one
+    whose last message is ``Oslo``.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str | None = "final_answer",
+        argument: str = "answer",
+        column: str = "answer",
+        ignore_case: bool = False,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        self._ignore_case = ignore_case
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected, answer = self.expected(columns), self.answer(rollout)
+        return float(answer is not None and self._text(answer) == self._text(expected))
+
+    def _text(self, value: Any) -> str:
+        # 37 and "37" are the same answer: models write either.
+        text = " ".join(as_text(value).split())
+        return text.casefold() if self._ignore_case else text
+
+
+class Contains(AnswerReward):
+    """1 if the answer contains the column's text as whole words, else 0.
+
+    A column that holds a list has several good answers; one is enough. Runs of white space count
+    as one blank. Example: "It is Oslo." contains ``Oslo``; "17" does not contain ``7``.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str | None = None,
+        argument: str = "answer",
+        column: str = "answer",
+        ignore_case: bool = False,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        self._flags = re.IGNORECASE if ignore_case else 0
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        expected, answer = self.expected(columns), self.answer(rollout)
+        if answer is None:
+            return 0.0
+        text = " ".join(as_text(answer).split())
+        for value in expected if isinstance(expected, list | tuple) else [expected]:
+            words = " ".join(as_text(value).split())
+            if not words:
+                raise ValueError(
+                    f"the column {self._column!r} is empty: every answer contains that"
+                )
+            if re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, self._flags):
+                return 1.0
+        return 0.0

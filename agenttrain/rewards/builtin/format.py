@@ -1,0 +1,196 @@
+"""`json_schema`: the answer is JSON of a given shape.
+
+`format`: what the model wrote has the form of a regular expression.
+
+A rollout as plain data, for `jmespath` expressions and judges.
+
+`jmespath`: a reward without code, as an expression over the rollout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import regex
+from jsonschema import SchemaError
+from jsonschema.validators import validator_for
+
+from agenttrain.rewards.builtin.answers import assistant_messages, final_text, handed_in
+from agenttrain.types import Rollout
+from agenttrain.utils.expressions import compiled
+
+FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+
+
+class JsonSchema:
+    """1 if the answer is JSON that the schema allows, else 0.
+
+    The schema is a setting (`schema`) or stands in a column of the row, as JSON text or as an
+    object. The answer is the last message (also inside one ```json fence), or with `tool` an
+    argument of its last valid call, all of them with ``argument=None``. Example: ``{"type":
+    "object", "required": ["city"]}`` accepts ``{"city": "Oslo"}``.
+    """
+
+    def __init__(
+        self,
+        *,
+        schema: Mapping[str, Any] | None = None,
+        column: str | None = None,
+        tool: str | None = None,
+        argument: str | None = None,
+    ) -> None:
+        if (schema is None) == (column is None):
+            raise ValueError(
+                f"schema={schema}: give either a schema or the column that holds each row's"
+            )
+        if argument is not None and tool is None:
+            raise ValueError(f"argument={argument}: of which tool? set tool=… too")
+        self._column, self._tool, self._argument = column, tool, argument
+        self.tools = () if tool is None else (tool,)
+        self.columns = () if column is None else (column,)
+        try:
+            self._validator = None if schema is None else _validator(schema)
+        except SchemaError as error:
+            raise ValueError(f"schema={schema}: is no JSON schema: {error.message}") from error
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float:
+        validator = self._validator or _validator(_loaded(columns[str(self._column)]))
+        try:
+            if self._tool is None:
+                text = final_text(rollout).strip()
+                fenced = FENCE.fullmatch(text)
+                answer = json.loads(fenced[1] if fenced else text)
+            else:
+                value = handed_in(rollout, self._tool, self._argument)
+                if value is None:
+                    return 0.0
+                answer = _loaded(value)
+        except ValueError:  # no JSON
+            return 0.0
+        return float(validator.is_valid(answer))
+
+
+def _loaded(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _validator(schema: Any) -> Any:
+    kind = validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
+MATCH_S = 1.0
+"""Seconds that one match may take: some patterns need years for some texts."""
+PARTS = ("content", "reasoning")
+TURNS = ("last", "all")
+
+
+class Format:
+    """1 if the pattern matches, else 0.
+
+    `part` is the message's `content` (what the response schema leaves of a completion: no thoughts,
+    no calls) or its `reasoning`. `turns`: the `last` assistant message, or `all` of them. `whole`:
+    the pattern must match all of the text, not a part. `.` matches line ends too. Example:
+    ``Format(pattern="Answer: [0-9]+")`` gives 1.0 to a last message ``Answer: 7``.
+    """
+
+    def __init__(
+        self, *, pattern: str, part: str = "content", turns: str = "last", whole: bool = True
+    ) -> None:
+        for name, value, known in (("part", part, PARTS), ("turns", turns, TURNS)):
+            if value not in known:
+                raise ValueError(f"{name}={value}: must be one of {', '.join(known)}")
+        try:
+            self._pattern = regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(
+                f"pattern={pattern!r}: is no regular expression: {error.msg} (position {error.pos})"
+            ) from error
+        self._key = "content" if part == "content" else "reasoning_content"
+        self._all, self._whole = turns == "all", whole
+
+    def __call__(self, rollout: Rollout) -> float:
+        messages = assistant_messages(rollout)
+        judged = messages if self._all else messages[-1:]
+        match = self._pattern.fullmatch if self._whole else self._pattern.search
+        for message in judged:
+            text = (message.get(self._key) or "").strip()
+            try:
+                if match(text, timeout=MATCH_S) is None:
+                    return 0.0
+            except TimeoutError:
+                raise ValueError(
+                    f"pattern={self._pattern.pattern!r} took over {MATCH_S:g} s on {len(text)} "
+                    "characters; write it without nested repetitions"
+                ) from None
+        return float(bool(judged))
+
+
+def rollout_view(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as JSON-like data, its messages being those of its last trajectory.
+
+    Example::
+
+        {"task_id": "shop-17", "rollout_id": "train-3-0-1", "row": {"answer": "Oslo"},
+         "messages": [{"role": "user", "content": "…"}, {"role": "assistant", …}, …],
+         "completion": [{"role": "assistant", …}, …],     # the messages after the prompt's
+         "final": "It is Oslo.",                          # text of the last assistant message
+         "tool_calls": [{"id": "c0", "name": "sql", "arguments": {"query": "…"},
+                         "content": "Oslo", "error": None, "seconds": 0.01}],
+         "stop_reason": "completed", "truncated": False, "turns": 2,
+         "prompt_tokens": 61, "sampled_tokens": 43, "tokens": 127}
+
+    `error` is None or a name of `ToolError`; a malformed call stands among the others, with the
+    name "" when it has none.
+    """
+    first, last = rollout.trajectories[0], rollout.trajectories[-1]
+    return {
+        "task_id": rollout.task.task_id,
+        "rollout_id": rollout.rollout_id,
+        "row": dict(rollout.task.columns),
+        "messages": last.messages,
+        "completion": last.added_messages,
+        "final": final_text(rollout),
+        "tool_calls": [
+            {
+                "id": result.call.id,
+                "name": result.call.name,
+                "arguments": result.call.arguments,
+                "content": result.content,
+                "error": None if result.error is None else result.error.value,
+                "seconds": result.seconds,
+            }
+            for result in rollout.tool_results
+        ],
+        "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
+        "truncated": rollout.truncated,
+        "turns": rollout.turns,
+        "prompt_tokens": first.prompt_length,
+        "sampled_tokens": rollout.sampled_length,
+        "tokens": rollout.length,
+    }
+
+
+class JMESPath:
+    """The value of a JMESPath expression (https://jmespath.org) over `view.rollout_view`.
+
+    true is 1, false is 0, null is not applicable; anything else that is no number is an error.
+    Example: ``JMESPath(expression="length(tool_calls[?error == null]) == `2`")`` gives 1.0 to a
+    rollout with two good calls.
+    """
+
+    def __init__(self, *, expression: str) -> None:
+        self._expression = compiled(expression, "expression")
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float | None:
+        value = self._expression.search(rollout_view(rollout))
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise ValueError(
+            f"expression={self._expression.text!r} gave {value!r}; it must give a number, true, "
+            "false, or null where it does not apply"
+        )

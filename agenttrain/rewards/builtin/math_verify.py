@@ -1,0 +1,125 @@
+"""`math_verify`: the answer is mathematically equal to the row's."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from agenttrain.rewards.builtin.answers import AnswerReward, as_text
+from agenttrain.rewards.function import RewardUnavailable
+from agenttrain.types import Rollout
+
+WORKER = Path(__file__).with_name("math_worker.py")
+START_S = 120.0
+"""Seconds that the worker may take to import sympy."""
+GRACE = 2.0
+"""The library's own limit comes first; the process is killed at this multiple of it."""
+
+
+class MathVerify(AnswerReward):
+    """1 if the answer equals the column mathematically, else 0; None if the column is unreadable.
+
+    Example: an answer ``so it is \\boxed{\\frac{1}{2}}`` equals ``0.5``. An answer that takes
+    longer than `answer_s` to read or to compare is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str | None = None,
+        argument: str = "answer",
+        column: str = "answer",
+        answer_s: float = 5.0,
+    ) -> None:
+        super().__init__(tool=tool, argument=argument, column=column)
+        if find_spec("math_verify") is None:
+            raise ValueError(
+                "needs the package math-verify: pip install 'agenttrain[math]', or choose "
+                "reward=[numeric_close]"
+            )
+        if not answer_s > 0:
+            raise ValueError(f"answer_s={answer_s}: must be more than 0")
+        self._answer_s = answer_s
+        self._worker = _Worker()
+
+    def __call__(self, rollout: Rollout, **columns: Any) -> float | None:
+        expected, answer = self.expected(columns), self.answer(rollout)
+        request = {
+            "expected": as_text(expected),
+            "answer": "" if answer is None else as_text(answer),
+            "seconds": ceil(self._answer_s),
+        }
+        equal = self._worker.ask(request, limit_s=GRACE * self._answer_s)
+        return None if equal is None else float(equal)
+
+
+class _Worker:
+    """A process that is started when it is needed, and killed when an answer takes too long."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = b""
+
+    def ask(self, request: dict[str, Any], *, limit_s: float) -> bool | None:
+        """Return the worker's reply; False when there is none in time."""
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = self._line(process, limit_s)
+            except BrokenPipeError:
+                line = None
+            if line is None:
+                self._kill()
+                return False
+            return json.loads(line)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._kill()
+        self._process = subprocess.Popen(
+            # -P: beside the script lie our files math_verify.py and jmespath.py.
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run; the worker ends with its input
+        )
+        if self._line(self._process, START_S) is None:
+            self._kill()
+            raise RewardUnavailable(
+                f"the process for math-verify did not start; {sys.executable} -P {WORKER} says why"
+            )
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
+        """Return the next line of the worker's output; None if it ends or takes too long."""
+        assert process.stdout is not None
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([process.stdout], [], [], max(end - time.monotonic(), 0))
+            piece = os.read(process.stdout.fileno(), 65536) if ready else b""
+            if not piece:
+                return None
+            self._read += piece
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def _kill(self) -> None:
+        process, self._process, self._read = self._process, None, b""
+        if process is not None:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,100 @@
+"""`tool_success` and `tool_penalty`: how well a rollout called its tools.
+
+`stop_tool_called`: the model ended the rollout itself, with a stop tool.
+
+`environment`: the value of the environment's own `reward` method.
+
+`length_penalty`: long rollouts cost reward; only what the model sampled is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agenttrain.types import Rollout, StopReason, ToolResult
+
+
+def tool_success(rollout: Rollout, *, only: Sequence[str] | None = None) -> float | None:
+    """Return the share of calls without an error; None (not applicable) without calls.
+
+    Malformed and unknown calls count as errors; `only` counts calls of these tools alone. Example:
+    three calls of which one timed out give 2/3.
+    """
+    results = _of(rollout, only)
+    if not results:
+        return None
+    return sum(result.error is None for result in results) / len(results)
+
+
+class ToolPenalty:
+    """Minus `per_error` for each call with an error and `per_call` for each call over `free_calls`.
+
+    At least ``-at_most``. Example: ``ToolPenalty(per_call=0.1, free_calls=2)`` gives -0.1 to three
+    calls without errors.
+    """
+
+    def __init__(
+        self,
+        *,
+        per_error: float = 0.1,
+        per_call: float = 0.0,
+        free_calls: int = 0,
+        at_most: float = 1.0,
+        only: Sequence[str] | None = None,
+    ) -> None:
+        amounts = {"per_error": per_error, "per_call": per_call, "at_most": at_most}
+        for name, value in {**amounts, "free_calls": free_calls}.items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value}: must be 0 or more; the reward is its negative")
+        if per_error == per_call == 0:
+            raise ValueError("per_error=0: the penalty would always be 0; set per_call=… or this")
+        self._per_error, self._per_call = per_error, per_call
+        self._free_calls, self._at_most, self._only = free_calls, at_most, only
+
+    def __call__(self, rollout: Rollout) -> float:
+        results = _of(rollout, self._only)
+        errors = sum(result.error is not None for result in results)
+        over = max(len(results) - self._free_calls, 0)
+        return -min(self._per_error * errors + self._per_call * over, self._at_most)
+
+
+def _of(rollout: Rollout, only: Sequence[str] | None) -> list[ToolResult]:
+    return [r for r in rollout.tool_results if only is None or r.call.name in only]
+
+
+def stop_tool_called(rollout: Rollout) -> float:
+    """Return 1 if a stop tool that ran without an error ended the rollout, else 0.
+
+    A call that cannot be parsed, does not fit the tool's schema, or makes the tool fail ends the
+    rollout too, and earns nothing.
+    """
+    if rollout.stop_reason is not StopReason.stop_tool:
+        return 0.0
+    # Files of earlier versions do not mark calls to stop tools; the last call was one.
+    calls = [result for result in rollout.tool_results if result.stop] or rollout.tool_results[-1:]
+    return float(not calls or any(result.error is None for result in calls))
+
+
+def environment(rollout: Rollout) -> float | None:
+    """Return the value of the environment's `reward(rollout)`; None where the class has none."""
+    return rollout.environment_reward
+
+
+class LengthPenalty:
+    """0 up to `free_tokens` sampled tokens, then down in a straight line to -1 at `full_tokens`.
+
+    Tool results and template glue are not counted. With ``free_tokens`` at 80 % of the limit it is
+    DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, equation 13). Example:
+    ``LengthPenalty(full_tokens=100, free_tokens=60)`` gives -0.25 to 70 sampled tokens.
+    """
+
+    def __init__(self, *, full_tokens: int, free_tokens: int = 0) -> None:
+        if not 0 <= free_tokens < full_tokens:
+            raise ValueError(
+                f"free_tokens={free_tokens}: must be 0 or more, and below full_tokens={full_tokens}"
+            )
+        self._free, self._full = free_tokens, full_tokens
+
+    def __call__(self, rollout: Rollout) -> float:
+        over = max(rollout.sampled_length - self._free, 0)
+        return -min(over / (self._full - self._free), 1.0)

@@ -1,0 +1,499 @@
+"""A reward function of either kind, called on many rollouts: one value each, in their order.
+
+Reward functions, and how the columns that they read reach them.
+
+Reward functions written for TRL: ``(prompts, completions, **columns) -> list[float | None]``.
+
+TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as lists,
+`trainer_state`, `log_extra` and `log_metric`.
+
+Copies for code that is not ours: a tool's task, and the rollout that a reward function reads.
+
+What is trained is what was verified, and what one function sees is what every other one sees. So a
+reward function gets a copy that shares nothing that can be changed. Changing it is an error:
+whatever the function meant by that would not happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import time
+import traceback
+from array import array
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from agenttrain.types import AgenttrainError, Rollout, Task, Trajectory
+from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
+
+RewardFunction = Callable[..., Any]
+"""``(rollout, **task columns) -> float | None``, sync or async; None: not applicable.
+
+Only the columns that the signature names are passed, all of them with ``**columns``. Example::
+
+    def short(rollout: Rollout, limit: int) -> float:
+        return float(rollout.sampled_length <= limit)
+"""
+
+
+class RewardError(AgenttrainError):
+    """Failure of a reward function, or a value of its that is no reward; ends the run."""
+
+    def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
+        """`culprits` are the ids of the rollouts that it failed on."""
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+        self.rollouts: Sequence[Rollout] = ()
+        """All rollouts that were to be scored; set by the collector."""
+
+
+class RewardUnavailable(AgenttrainError):
+    """Missing score: something that a reward function needs is broken (a judge's server).
+
+    A function raises it instead of returning 0, which would teach something false.
+    `reward.<name>.on_unavailable` says whether the run stops or the rollout is dropped.
+    """
+
+
+class NoNumber(RewardUnavailable):
+    """NaN, infinity or no number as a function's value, where that does not end the run."""
+
+
+class Columns:
+    """Columns of a row that a function's signature asks for."""
+
+    def __init__(self, function: RewardFunction, *, taken: Collection[str] = ()) -> None:
+        """`taken` are parameters that get their value elsewhere."""
+        kinds = inspect.Parameter
+        wanted = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.name not in taken
+        ]
+        self._taken = frozenset(taken)
+        self._all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
+        named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        self._names = [parameter.name for parameter in named]
+        self.required = tuple(p.name for p in named if p.default is kinds.empty)
+        """Columns that every row must have."""
+
+    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns to pass; raises KeyError naming a required one that is not there."""
+        for name in self.required:
+            if name not in available:
+                raise KeyError(
+                    f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
+                )
+        names = available if self._all else self._names
+        return {k: available[k] for k in names if k in available and k not in self._taken}
+
+
+LARGEST = 1e100
+"""Largest absolute reward: the squares of as many as a step can have still add up to a number."""
+
+
+def checked(value: Any) -> float | None:
+    """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
+
+    Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
+    """
+    result = number(value)
+    if result is not None and not math.isfinite(result):
+        raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
+    if result is not None and abs(result) > LARGEST:
+        raise ValueError(
+            f"it returned {result:g}; a reward is a number of at most {LARGEST:g}, or None"
+        )
+    return result
+
+
+def number(value: Any) -> float | None:
+    """Return `value` as `checked` does, but let NaN and infinity pass; too large is infinite."""
+    if value is None:
+        return None
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        with suppress(Exception):  # an array of several values stays what it is
+            value = value.item()
+    if not isinstance(value, Real):
+        raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
+    try:
+        return float(value)
+    except OverflowError:  # 10**400
+        return math.inf
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return "an integer of more than 4,300 digits"
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
+    """Return an error naming the function, the rollout, and the line of the function that raised.
+
+    Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
+    zero (my_agent.py, line 12)``.
+    """
+    text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    message = f"{about(name, rollout)}: {type(error).__name__}: {text}{at}"
+    return RewardError(message, culprits=[rollout.rollout_id])
+
+
+def about(name: str, rollout: Rollout) -> str:
+    """Return the beginning of an error about one reward function and one rollout."""
+    return f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}"
+
+
+TRLS = ("prompts", "completions", "completion_ids")
+"""Parameters that TRL passes beside the row's columns; a function may want one of them alone."""
+
+
+def is_trl(function: Callable[..., Any]) -> bool:
+    """Return whether its parameters are TRL's: some of `TRLS`, and no `rollout`."""
+    names = inspect.signature(function).parameters
+    return any(name in names for name in TRLS) and "rollout" not in names
+
+
+def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return what TRL would pass for these rollouts.
+
+    `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
+    ids after the prompt's, tool results included, both of its last trajectory. Functions that log
+    get a logger that does nothing, and there is no trainer: `trainer_state` is None.
+    """
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
+    last = [rollout.trajectories[-1] for rollout in rollouts]
+    return {
+        **{name: [rollout.task.columns.get(name) for rollout in rollouts] for name in names},
+        "prompts": [list(rollout.task.messages) for rollout in rollouts],
+        "completions": [t.added_messages for t in last],
+        "completion_ids": [list(t.token_ids[t.prompt_length :]) for t in last],
+        "trainer_state": None,
+        "log_extra": _no_log,
+        "log_metric": _no_log,
+    }
+
+
+def _no_log(name: str, value: object) -> None: ...
+
+
+def batch_names() -> tuple[str, ...]:
+    """Return the names that TRL's functions are given beside the row's columns."""
+    return tuple(batch_arguments(()))
+
+
+_PLAIN = (str, int, float, bool, array)
+
+
+class ChangedRollout(AgenttrainError):
+    """A reward function changed the rollout that it was given."""
+
+
+def own_copy(rollout: Rollout) -> Rollout:
+    """Return a copy that shares no list, mapping or ledger with the rollout.
+
+    Costs O(messages) and one copy of the ids: strings and spans cannot be changed and are shared.
+    """
+    results = [
+        replace(result, call=replace(result.call, arguments=own_value(result.call.arguments)))
+        for result in rollout.tool_results
+    ]
+    return replace(
+        rollout,
+        task=own_task(rollout.task),
+        trajectories=[
+            replace(
+                trajectory,
+                spans=list(trajectory.spans),
+                messages=own_value(trajectory.messages),
+                _ids=trajectory.token_ids,
+            )
+            for trajectory in rollout.trajectories
+        ],
+        tool_results=results,
+        rewards=dict(rollout.rewards),
+    )
+
+
+def own_task(task: Task) -> Task:
+    """Return a copy of the task; columns that cannot be copied (an open file, say) are shared."""
+    messages = tuple(own_value(message) for message in task.messages)
+    return replace(task, messages=messages, columns=own_value(task.columns))
+
+
+def own_value(value: Any) -> Any:
+    """Return a deep copy of a JSON value, quickly; of anything else what `copy.deepcopy` makes."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if type(value) is dict:
+        return {key: own_value(item) for key, item in value.items()}
+    if type(value) is list:
+        return [own_value(item) for item in value]
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a column may hold anything
+        return value
+
+
+def check_unchanged(given: Rollout, rollout: Rollout) -> None:
+    """Raise ChangedRollout, naming the fields, where `given` is no longer as the rollout."""
+    if changed := _changed(given, rollout):
+        raise ChangedRollout(
+            f"it changed the rollout that it was given ({', '.join(changed)}), which changes "
+            "nothing that is trained or that other rewards see; change a copy, such as "
+            "copy.deepcopy(rollout.trajectories), and return the reward"
+        )
+
+
+def _changed(given: Rollout, rollout: Rollout) -> list[str]:
+    """Return the names of the fields that differ, e.g. ``trajectories[0].messages``."""
+    changed = _fields_changed(given, rollout)
+    held = given.trajectories if type(given.trajectories) is list else []
+    kinds = [type(trajectory) for trajectory in held]
+    if "trajectories" in changed and kinds == [Trajectory] * len(rollout.trajectories):
+        changed.remove("trajectories")
+        for index, pair in enumerate(zip(given.trajectories, rollout.trajectories, strict=True)):
+            changed += [f"trajectories[{index}].{name}" for name in _fields_changed(*pair)]
+    return changed
+
+
+def _fields_changed(given: Any, original: Any) -> list[str]:
+    return [
+        name.removeprefix("_")
+        for name in original.__dataclass_fields__
+        if not _same(getattr(given, name), getattr(original, name))
+    ]
+
+
+def _same(given: Any, original: Any) -> bool:
+    """Compare JSON values and our records; of other objects nobody knows what equal means."""
+    if given is original:
+        return True
+    kind = type(given)
+    if kind is not type(original):
+        return False
+    if kind is dict:
+        return given.keys() == original.keys() and all(
+            _same(item, original[key]) for key, item in given.items()
+        )
+    if kind is list or kind is tuple:
+        return len(given) == len(original) and all(map(_same, given, original))
+    if kind in _PLAIN:
+        return bool(given == original or (given != given and original != original))
+    if is_dataclass(given):
+        return all(
+            _same(getattr(given, name), getattr(original, name))
+            for name in given.__dataclass_fields__
+        )
+    return True
+
+
+VISIT_S = 0.02
+"""Seconds after which a thread that runs short calls returns the outcomes it has."""
+Call = Callable[[], Any]
+KNOWN = ("builtins", "numpy", "torch")
+"""Packages whose numbers are read without code of the user's."""
+Score = float | None | RewardUnavailable
+"""A reward, None where the function does not apply, or why it could not be had."""
+
+
+class Scorer:
+    """Runs one reward function: a sync one in threads, an async one on the event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        function: RewardFunction,
+        *,
+        bound: Collection[str] = (),
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> None:
+        """`bound` are parameters of the function that have their value already.
+
+        `timeout_s` limits one call. At most `concurrency` calls run at once; None: one call after
+        the other for a sync function, so that what it keeps between calls does not depend on
+        timing, and all at once for an async one.
+        """
+        self.name = name
+        self._function = function
+        self._trl = is_trl(function)
+        self._blocks = blocks(function)
+        self._timeout_s = timeout_s
+        self._at_once = concurrency or (1 if self._blocks else None)
+        self._threads = DaemonThreads()
+        self._lenient = False
+        first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
+        self._columns = Columns(function, taken={*bound, *first})
+        # A callable may name columns itself, in an attribute `columns`.
+        declared = (*getattr(function, "columns", ()), *self._columns.required)
+        given = batch_names() if self._trl else ()
+        self.columns = tuple(dict.fromkeys(name for name in declared if name not in given))
+        """Columns that every row must have."""
+        self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
+        """Tools that the function needs."""
+
+    def lenient(self) -> Scorer:
+        """Return a copy that gives NoNumber, not an error, for what is no finite number."""
+        other = copy.copy(self)
+        other._lenient = True
+        return other
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Return one value per rollout; raises RewardError naming function and rollout."""
+        if not rollouts:
+            return []
+        if self._trl:
+            return await self._score_batch(rollouts)
+        gate = asyncio.Semaphore(self._at_once or len(rollouts))
+
+        async def one(rollout: Rollout) -> Outcome:
+            async with gate:
+                return await self._run(self._call_of(rollout))
+
+        if self._blocks and self._at_once == 1:
+            # One call after the other, as many per visit to a thread as a moment has room for.
+            calls = [self._call_of(rollout) for rollout in rollouts]
+            outcomes: list[Outcome] = []
+            while len(outcomes) < len(calls):
+                outcomes += await self._visit(calls[len(outcomes) :])
+        elif self._at_once == 1:
+            outcomes = [await one(rollout) for rollout in rollouts]
+        else:
+            outcomes = await asyncio.gather(*map(one, rollouts))
+        return [
+            self._read(await self._as_number(outcome), rollout)
+            for outcome, rollout in zip(outcomes, rollouts, strict=True)
+        ]
+
+    async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Return the outcomes of the first calls, of at least one."""
+        begun: list[Call] = []
+        outcomes: list[Outcome] = []
+        until = time.monotonic() + VISIT_S
+
+        def some() -> None:
+            for call in calls:
+                begun.append(call)
+                outcomes.append(attempt(call))
+                if inspect.isawaitable(outcomes[-1].value) or time.monotonic() > until:
+                    return
+
+        try:
+            # A call begins before `until`: one that runs at the limit has had all of its time.
+            async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
+                await self._threads.run(some, label=self.name)
+                outcomes[-1] = await _settled(outcomes[-1])
+        except TimeoutError:
+            done = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
+            return [*done, self._late()] if len(done) < len(begun) else done
+        return outcomes
+
+    def _call_of(self, rollout: Rollout) -> Call:
+        """Call the function on a copy of the rollout, which it must leave as it is."""
+
+        def call() -> Any:
+            given = own_copy(rollout)
+            columns = self._columns.pick(rollout.task.columns)
+            value = self._function(given, **{name: own_value(v) for name, v in columns.items()})
+            if inspect.isawaitable(value):
+                return _checked_later(value, given, rollout)
+            check_unchanged(given, rollout)
+            return value
+
+        return call
+
+    async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """Call a function of TRL's once, with all rollouts in lists of their own."""
+        arguments = batch_arguments([own_copy(rollout) for rollout in rollouts])
+        outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
+        if isinstance(outcome.error, RewardUnavailable):
+            return [outcome.error] * len(rollouts)
+        if outcome.error is not None:
+            raise failed(self.name, rollouts[0], outcome.error) from outcome.error
+        values = outcome.value
+        if not isinstance(values, Sequence) or len(values) != len(rollouts):
+            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
+            raise failed(self.name, rollouts[0], wrong)
+        return [
+            self._read(await self._as_number(Outcome(value=value)), rollout)
+            for value, rollout in zip(values, rollouts, strict=True)
+        ]
+
+    async def _run(self, call: Call) -> Outcome:
+        """Return the outcome of one call; RewardUnavailable when it took too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self._blocks:
+                    return await _settled(attempt(call))
+                return await _settled(await self._threads.run(call, label=self.name))
+        except TimeoutError:  # ours: what the function raises is an outcome
+            return self._late()
+
+    async def _as_number(self, outcome: Outcome) -> Outcome:
+        """Read an object of the user's own as a number in a thread, under the time limit.
+
+        Its `item`, `__float__` and `__repr__` are the user's code, which may take its time.
+        """
+        value = outcome.value
+        known = type(value).__module__.partition(".")[0] in KNOWN
+        if outcome.error is not None or known or isinstance(value, RewardUnavailable):
+            return outcome
+
+        def read() -> Score:
+            try:
+                return checked(value)
+            except (TypeError, ValueError) as error:
+                return NoNumber(str(error))
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._threads.run(read, label=self.name)
+        except TimeoutError:
+            return self._late()
+
+    def _late(self) -> Outcome:
+        limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
+        return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
+
+    def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
+        if isinstance(outcome.error, RewardUnavailable):
+            return outcome.error
+        if isinstance(outcome.error, ChangedRollout):  # raised by us: no line of the function's
+            raise failed(self.name, rollout, outcome.error.with_traceback(None))
+        if outcome.error is not None:
+            raise failed(self.name, rollout, outcome.error) from outcome.error
+        if isinstance(outcome.value, NoNumber) and not self._lenient:
+            raise failed(self.name, rollout, ValueError(str(outcome.value)))
+        if isinstance(outcome.value, RewardUnavailable):  # one of a batch
+            return outcome.value
+        try:
+            return checked(outcome.value)
+        except (TypeError, ValueError) as error:
+            if self._lenient:
+                return NoNumber(str(error))
+            raise failed(self.name, rollout, error.with_traceback(None)) from error
+
+
+async def _checked_later(value: Awaitable[Any], given: Rollout, rollout: Rollout) -> Any:
+    result = await value
+    check_unchanged(given, rollout)
+    return result
+
+
+async def _settled(outcome: Outcome) -> Outcome:
+    """Return the outcome itself, or that of the awaitable that an async function returned."""
+    if not inspect.isawaitable(outcome.value):
+        return outcome
+    return await attempt_async(outcome.value)

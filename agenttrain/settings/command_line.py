@@ -1,0 +1,200 @@
+"""The command line as a Command: verb, overrides, options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+
+from agenttrain.settings.compose import Source, open_keys
+from agenttrain.settings.trust import TRUSTED
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+RUN_DIR = "hydra.run.dir="
+AUTO = "auto"
+"""`resume=auto`; a folder of that name is ./auto."""
+TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
+EVAL_FOLDERS = (
+    f"{RUN_DIR}outputs/${{hydra.job.name}}/${{now:{TIMESTAMP}}}_eval",
+    f"hydra.sweep.dir=outputs/${{hydra.job.name}}/sweep_${{now:{TIMESTAMP}}}_eval",
+)
+"""Folders of `agenttrain eval`; an override of the user's comes later and wins."""
+
+VERBS = {
+    "train": "train an agent (when no verb is given)",
+    "sft": "imitate conversations with tool calls: the warm start of an agent",
+    "eval": "roll out without updates: run=<run or checkpoint folder>, or model.path=<folder>",
+    "submit": "a run, or with -m a sweep, as a job of SLURM's: submit [--dry-run] [--no-check]",
+    "check": "compose, check and count; nothing is run and no folder is made",
+    "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
+    "data": "the rows as the model will see them, with their tokens: data [--rows N]",
+    "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
+    "view": "a step's rollouts as a page, token by token: view <run folder> [step=N] [to=FILE]",
+    "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",
+    "rescore": "stored rollouts by another reward: rescore <run folder> reward=[…] [to=FILE]",
+    "compare": "a sweep's results: compare <sweep folder> [metric …] [--plot FILE] [--json]",
+    "export": "a checkpoint as a plain model folder: export <run folder> to=<folder>",
+    "templates": "the table of known chat templates, or the certificate of a <tokenizer folder>",
+}
+WITH_VALUE = (
+    *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c"),
+    *("--package", "-p", "--info", "-i", "--experimental-rerun"),
+)
+"""Hydra's options that take the argument after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A parsed command line."""
+
+    verb: str
+    overrides: list[str]
+    """Overrides without `saved`."""
+    saved: Path | None
+    """The folder of `resume=` (train, sft, check) or `run=` (eval)."""
+    trust: bool
+    """`trust=true`: the code that `saved` names may run."""
+    auto: bool
+    """`resume=auto`: `saved` is hydra.run.dir where that holds a run, else None."""
+    options: list[str]
+    """The other arguments, for Hydra."""
+    source: Source
+    sweep: bool
+    shows: str | None
+    """Printed by Hydra instead of a run: `job`, `hydra` or `all` of --cfg, or `other`."""
+
+
+def resuming(verb: str) -> str:
+    """Return the words between `agenttrain` and `resume=…`: ``"sft "``, nothing for train."""
+    return "" if verb == "train" else f"{verb} "
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Parse the arguments; raises ConfigError for what cannot be one."""
+    _refuse_unknown_verb(arguments)
+    verb, words = split_verb(arguments)
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    parsed = parser.parse_intermixed_args(words)
+    if parsed.config_path is not None:
+        raise ConfigError("--config-path: use --config-dir, which adds a folder of your groups")
+    untrusted, trust = take_trust(parsed.overrides)
+    overrides, saved = _take_saved(untrusted, verb)
+    if trust and saved is None:
+        raise ConfigError(
+            f"{TRUSTED}: lets the code run that a saved run names; it goes with "
+            f"{'run=' if verb == 'eval' else 'resume='}, leave it out"
+        )
+    if misplaced := [word for word in overrides if word in VERBS]:
+        raise ConfigError(f"{misplaced[0]}: the verb comes first: agenttrain {misplaced[0]} …")
+    sweep = parsed.multirun or "hydra.mode=MULTIRUN" in overrides
+    if parsed.multirun and parsed.cfg:
+        raise ConfigError("--cfg: shows one run; leave -m out")
+    if sweep and saved and verb in ("eval", "check"):
+        raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
+    auto = saved == Path(AUTO) and verb != "eval"
+    if auto:
+        folder = named_folder(overrides)
+        if folder is None:
+            raise ConfigError(
+                f"resume=auto: goes on with the run in a folder, or starts it there; add "
+                f"{RUN_DIR}<folder>, the same each time"
+            )
+        saved = folder if (folder / "config.yaml").exists() else None
+    if saved is None:
+        overrides = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *overrides])
+    shows = parsed.cfg
+    if not shows and any(
+        (parsed.info, parsed.hydra_help, parsed.shell_completion, parsed.experimental_rerun)
+    ):
+        shows = "other"
+    return Command(
+        verb=verb,
+        overrides=overrides,
+        saved=saved,
+        trust=trust,
+        auto=auto,
+        options=[text for text in words if text not in parsed.overrides],
+        source=Source(extra=parsed.config_dir, name=parsed.config_name or "train"),
+        sweep=sweep,
+        shows=shows or None,
+    )
+
+
+def split_verb(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the verb, `train` when none is given, and the other arguments.
+
+    Example: ``["--config-dir", "mine", "check", "seed=1"]`` -> ``("check", ["--config-dir", "mine",
+    "seed=1"])``.
+    """
+    position = _first_word(arguments)
+    if position is None or arguments[position] not in VERBS:
+        return "train", list(arguments)
+    return arguments[position], [*arguments[:position], *arguments[position + 1 :]]
+
+
+def _first_word(arguments: Sequence[str]) -> int | None:
+    """Return the position of the first argument that is neither an option nor an option's value."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-"):
+        position += 2 if arguments[position] in WITH_VALUE else 1
+    return position if position < len(arguments) else None
+
+
+def _refuse_unknown_verb(arguments: Sequence[str]) -> None:
+    position = _first_word(arguments)
+    word = "" if position is None else arguments[position]
+    if word and "=" not in word and word not in VERBS and not word.startswith(("+", "~")):
+        raise ConfigError(
+            f"{word}: no such verb{did_you_mean(word, VERBS)}; the verbs are {', '.join(VERBS)}, "
+            "and settings are written key=value"
+        )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see agenttrain --help")
+
+
+def take_trust(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Take `trust=true` out of the words, and return whether it is there."""
+    typed = [word for word in words if word.startswith("trust=")]
+    if any(word not in (TRUSTED, "trust=false") for word in typed):
+        raise ConfigError(f"{typed[-1]}: expected {TRUSTED}, or leave it out")
+    return [word for word in words if word not in typed], TRUSTED in typed
+
+
+def _take_saved(overrides: Sequence[str], verb: str) -> tuple[list[str], Path | None]:
+    """Take `resume=` (train, check) or `run=` (eval) out of the overrides."""
+    own, other = ("run", "resume") if verb == "eval" else ("resume", "run")
+    left, saved = [], None
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key == other:
+            named = f"run={quote(value)}"
+            remedy = f"agenttrain eval {named}" if verb != "eval" else named
+            raise ConfigError(f"{text}: not with `agenttrain {verb}`; did you mean {remedy}?")
+        if key != own:
+            left.append(text)
+        elif value not in ("", "null"):
+            saved = Path(value)
+    return left, saved
+
+
+def named_folder(overrides: Sequence[str]) -> Path | None:
+    """Return the folder of `hydra.run.dir=`; None without one, or if Hydra has to complete it."""
+    typed = [text for text in overrides if text.startswith(RUN_DIR)]
+    if not typed:
+        return None
+    try:
+        # Hydra takes off the quotes that a name may need: hydra.run.dir='my run=1' -> my run=1
+        value = str(OverridesParser.create().parse_overrides([typed[-1]])[0].value())
+    except OverrideParseException:  # composition says what is wrong with it
+        value = typed[-1].partition("=")[2]
+    return None if "${" in value else Path(value)

@@ -1,0 +1,184 @@
+"""YAML files and overrides -> RunConfig, through Hydra's compose API.
+
+The folder in which Hydra puts a run, and a check that a folder can be written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from agenttrain.data.config import has_test_rows
+from agenttrain.settings.messages import explained
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import ConfigError
+from agenttrain.utils.files import conf_folder, list_groups
+
+HYDRA_VERSION = "1.3"
+"""Hydra behaves as this version did, whatever is installed."""
+OPEN_SECTIONS = (
+    *("tools.", "environment.", "reward.", "data.train.", "data.test."),
+    "data.map.",
+    *("chat_template.kwargs.", "optimizer.schedule_options."),
+)
+"""Sections that hold arguments of other people's functions: any key may be set below them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """A checked type of every setting, and the same as plain data for config.yaml."""
+
+    config: RunConfig
+    plain: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Places of YAML files beside conf/: Hydra's --config-dir and --config-name."""
+
+    extra: str | None = None
+    """A folder of the user's whose groups are added."""
+    name: str = "train"
+
+    def groups(self) -> dict[str, list[str]]:
+        """Return every group with its options."""
+        return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
+
+
+def register() -> None:
+    """Make the typed settings known to Hydra as `run_config`."""
+    ConfigStore.instance().store(name="run_config", node=RunConfig)
+
+
+@contextmanager
+def hydra_session(source: Source) -> Iterator[None]:
+    """Open Hydra's compose API over `source`, which a hydra.main with the same options would see.
+
+    Hydra's own initialize_config_dir knows no --config-dir.
+    """
+    if source.extra and not Path(source.extra).is_dir():
+        raise ConfigError(f"--config-dir {source.extra}: there is no such folder")
+    version.setbase(HYDRA_VERSION)
+    register()
+    search_path = create_config_search_path(str(conf_folder()))
+    if source.extra:
+        path, anchor = f"file://{Path(source.extra).resolve()}", SearchPathQuery(provider="schema")
+        search_path.prepend(provider="command-line", path=path, anchor=anchor)
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2(task_name="agenttrain", config_search_path=search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def compose_raw(
+    overrides: Sequence[str], source: Source, *, with_hydra: bool = False
+) -> DictConfig:
+    """Compose settings without conversion; raises ConfigError. Needs a `hydra_session`."""
+    with explained(overrides, source.groups):
+        return compose(source.name, list(overrides), return_hydra_config=with_hydra)
+
+
+def compose_run(overrides: Sequence[str], source: Source) -> Composed:
+    """Return the settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
+    raw = compose_raw(overrides, source)
+    with explained(overrides, source.groups):
+        composed = convert(raw)
+    _check_emptied(overrides, composed)
+    return composed
+
+
+def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
+    """Raise ConfigError where `tools=[]`, `reward=[]` or `data.test={}` leaves something.
+
+    The first two empty the list of the group's options only: Hydra merges a file's own body behind
+    it. An empty mapping changes nothing at all.
+    """
+    problems = []
+    typed = [text.lstrip("+").partition("=")[0] for text in overrides]
+    if "data.test={}" in overrides and composed.config.data.test:
+        problems.append(
+            "data.test={}: leaves its keys as they are; for no evaluation set eval.questions=0"
+        )
+    for section in ("tools", "reward"):
+        if f"{section}=[]" not in overrides:
+            continue
+        left = [
+            name
+            for name, part in getattr(composed.config, section).items()
+            # Not what the command line itself says: reward=[] +reward.environment.weight=2
+            if isinstance(part, Mapping)  # what else stands there, validate.py refuses
+            and f"{section}.{name}._target_" not in typed
+            and not {f"{section}.{name}.{key}" for key in part} <= set(typed)
+        ]
+        if left:
+            chosen = [text for text in overrides if text.startswith("experiment=")]
+            body = f"the body of {chosen[-1] if chosen else 'a YAML file'}"
+            names, out = (
+                " ".join(f"{mark}{section}.{name}" for name in left) for mark in ("", "~")
+            )
+            problems.append(
+                f"{section}=[]: {body} has {names}, which stays; to leave it out too add {out}"
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
+    """Convert plain data or a DictConfig to settings.
+
+    Merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises OmegaConf's
+    errors for unknown keys, wrong types and values that are missing.
+    """
+    node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
+    plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
+    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+    config = cast(RunConfig, OmegaConf.to_object(typed))
+    # OmegaConf has lists only; validate.py counts.
+    config.optimizer.betas = cast(tuple[float, float], tuple(config.optimizer.betas))
+    if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
+        config.eval.questions = 0
+    complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
+    return Composed(config=config, plain=cast(dict[str, Any], complete))
+
+
+def open_keys(overrides: Sequence[str]) -> list[str]:
+    """Turn `tools.sql.timeout_s=5` into `++tools.sql.timeout_s=5`: no YAML has to list the key."""
+    return [f"++{text}" if text.startswith(OPEN_SECTIONS) else text for text in overrides]
+
+
+def check_writable(folder: Path, setting: str, remedy: str) -> None:
+    """Raise ConfigError, ``<setting>: …; <remedy>``, unless files can be written into the folder.
+
+    A folder that is not there must be one that can be made.
+    """
+    nearest = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise ConfigError(f"{setting}: {nearest} is a file, not a folder; {remedy}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: {nearest} may not be written (read-only?); {remedy}")
+
+
+def run_folder(overrides: Sequence[str], source: Source) -> Path:
+    """Return the absolute folder of a run, with the time of this call. Needs a `hydra_session`."""
+    raw = compose_raw(overrides, source, with_hydra=True)
+    with explained(overrides, source.groups):
+        return Path(str(raw.hydra.run.dir)).absolute()
+
+
+def job_name(overrides: Sequence[str], source: Source) -> str:
+    """Return Hydra's name of the run: the experiment's name. Needs a `hydra_session`."""
+    return str(compose_raw(overrides, source, with_hydra=True).hydra.job.name)

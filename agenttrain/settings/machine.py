@@ -1,0 +1,80 @@
+"""Checks of settings against the machine that the command runs on.
+
+`agenttrain check` and the verbs that run something share `machine_problems`. `agenttrain submit`
+does not use it: the job's machine is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.settings.optimizer_checks import VLLM, missing_engine
+from agenttrain.settings.run_config import RunConfig
+
+CHECK = "check"
+"""The verb that checks for the others; it counts as `train`."""
+SAMPLING_VERBS = ("train", "eval", CHECK)
+"""Verbs of runs that start an engine."""
+CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
+"""Verbs of runs that have a policy, in one process or several."""
+
+
+class Machine:
+    """The parts of this machine that settings depend on, each looked at when a check needs it."""
+
+    def __init__(self, count_gpus: Callable[[], int]) -> None:
+        """`count_gpus` may import torch, which takes seconds: it is called at most once."""
+        self._count_gpus = count_gpus
+
+    @cached_property
+    def gpus(self) -> int:
+        """Number of GPUs that torch can use."""
+        return self._count_gpus()
+
+
+def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) -> list[str]:
+    """Return everything that this machine lacks for the runs, each problem once."""
+    if verb not in CHECKED_VERBS:
+        return []
+    problems = [p for config in configs for p in _problems(verb, config, machine)]
+    return list(dict.fromkeys(problems))
+
+
+def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
+    """Return what is wrong with the number of processes on a machine with so many GPUs."""
+    if section.processes is None and gpus == 0:
+        return (
+            f"distributed={section.name}: there is no GPU here to run a process on each; say how "
+            "many there are to be on the CPU, e.g. distributed.processes=2"
+        )
+    if gpus and (section.processes or 0) > gpus:
+        return f"distributed.processes={section.processes}: this machine has {gpus} GPUs; lower it"
+    return None
+
+
+def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
+    """Yield lines ``key=value: problem; remedy``, as the checks of `validate.py` do."""
+    if config.distributed.name is not DistributedName.single:
+        problem = process_count_problem(config.distributed, machine.gpus)
+        if problem is not None:
+            yield problem
+    if config.training.mixed_precision == "fp16" and not machine.gpus:
+        yield (
+            "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
+            "training.mixed_precision=bf16 or no"
+        )
+    if verb not in SAMPLING_VERBS or config.engine.name != VLLM:
+        return
+    problem = missing_engine(config.engine.vllm)
+    if problem is not None:
+        yield problem
+        return
+    size = config.engine.vllm.tensor_parallel_size
+    # vLLM's build for CPUs starts as many processes as it is told to.
+    if size > 1 and 0 < machine.gpus < size:
+        yield (
+            f"engine.vllm.tensor_parallel_size={size}: this machine has {machine.gpus} GPUs; "
+            "lower it"
+        )

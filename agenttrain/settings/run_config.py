@@ -1,0 +1,102 @@
+"""Every setting of agenttrain, typed. Hydra checks names and types, `validate.py` combinations.
+
+Sections become constructor arguments of the components that they configure: a component gets its
+own section and never the whole. OmegaConf takes enum members by name, so names equal values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from agenttrain.algorithms.config import (
+    AlgorithmConfig,
+)
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.commands.slurm.config import SlurmConfig
+from agenttrain.commands.sweep.config import SweepConfig
+from agenttrain.data.config import DataConfig
+from agenttrain.engines.config import EngineConfig
+from agenttrain.health.config import GuardsConfig, WatchdogConfig
+from agenttrain.launch.config import DistributedConfig
+from agenttrain.rollout.config import EvalConfig, RolloutConfig
+from agenttrain.tracking.config import TrackerConfig
+from agenttrain.training.config import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    WeightSyncConfig,
+)
+
+
+class RunPart(StrEnum):
+    """What a run is made of besides its settings."""
+
+    data = "data"
+    """The rows of data.train and data.test."""
+    template = "template"
+    """The chat template, as it was fixed."""
+    tools = "tools"
+    """Their schemas, the code of the user's own, the files that bundled ones read."""
+    environment = "environment"
+    """The code of the user's classes."""
+    reward = "reward"
+    """The code of the user's functions."""
+    model = "model"
+    """The tokenizer; the weights in model.path, where a reference or adapters need them."""
+
+
+@dataclass
+class SftConfig:
+    """Supervised learning from conversations, `agenttrain sft`; no other verb reads it."""
+
+    batch_size: int = 32
+    """Conversations of one optimizer update, taken in the order of the rows."""
+    max_tokens: int | None = None
+    """A longer conversation is left out and counted (`data/overlong`); None: the model's context
+    decides."""
+
+
+@dataclass
+class RunConfig:
+    """One run, complete."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    response_schema: ResponseSchemaConfig = field(default_factory=ResponseSchemaConfig)
+    tools: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_`, settings (ToolSettings) and bound arguments."""
+    stop_tools: list[str] = field(default_factory=list)
+    """A call to one of these ends the rollout, as does one to a tool with `stop: true`."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_` (a class), settings (EnvironmentSettings) and bound arguments; the column
+    `environment` picks one per row."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: dict[str, Any] = field(default_factory=dict)
+    """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    seed: int = 0
+    steps: int = 100
+    """Steps of the run."""
+    tasks_per_step: int = 8
+    """Tasks (P) of a step; P x group_size rollouts."""
+    resume: str | None = None
+    """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
+    resume_changed: list[RunPart] = field(default_factory=list)
+    """What may have changed since a resumed run was stopped; the rest is compared."""

@@ -1,0 +1,267 @@
+"""Configurations of earlier runs, from which `resume=` and `eval run=` start."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shlex import quote
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import DictConfig, OmegaConf
+
+from agenttrain.settings.compose import Composed, Source, compose_raw, compose_run, convert
+from agenttrain.settings.messages import explained
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
+from agenttrain.training.config import Init
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+RESUMABLE = (
+    *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
+    "resume_changed",
+)
+"""Sections that a resumed run may change: the others decide what it learns."""
+EVALUABLE = (
+    *("eval", "data", "engine", "tracker", "rollout", "reward", "seed", "distributed"),
+    "watchdog",
+)
+"""Sections that an evaluation of a run may change: the others are the agent itself."""
+
+
+def check_new(config: RunConfig) -> None:
+    """Raise ConfigError for what only a run that goes on can have."""
+    if config.resume is not None:
+        raise ConfigError(
+            f"resume={config.resume}: has no effect in a YAML file; leave it out there, "
+            f"and type agenttrain resume={quote(config.resume)}"
+        )
+    if config.resume_changed:
+        raise ConfigError("resume_changed: there is no run yet to go on with; leave it out")
+
+
+def resumed(
+    folder: Path,
+    overrides: Sequence[str],
+    source: Source,
+    *,
+    trust: bool = False,
+    runs: Sequence[str] = SECTIONS,
+) -> Composed:
+    """Return the settings of `resume=<folder>`; raises ConfigError. Needs a `hydra_session`.
+
+    `trust`: the code that the folder's config.yaml names may run. Without it that has to be the
+    user's own or bundled code in the sections that the verb `runs`.
+    """
+    argument = f"resume={folder}"
+    changed = _changed(argument, folder, overrides, RESUMABLE, source, runs=runs, trust=trust)
+    return _going_on(argument, folder, changed)
+
+
+def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> Composed:
+    """Return the settings of `resume=auto` where `folder` holds a run: those that `overrides` make.
+
+    Raises ConfigError where they are not the ones that the run was started with. Needs a
+    `hydra_session`.
+    """
+    argument = f"resume=auto hydra.run.dir={folder}"
+    composed = compose_run(overrides, source)
+    begun = convert(_read(argument, folder)[0])
+    problems = [
+        f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
+        "another folder"
+        for key, before, now in _differences(begun.plain, composed.plain)
+        if key.partition(".")[0] not in (*RESUMABLE, "resume")
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _going_on(argument, folder, composed)
+
+
+def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
+    """Prepare `composed` for the run in `folder`; raises ConfigError where that cannot go on."""
+    # Evaluations of earlier versions name no verb; a run that finished has done a step.
+    if _summary(folder).get("verb") == "eval" or finished_steps(folder) == 0:
+        raise ConfigError(
+            f"{argument}: holds an evaluation, which cannot go on; name a run's folder"
+        )
+    steps, done = composed.config.steps, done_steps(folder)
+    if steps < done:
+        raise ConfigError(
+            f"steps={steps}: the run in {folder} has done {done} steps already; leave steps out, "
+            f"or raise it above {done}"
+        )
+    composed.config.resume = str(folder)
+    composed.plain["resume_changed"] = []  # of this time only
+    return composed
+
+
+def _differences(
+    before: Any, now: Any, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, value before, value now) of each setting that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys([*before, *now]):
+            values = before.get(name), now.get(name)
+            yield from _differences(*values, prefix=(*prefix, str(name)))
+    elif before != now:
+        yield ".".join(prefix), before, now
+
+
+def viewed(folder: Path, source: Source) -> Composed:
+    """Return the settings of the run or evaluation of `view <folder>`, as `resumed`."""
+    return _changed(f"view {folder}", folder, [], (), source, runs=())
+
+
+def replayed(
+    folder: Path, source: Source, *, trust: bool = False, runs: Sequence[str] = SECTIONS
+) -> Composed:
+    """Return the settings of the run, or crash, of `replay <folder>`, as `resumed`."""
+    return _changed(f"replay {folder}", folder, [], (), source, runs=runs, trust=trust)
+
+
+def rescored(
+    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+) -> Composed:
+    """Return the settings of `rescore <folder>`, with another reward; as `resumed`."""
+    runs, allowed = ("reward", "data"), ("reward",)
+    return _changed(f"rescore {folder}", folder, overrides, allowed, source, runs=runs, trust=trust)
+
+
+def evaluated(
+    folder: Path, overrides: Sequence[str], source: Source, *, trust: bool = False
+) -> Composed:
+    """Return the settings of `eval run=<folder>`, with the checkpoint as the model.
+
+    `folder` is a run's, for its newest checkpoint, or a checkpoint's. Raises ConfigError. Needs a
+    `hydra_session`.
+    """
+    run = run_of(folder)
+    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, trust=trust)
+    checkpoint = run / "checkpoints" / "latest" if run == folder else folder
+    if not checkpoint.is_dir():
+        raise ConfigError(f"run={folder}: has no checkpoint yet")
+    if _summary(run).get("verb") == "sft" and not any(re.match(r"data\b", o) for o in overrides):
+        raise ConfigError(
+            f"run={folder}: its data are demonstrations, which hold the answers; name the tasks to "
+            "evaluate on, e.g. data=shop"
+        )
+    path = str(checkpoint.resolve())
+    composed.config.model.path = composed.plain["model"]["path"] = path
+    composed.config.model.init = Init.pretrained
+    composed.plain["model"]["init"] = str(Init.pretrained)
+    return composed
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run that a run's folder, or one of its checkpoints', belongs to."""
+    inside = folder.resolve().parent
+    is_checkpoint = inside.name == "checkpoints" and not (folder / "config.yaml").exists()
+    return folder.parent.parent if is_checkpoint else folder
+
+
+def finished_steps(folder: Path) -> int | None:
+    """Return the steps of a finished run; None for one that is not finished."""
+    summary = _summary(folder)
+    return int(summary.get("steps", 0)) if summary.get("status") == "finished" else None
+
+
+def done_steps(folder: Path) -> int:
+    """Return the steps that a resumed run would not do again: those up to its newest checkpoint."""
+    names = [path.name for path in (folder / "checkpoints").glob("step-*")]
+    numbers = [int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()]
+    return max([finished_steps(folder) or 0, *numbers])
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Read summary.json; empty where there is none that can be read."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _changed(
+    argument: str,
+    folder: Path,
+    overrides: Sequence[str],
+    allowed: Sequence[str],
+    source: Source,
+    *,
+    runs: Sequence[str] = SECTIONS,
+    trust: bool = False,
+) -> Composed:
+    """Return the settings of the run in `folder` with overrides on top, of `allowed` sections only.
+
+    `argument` is the typed one that names the folder, e.g. ``resume=outputs/a``. Code that
+    config.yaml names in the sections that are `runs` is checked as `check_trusted` does, unless an
+    override put other code in its place.
+    """
+    parsed: list[Override] = []
+    for text in overrides:
+        with explained([text], source.groups):
+            parsed += OverridesParser.create().parse_overrides([text])
+        if parsed[-1].is_sweep_override():
+            raise ConfigError(f"{text}: a saved run takes one value, not several")
+    for override in parsed:
+        section = override.key_or_group.partition(".")[0]
+        if section not in allowed or override.type is OverrideType.DEL:
+            raise ConfigError(
+                f"{override.input_line}: cannot be combined with {argument}"
+                f"{did_you_mean(section, allowed)}; what may change is: {', '.join(allowed)}"
+            )
+    node, own = _read(argument, folder)
+    before = named_code(cast(dict[str, Any], OmegaConf.to_container(node)), runs)
+    with explained(overrides, source.groups):
+        # First the groups that are chosen anew, then the single values, as Hydra does.
+        groups = source.groups()
+        chosen = [
+            o for o in parsed if o.key_or_group in groups and isinstance(o.value(), str | list)
+        ]
+        fresh = compose_raw([str(o.input_line) for o in chosen], source)
+        for override in chosen:
+            node[override.key_or_group] = fresh[override.key_or_group]
+        for override in parsed:
+            if override not in chosen:
+                OmegaConf.update(node, override.key_or_group, override.value(), force_add=True)
+        composed = convert(node)
+    typed = {override.key_or_group for override in parsed}
+    code = [
+        text
+        for text in named_code(composed.plain, runs)
+        if text in before and text.partition("=")[0] not in typed
+    ]
+    check_trusted(argument, code, trust=trust or own)
+    return composed
+
+
+def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
+    """Return the settings in a folder's config.yaml, and whether this user's own run wrote them."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{argument}: is no run folder: there is no config.yaml in it")
+    try:
+        plain = OmegaConf.load(file)
+        if not plain:
+            raise ValueError("it is empty")
+        if not isinstance(plain, DictConfig):
+            raise ValueError("it holds a list, and a run's settings are a mapping of names")
+        own = is_own(cast(dict[str, Any], OmegaConf.to_container(plain)))
+        plain.pop("provenance", None)
+        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        OmegaConf.resolve(typed)
+        return cast(DictConfig, typed), own
+    except UnicodeDecodeError as error:
+        problem = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
+    except RecursionError:
+        problem = "a value in it contains itself, or is nested too deeply"
+    except Exception as error:
+        problem = str(error).partition("\n")[0]
+    raise ConfigError(
+        f"{argument}: its config.yaml does not fit: {problem}; put back the file that the run wrote"
+    )

@@ -1,0 +1,171 @@
+"""The size of a run, in one vocabulary: tasks, groups, rollouts, tokens, updates.
+
+A configuration in a few lines, for `agenttrain check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.data.config import has_test_rows, known_rows, names_test_rows
+from agenttrain.launch.config import DistributedName
+from agenttrain.rewards.config import RewardSettings
+from agenttrain.rollout.config import tasks_of_round
+from agenttrain.settings.algorithm_checks import shown
+from agenttrain.settings.component_checks import reward_sections, rewarding, stop_tools, tool_names
+from agenttrain.settings.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The sizes that follow from a configuration.
+
+    Example: 12 tasks a step in groups of 8, 2 epochs of 3 minibatches and 80 steps are 96 rollouts
+    a step, 32 rollouts an update, 6 updates a step and 480 updates a run.
+    """
+
+    steps: int
+    tasks_per_step: int
+    """Also the number of groups: each task has one."""
+    group_size: int
+    rollouts_per_step: int
+    most_tasks_per_step: int
+    """With over-sampling and all rounds of dynamic sampling."""
+    rollouts_per_update: int
+    updates_per_step: int
+    """Optimizer updates: epochs x minibatches."""
+    sampled_tokens_per_rollout: int
+    """At most: limited by the turns and by the whole completion."""
+    tokens_per_rollout: int
+    """At most, sampled and tool tokens; the prompt comes on top."""
+    evaluations: int
+    rollouts_per_evaluation: int
+    evaluation_is_exact: bool
+    """The number of test rows is known; if not, rollouts_per_evaluation is the most."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the run."""
+        return self.steps * self.updates_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most, sampled and tool tokens."""
+        return self.rollouts_per_step * self.tokens_per_rollout
+
+    def lines(self) -> list[str]:
+        """Return the sizes as text, one line per noun."""
+        resampled = self.most_tasks_per_step > self.tasks_per_step
+        most = f"            at most {self.most_tasks_per_step:,} sampled for a step"
+        return [
+            f"tasks       {self.tasks_per_step:,} per step, {self.steps * self.tasks_per_step:,} "
+            f"in {self.steps:,} steps",
+            *([most] if resampled else []),
+            f"groups      one per task, {self.group_size} rollouts each",
+            f"rollouts    {self.rollouts_per_step:,} per step, "
+            f"{self.steps * self.rollouts_per_step:,} in all",
+            f"tokens      at most {self.sampled_tokens_per_rollout:,} sampled and "
+            f"{self.tokens_per_rollout:,} with tool replies per rollout, beside the prompt",
+            f"            at most {self.tokens_per_step:,} per step",
+            f"updates     {self.updates_per_step:,} per step of {self.rollouts_per_update:,} "
+            f"rollouts each, {self.updates:,} in all",
+            f"evaluation  {self.evaluations} x {'' if self.evaluation_is_exact else 'at most '}"
+            f"{self.rollouts_per_evaluation:,} rollouts",
+        ]
+
+
+def arithmetic(config: RunConfig) -> Arithmetic:
+    """Compute the sizes of a validated configuration."""
+    rollout, algorithm, evaluation = config.rollout, config.algorithm, config.eval
+    rollouts = config.tasks_per_step * algorithm.group_size
+    during = (config.steps - 1) // evaluation.every if evaluation.every else 0
+    held_out = config.data.test_fraction is not None
+    rows = None if held_out else known_rows(config.data.test)
+    questions = evaluation.questions if rows is None else min(evaluation.questions, rows)
+    return Arithmetic(
+        steps=config.steps,
+        tasks_per_step=config.tasks_per_step,
+        group_size=algorithm.group_size,
+        rollouts_per_step=rollouts,
+        most_tasks_per_step=tasks_of_round(config.tasks_per_step, algorithm.oversample)
+        * (1 + algorithm.dynamic_sampling),
+        rollouts_per_update=rollouts // algorithm.minibatches,
+        updates_per_step=algorithm.num_epochs * algorithm.minibatches,
+        sampled_tokens_per_rollout=min(
+            rollout.max_turns * rollout.max_turn_tokens, rollout.max_completion_tokens
+        ),
+        tokens_per_rollout=rollout.max_completion_tokens,
+        evaluations=2 + during if evaluation.questions else 0,
+        rollouts_per_evaluation=questions * (evaluation.samples + evaluation.greedy),
+        evaluation_is_exact=rows is not None,
+    )
+
+
+AXES = ("advantage", "scale", "surrogate", "ratio", "aggregation")
+COUNTED = ("name", "group_size", "num_epochs", "minibatches")
+"""Settings that stand among the sizes."""
+INDENT = "\n            "
+"""Between lines of one part."""
+
+
+def describe(config: RunConfig) -> str:
+    """Summarise the parts of a run and its size in a few lines."""
+    optimizer, processes = config.optimizer, config.distributed
+    environments = []
+    for name, section in config.environment.items():
+        tools = tool_names(RunConfig(environment={name: section}))
+        names = [*tools.names, *([] if tools.complete else ["…"])]  # as far as its source tells
+        environments.append(f"{name} {_call(section)}, tools {', '.join(names) or 'none'}")
+    test = "none, so no evaluation"
+    if names_test_rows(config.data):
+        test = _call(config.data.test)
+    elif has_test_rows(config.data):
+        test = "held out of the train data"
+    sections = reward_sections(config, rewarding=rewarding(config))
+    ours = {field.name for field in fields(RewardSettings)}
+    width = max(map(len, sections), default=0)
+    rewards = [
+        f"{name:<{width}}  weight {part.get('weight', 1.0):g}  "
+        + _call({key: value for key, value in part.items() if key not in ours})
+        for name, part in sections.items()
+    ]
+    parts = {
+        "model": f"{config.model.path} ({config.model.dtype})",
+        "template": f"{config.chat_template.name}, response schema {config.response_schema.name}",
+        "tools": ", ".join(config.tools) or "none",
+        "stop tools": ", ".join(stop_tools(config)) or "none",
+        **({"environment": INDENT.join(environments)} if environments else {}),
+        "train data": _call(config.data.train),
+        "test data": test,
+        "reward": INDENT.join(rewards) or "none",
+        "algorithm": _algorithm(config.algorithm),
+        "optimizer": f"lr {optimizer.lr:g}, {optimizer.schedule} after {optimizer.warmup_steps} "
+        f"warm-up steps, gradient norm at most {optimizer.max_grad_norm:g}",
+        "engine": config.engine.name,
+        "tracker": config.tracker.name,
+    }
+    if processes.name is not DistributedName.single:
+        nodes = f" on each of {processes.nodes} nodes" if processes.nodes > 1 else ""
+        count = processes.processes or "one per GPU"
+        parts["processes"] = f"{count}{nodes}, {processes.name}"
+    lines = [f"{name:<12}{text}" for name, text in parts.items()]
+    return "\n".join([*lines, "", *arithmetic(config).lines()])
+
+
+def _algorithm(config: AlgorithmConfig) -> str:
+    """Name the axes, and every other setting that is not its default."""
+    words = [f"{key} {getattr(config, key)}" for key in AXES]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in (*AXES, *COUNTED) and value != field.default:
+            words.append(f"{field.name} {shown(value)}")
+    return f"{config.name}: {', '.join(words)}"
+
+
+def _call(section: Mapping[str, Any]) -> str:
+    """Write `{_target_: my.rows, seed: 0}` as `my.rows(seed=0)`."""
+    bound = ", ".join(f"{key}={value}" for key, value in section.items() if key != "_target_")
+    return f"{section['_target_']}({bound})"

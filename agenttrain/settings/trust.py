@@ -1,0 +1,168 @@
+"""Code that the config.yaml of a saved run names, and whether it may run.
+
+A run folder may come from somebody else, and a `_target_` in it is imported and called, an MCP
+server's command started. What the installed groups name themselves (conf/) may always run. Anything
+else needs `trust=true`, or a yes on a terminal, unless the run is the user's own: every run signs
+the sections that name code, with a key that only the user has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agenttrain.settings.component_checks import REWARD_TARGET
+from agenttrain.tools.config import MCP_SERVER, without_password
+from agenttrain.tools.sandbox.config import INTERPRETER
+from agenttrain.types import ConfigError
+from agenttrain.utils.files import conf_folder
+
+SECTIONS = ("tools", "environment", "reward", "data")
+"""Sections that name code."""
+SIGNATURE = "signature"
+"""Key of `provenance` in config.yaml."""
+KEY_FILE = "AGENTTRAIN_KEY"
+"""Environment variable: the file of the user's key, where it is not in the home folder."""
+JUDGE = "agenttrain.rewards.builtin.judge.Judge"
+TRUSTED = "trust=true"
+SPLITS = ("train", "test")
+"""The components in the section `data`."""
+
+
+def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -> list[str]:
+    """Return what the sections would run that is not bundled, as ``key=value``.
+
+    Example: ``["tools.lookup._target_=my_agent.lookup", "tools.mcp.command=[npx, server]"]``.
+    """
+    code = []
+    for section in (name for name in SECTIONS if name in sections):
+        components = plain.get(section)
+        for name, component in components.items() if isinstance(components, Mapping) else ():
+            if section == "data" and name not in SPLITS:
+                continue
+            if isinstance(component, Mapping):
+                code += [f"{section}.{name}.{text}" for text in _of_component(component)]
+    return code
+
+
+def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
+    target = component.get("_target_")
+    for argument in ("_target_", "connect"):
+        path = component.get(argument)
+        if path is not None and str(path) not in _bundled():
+            yield f"{argument}={path}"
+    errors = component.get("retry_on")
+    if isinstance(errors, list) and not all(
+        re.fullmatch(r"builtins\.\w+", str(error)) for error in errors
+    ):
+        yield f"retry_on=[{', '.join(map(str, errors))}]"
+    if target == MCP_SERVER:
+        # A server that is reached may be sent secrets of the environment: $NAME in `headers`.
+        given = [name for name in ("command", "url") if component.get(name) is not None]
+        for name in given or ["_target_"]:
+            value = component.get(name)
+            words = f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+            yield f"{name}={without_password(words)}"
+    if target == JUDGE and component.get("api_key_env") is not None:
+        yield (
+            f"url={without_password(str(component.get('url')))} (is sent "
+            f"${component['api_key_env']})"
+        )
+    if target == INTERPRETER and component.get("sandbox") != "required":
+        yield f"sandbox={component.get('sandbox')} (the model's code runs as you)"
+
+
+@cache
+def _bundled() -> frozenset[str]:
+    """Return the dotted paths that the installed groups name."""
+    texts = (file.read_text(encoding="utf-8") for file in conf_folder().glob("*/*.yaml"))
+    pattern = re.compile(r"^\s*(?:_target_|connect):\s*(agenttrain\.[\w.]+)", re.MULTILINE)
+    return frozenset({REWARD_TARGET, *(path for text in texts for path in pattern.findall(text))})
+
+
+def check_trusted(
+    said: str, code: Sequence[str], *, trust: bool, what: str = "its config.yaml"
+) -> None:
+    """Raise ConfigError that names the code, unless there is none or the user lets it run."""
+    if trust or not code:
+        return
+    listed = "\n".join(f"  {text}" for text in code)
+    named = f"{said}: {what} names code that is not bundled with agenttrain and that would run"
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"agenttrain: {named} as you:\n{listed}\nLet it run? [y/N] ", end="", file=sys.stderr)
+        sys.stderr.flush()
+        with suppress(EOFError):
+            if input().strip().lower() in ("y", "yes"):
+                return
+        raise ConfigError(f"{said}: not run")
+    raise ConfigError(
+        f"{named} as you:\n{listed}\nread it, and add {TRUSTED} if you trust who made this folder"
+    )
+
+
+def signature(plain: Mapping[str, Any]) -> str | None:
+    """Return the user's signature of what a config.yaml would run; None where that is nothing, or
+    the user's key can be neither read nor made."""
+    return sign(_signed(plain)) if named_code(plain) else None
+
+
+def is_own(plain: Mapping[str, Any]) -> bool:
+    """Return whether a config.yaml, with its `provenance`, was written by a run of this user."""
+    provenance = plain.get("provenance")
+    written = provenance.get(SIGNATURE) if isinstance(provenance, Mapping) else None
+    return verifies(_signed(plain), written)
+
+
+def _signed(plain: Mapping[str, Any]) -> Any:
+    return {name: plain.get(name) for name in SECTIONS}
+
+
+def sign(value: Any) -> str | None:
+    """Return the user's signature of JSON data; None without a key."""
+    key = _key(make=True)
+    return None if key is None else _signature(key, value)
+
+
+def verifies(value: Any, written: object) -> bool:
+    """Return whether `written` is the user's signature of JSON data."""
+    key = _key(make=False) if isinstance(written, str) else None
+    return key is not None and hmac.compare_digest(_signature(key, value), str(written))
+
+
+def _signature(key: bytes, value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes | None:
+    """Return the user's key; None where there is none that the user alone can read."""
+    named = os.environ.get(KEY_FILE)
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(named) if named else Path(home) / "agenttrain" / "key"
+    with suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            with suppress(FileExistsError):
+                descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(32))
+                # Not a rename: of two runs that begin together, the first one's key stays.
+                with suppress(FileExistsError):
+                    os.link(part, path)
+                part.unlink()
+        status = path.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            key = path.read_bytes()
+            return key if len(key) >= 32 else None
+    return None

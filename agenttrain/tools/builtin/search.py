@@ -1,0 +1,212 @@
+"""A folder of text files, or a file of rows -> passages to search.
+
+`search`: BM25 over local texts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agenttrain.tools.config import check_corpus, text_files
+from agenttrain.types import ToolFailure
+from agenttrain.utils.names import did_you_mean
+
+BREAKS = ("\n\n", "\n", ". ", " ")
+"""Where a long text is split, best first."""
+ID_COLUMN = "id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """Example: ``Document(id="rivers/oss.md", title="The Oss", text="A river in …")``"""
+
+    id: str
+    """Path within the folder; of a row its column `id`, or its number from 0."""
+    title: str
+    text: str
+
+
+def documents(path: Path, text_column: str, title_column: str) -> list[Document]:
+    """Read the documents at `path`, in the order of their paths or rows.
+
+    Raises ValueError naming file and row for what cannot be read.
+    """
+    if path.is_dir():
+        files = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix())
+        return [_text_file(file, file.relative_to(path).as_posix()) for file in files]
+    if path.suffix not in (".jsonl", ".csv", ".parquet"):
+        return [_text_file(path, path.name)]
+    result = []
+    for number, row in enumerate(_rows(path)):
+        text, title = row.get(text_column), row.get(title_column)
+        if not isinstance(text, str):
+            known = ", ".join(map(str, row))
+            problem = "is no text" if text_column in row else "is no column"
+            raise ValueError(
+                f"text_column={text_column}: {problem} of row {number} of {path}"
+                f"{did_you_mean(text_column, map(str, row))}; the row has: {known}"
+            )
+        name, title = str(row.get(ID_COLUMN, number)), "" if title is None else str(title)
+        result.append(Document(id=name, title=title, text=text))
+    return result
+
+
+def passages(found: Iterable[Document], max_chars: int) -> Iterator[Document]:
+    """Yield the documents, split where longer than `max_chars`: ``oss.md#1``, ``oss.md#2``, …"""
+    for document in found:
+        parts = list(split(document.text, max_chars))
+        for number, part in enumerate(parts, start=1):
+            name = document.id if len(parts) == 1 else f"{document.id}#{number}"
+            yield Document(id=name, title=document.title, text=part)
+
+
+def split(text: str, max_chars: int) -> Iterator[str]:
+    """Yield parts of at most `max_chars`, cut at a paragraph's, line's, sentence's or word's end.
+
+    Example: ``split("One two. Three four.", 12)`` gives ``One two.`` and ``Three four.``
+    """
+    text = text.strip()
+    while len(text) > max_chars:
+        cut = max_chars
+        for mark in BREAKS:
+            # In the second half only, so that parts do not become tiny.
+            position = text.rfind(mark, max_chars // 2, max_chars + 1)
+            if position > 0:
+                cut = position + (1 if mark == ". " else 0)
+                break
+        yield text[:cut].strip()
+        text = text[cut:].strip()
+    yield text
+
+
+def _text_file(file: Path, name: str) -> Document:
+    """Read a file; a first line ``# Title`` is its title, else the file's name is."""
+    try:
+        text = file.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: is not UTF-8 text: {error}") from error
+    first, _, body = text.partition("\n")
+    if first.startswith("# "):
+        return Document(id=name, title=first.removeprefix("# ").strip(), text=body)
+    return Document(id=name, title=file.stem, text=text)
+
+
+def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Read the rows of a .parquet, .csv or .jsonl file, one after the other."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet  # comes with datasets
+
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+        return
+    if file.suffix == ".csv":
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            yield from csv.DictReader(lines)
+        return
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number}: is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f'{file}, line {number}: is no row such as {{"text": "…"}}')
+            yield row
+
+
+# Scripts that are written without blanks: each of their characters is a word.
+UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+NOTHING = "no passage matches"
+
+
+class Search:
+    """A tool that finds the passages of a corpus that match a query best.
+
+    The corpus is a folder of .md and .txt files, or a JSONL, CSV or parquet file with a text in
+    each row. The model reads each passage under its id and title. Example::
+
+        Search(path="docs/")(query="height of the tower")
+        # [towers/north.md] North Tower
+        # The tower is 41 m high.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        k: int = 3,
+        max_chars: int = 500,
+        text_column: str = "text",
+        title_column: str = "title",
+    ) -> None:
+        """Read and index the corpus at `path`, with the columns of a file of rows.
+
+        A query finds at most `k` passages; a document of more than `max_chars` characters is
+        several passages. Raises ValueError for settings and files that cannot be read.
+        """
+        import bm25s
+
+        folder = check_corpus(path, k, max_chars, text_column, title_column)
+        self._k = k
+        self._passages = list(passages(documents(folder, text_column, title_column), max_chars))
+        vocabulary: dict[str, int] = {}
+        ids = [
+            [
+                vocabulary.setdefault(word, len(vocabulary))
+                for word in words(f"{passage.title}\n{passage.text}")
+            ]
+            for passage in self._passages
+        ]
+        if not vocabulary:
+            raise ValueError(f"path={path}: there are no words in it")
+        self._index = bm25s.BM25(method="lucene")
+        self._index.index((ids, vocabulary), show_progress=False)
+
+    def __call__(self, query: str) -> str:
+        """Search the documents. Returns the best passages, each under [id] and title.
+
+        Args:
+            query: Words to look for.
+        """
+        asked = words(query)
+        if not asked:
+            raise ToolFailure("the query has no words")
+        blocks = [
+            f"[{passage.id}] {passage.title}".rstrip() + f"\n{passage.text}"
+            for passage in self.find(asked)
+        ]
+        return "\n\n".join(blocks) or f"{NOTHING} {query!r}"
+
+    def find(self, asked: list[str]) -> list[Document]:
+        """Return at most k passages with one of the words, best first, equals in corpus order."""
+        import numpy as np
+
+        if not self._index.get_tokens_ids(asked):
+            return []
+        scores_P = self._index.get_scores(asked)
+        k = min(self._k, len(scores_P))
+        # All that tie with the k-th: which of them a partition puts first is not defined.
+        threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
+        candidates = np.flatnonzero(scores_P >= threshold)
+        order = np.argsort(-scores_P[candidates], kind="stable")[:k]
+        return [self._passages[position] for position in candidates[order]]
+
+
+def words(text: str) -> list[str]:
+    """Split a text into the words that count, without case and accents.
+
+    Example: ``words("Óbidos, 北京!") == ["obidos", "北", "京"]``
+    """
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    folded = "".join(c for c in plain if not unicodedata.combining(c))
+    return WORD.findall(unicodedata.normalize("NFKC", folded))

@@ -1,0 +1,150 @@
+"""`sql`: read-only queries on an SQLite database, one of the run's or one of the row's own."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agenttrain.types import Task, ToolContext, ToolFailure
+from agenttrain.utils.locate import locate
+
+Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
+
+READING = frozenset(
+    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+)
+"""Actions that a statement may take; SQLite asks before it prepares one."""
+FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
+"""The last two fill any width asked for, for seconds, before they look at the size limit."""
+SIZES = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+}
+"""Bytes of a value and of a query; one function on a huge value could not be interrupted."""
+STEPS = 2_000
+"""SQLite's virtual machine steps between two looks at the clock."""
+
+
+class Sql:
+    """A tool that answers ``SELECT`` queries: ``Oslo``, ``3, lamp; 4, desk`` or ``no rows``.
+
+    A rollout's connection is kept between its calls. Example::
+
+        Sql(database="shop.db")
+        Sql(connect="agenttrain.data.bundled.shop.connect")  # (row's columns) -> sqlite3.Connection
+    """
+
+    def __init__(
+        self,
+        *,
+        database: str | None = None,
+        connect: str | Connect | None = None,
+        max_rows: int = 20,
+        query_timeout_s: float = 2.0,
+        max_connections: int = 256,
+    ) -> None:
+        """Either a `database` file or `connect`, which must allow use from several threads.
+
+        Of a longer result `max_rows` are shown, with a note; a query is interrupted after
+        `query_timeout_s`; `max_connections` idle ones are kept. Raises ValueError for settings
+        that cannot work.
+        """
+        if (database is None) == (connect is None):
+            raise ValueError(
+                f"database={database!r} and connect={connect!r}: set one of them, `database` to an "
+                "SQLite file or `connect` to the dotted path of a function (columns) -> connection"
+            )
+        if max_rows < 1 or query_timeout_s <= 0 or max_connections < 1:
+            raise ValueError(
+                f"max_rows={max_rows}, query_timeout_s={query_timeout_s}, "
+                f"max_connections={max_connections}: all must be positive"
+            )
+        self._connect: Connect
+        if database is not None:
+            file = Path(database).expanduser().resolve()
+            if not file.is_file():
+                raise ValueError(f"database={database!r}: there is no such file")
+            uri = f"{file.as_uri()}?mode=ro"
+            self._connect = lambda columns: sqlite3.connect(uri, uri=True, check_same_thread=False)
+        else:
+            self._connect = connect if callable(connect) else locate(connect, key="connect")
+        self._max_rows = max_rows
+        self._query_timeout_s = query_timeout_s
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, tuple[Task, sqlite3.Connection]] = OrderedDict()
+
+    def __call__(self, query: str, context: ToolContext) -> str:
+        """Run a read-only SQL query.
+
+        Args:
+            query: One SELECT statement.
+        """
+        with self._connection(context) as connection:
+            deadline = time.monotonic() + self._query_timeout_s
+            connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS)
+            try:
+                cursor = connection.execute(query)
+                rows = cursor.fetchmany(self._max_rows + 1)
+                cursor.close()
+            except (sqlite3.Error, sqlite3.Warning) as error:
+                problem = str(error)
+                code = getattr(error, "sqlite_errorcode", None)
+                if code == sqlite3.SQLITE_INTERRUPT:
+                    problem = f"the query took longer than {self._query_timeout_s:g} s"
+                # CREATE and table-valued pragmas are refused under the code of a plain error.
+                elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
+                    problem = "only SELECT is allowed"
+                raise ToolFailure(problem) from error
+        shown = [
+            ", ".join("NULL" if value is None else str(value) for value in row)
+            for row in rows[: self._max_rows]
+        ]
+        if len(rows) > self._max_rows:
+            shown.append(f"… (only the first {self._max_rows} rows)")
+        return "; ".join(shown) or "no rows"
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            while self._idle:
+                self._idle.popitem()[1][1].close()
+
+    @contextmanager
+    def _connection(self, context: ToolContext) -> Iterator[sqlite3.Connection]:
+        """Take the rollout's connection for this call alone; calls at once get one each."""
+        with self._lock:
+            task, connection = self._idle.pop(context.rollout_id, (None, None))
+        if connection is None or task is not context.task:
+            connection = self._connect(context.task.columns)
+            for limit, value in SIZES.items():
+                connection.setlimit(limit, value)
+            connection.isolation_level = None  # no implicit BEGIN
+            connection.text_factory = lambda data: data.decode("utf-8", "replace")
+            connection.execute("PRAGMA query_only = ON")
+            connection.set_authorizer(_authorize)
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                _, extra = self._idle.pop(context.rollout_id, (None, None))
+                if extra is not None:
+                    extra.close()
+                self._idle[context.rollout_id] = (context.task, connection)
+                while len(self._idle) > self._max_connections:
+                    self._idle.popitem(last=False)[1][1].close()
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    allowed = action in READING and not (
+        action == sqlite3.SQLITE_FUNCTION and second in FORBIDDEN_FUNCTIONS
+    )
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY

@@ -1,0 +1,335 @@
+"""MCP servers: checks of one before it is started or called.
+
+Settings of ours that stand beside a `_target_`: of tools, environments and rewards.
+
+Checks of a tool's settings, which stand beside its `_target_` in `tools.<name>`.
+
+Texts to search: checks of a folder or file of them before it is read.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import isfinite
+from pathlib import Path
+from string import Template
+from typing import Any
+from urllib.parse import urlsplit
+
+from agenttrain.utils.files import PACKAGE
+from agenttrain.utils.locate import look_up
+from agenttrain.utils.names import did_you_mean
+
+MCP_SERVER = "agenttrain.tools.mcp.server.McpServer"
+
+
+def without_password(text: str) -> str:
+    """Hide what stands before the host of the addresses in a text, unless it is a variable's name.
+
+    Example: ``http://me:secret@host/mcp`` -> ``http://***@host/mcp``; ``http://me:$SECRET@host/mcp``
+    stays.
+    """
+
+    def hidden(match: re.Match[str]) -> str:
+        return match[0] if _is_named(match[2]) else f"{match[1]}***@"
+
+    return re.sub(r"(\w://)([^/\s?#]+)@", hidden, text)
+
+
+def _is_named(credentials: str) -> bool:
+    """Return whether the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
+    name, _, secret = credentials.partition(":")
+    return re.fullmatch(r"\$(\w+|\{\w+\})", secret or name) is not None
+
+
+def check_mcp_server(
+    command: object = None,
+    url: object = None,
+    allow: object = None,
+    prefix: object = "",
+    env: object = None,
+    headers: object = None,
+    start_timeout_s: object = 30.0,
+    reconnect_s: object = 5.0,
+) -> None:
+    """Raise ValueError, beginning with the argument and its value, for what cannot work."""
+    if (command is None) == (url is None):
+        given = "both are given" if command is not None else "none is given"
+        raise ValueError(
+            f"command or url: {given}; a server is either started here, e.g. "
+            "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
+        )
+    if command is not None:
+        _check_command(command, expanded("env", env).get("PATH"))
+    if url is not None:
+        _check_url(url)
+    for name, value, other in (("env", env, url), ("headers", headers, command)):
+        if value and other is not None:
+            started = "a server that is started" if name == "env" else "a url"
+            raise ValueError(f"{name}={value}: is of use with {started} only; leave it out")
+        expanded(name, value)
+    if allow is not None and (not isinstance(allow, list | tuple) or not allow):
+        raise ValueError(
+            f"allow={allow}: must be a list of the server's tools; leave it out for all"
+        )
+    if not isinstance(prefix, str):
+        raise ValueError(f"prefix={prefix}: must be a text, e.g. files_")
+    for name, value in (("start_timeout_s", start_timeout_s), ("reconnect_s", reconnect_s)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise ValueError(f"{name}={value}: must be a number of seconds above 0")
+
+
+def expanded(name: str, values: object) -> dict[str, str]:
+    """Fill ``$NAME`` in the texts of `env`, `headers` or `url` with our environment's NAME.
+
+    So that secrets need not stand in a configuration, which every run keeps a copy of. Example:
+    ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
+    """
+    if not isinstance(values, Mapping | None):
+        raise ValueError(f"{name}={values}: must be a mapping of names to texts")
+    texts = {}
+    for key, value in (values or {}).items():
+        try:
+            texts[str(key)] = Template(str(value)).substitute(os.environ)
+        except KeyError as error:
+            variable = error.args[0]
+            raise ValueError(
+                f"{name}={values}: ${variable} of {key} is not set in the environment; "
+                f"export {variable}=… first"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{name}={values}: {key}: {error}; write $$ for a dollar") from None
+    return texts
+
+
+def _check_command(command: object, path: str | None) -> None:
+    if not isinstance(command, list | tuple) or not command:
+        words = command.split() if isinstance(command, str) else []
+        words = words or ["python", "my_server.py"]
+        raise ValueError(
+            f"command={command!r}: must be a list of words, e.g. command=[{','.join(words)}]"
+        )
+    words = [str(word) for word in command]
+    if shutil.which(words[0], path=path) is None:
+        raise ValueError(
+            f"command=[{', '.join(words)}]: there is no program {words[0]!r} on the PATH; install "
+            "it, or give its whole path"
+        )
+
+
+def _check_url(url: Any) -> None:
+    hidden = without_password(str(url))
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except (ValueError, AttributeError, TypeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
+    # Every file and message of the run would repeat credentials in the address.
+    credentials, at, _ = urlsplit(str(url)).netloc.rpartition("@")
+    if at and not _is_named(credentials):
+        raise ValueError(
+            f"url={hidden}: holds credentials, which the run's files would keep; put them into the "
+            "environment and write their names: "
+            f"'url={hidden.replace('***', '$NAME:$PASSWORD')}', or "
+            "'headers={Authorization: Bearer $TOKEN}'"
+        )
+    expanded("url", {"url": str(url)})
+
+
+class Isolation(StrEnum):
+    """Where the calls of a tool run."""
+
+    thread = "thread"
+    """In this process; a call that takes too long is left behind."""
+    process = "process"
+    """In worker processes of the tool's own; a call that takes too long is killed."""
+
+
+@dataclass
+class ToolLimits:
+    """Limits of one tool; they stand beside its `_target_`."""
+
+    timeout_s: float = 10.0
+    """Seconds a call may take before the model reads a timeout error."""
+    concurrency: int = 64
+    """Calls of this tool at once, over all rollouts; isolation=process: at most as many workers."""
+    max_calls: int | None = None
+    """Calls of this tool in a rollout, one more is answered with an error; None: no limit."""
+    max_result_tokens: int | None = None
+    """Tokens of one of its results; None: rollout.max_result_tokens."""
+    retries: int = 2
+    """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
+    retry_on: list[str] = field(default_factory=list)
+    """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
+    retry_backoff_s: float = 0.5
+    """Seconds before a call is made again, doubled each time."""
+    isolation: Isolation = Isolation.thread
+
+
+@dataclass
+class ToolSettings(ToolLimits):
+    """Settings of one tool, beside its `_target_`."""
+
+    stop: bool = False
+    """A call to it ends the rollout, as one to a tool that `stop_tools` names; where the section
+    makes several tools, a call to any of them."""
+
+
+LIMITS = tuple(field.name for field in fields(ToolLimits))
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Return whether a value is a finite number; true and false are none."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value, whole=True) and value >= 1
+
+
+AT_LEAST_ONE = "a whole number of at least 1"
+NUMBERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "timeout_s": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "concurrency": (_is_count, AT_LEAST_ONE),
+    "max_calls": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
+    "max_result_tokens": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
+    "retries": (
+        lambda value: is_number(value, whole=True) and value >= 0,
+        "a whole number of at least 0",
+    ),
+    "retry_backoff_s": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
+}
+"""Limits that are numbers: their check, and its words."""
+
+
+def limit_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the limits in a tool's section, as ``key=value: problem``."""
+    for name in LIMITS:
+        if name not in section:
+            continue
+        value, problem = section[name], None
+        if name == "isolation":
+            known = [str(member) for member in Isolation]
+            if value not in known:
+                hint = did_you_mean(value, known) if isinstance(value, str) else ""
+                problem = f"expected one of: {', '.join(known)}{hint}"
+        elif name == "retry_on":
+            if isinstance(value, str) or not hasattr(value, "__iter__"):
+                problem = "expected a list of errors, e.g. [builtins.ConnectionError]"
+            else:
+                problem = next((p for path in value if (p := _error_problem(path))), None)
+        else:
+            valid, wanted = NUMBERS[name]
+            problem = None if valid(value) else f"must be {wanted}"
+        if problem:
+            yield f"{key}.{name}={value}: {problem}"
+    if section.get("retries") == 0 and "retry_backoff_s" in section:
+        yield (
+            f"{key}.retry_backoff_s={section['retry_backoff_s']}: has no effect with "
+            f"{key}.retries=0; leave one of them out"
+        )
+
+
+def tool_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the settings in a tool's section, as ``key=value: problem``."""
+    yield from limit_problems(key, section)
+    stop = section.get("stop", False)
+    if not isinstance(stop, bool):
+        yield f"{key}.stop={stop}: expected true or false (true: a call to it ends the rollout)"
+
+
+def take_settings(key: str, section: MutableMapping[str, Any]) -> tuple[ToolLimits, bool]:
+    """Take limits and `stop` out of a tool's section; raises ValueError for the first wrong one."""
+    for problem in tool_setting_problems(key, section):
+        raise ValueError(problem)
+    stop = section.pop("stop", ToolSettings.stop)
+    given = {name: section.pop(name) for name in LIMITS if name in section}
+    if "isolation" in given:
+        given["isolation"] = Isolation(given["isolation"])
+    return ToolLimits(**given), stop
+
+
+def _error_problem(path: Any) -> str | None:
+    """Return what is wrong with the dotted path of an exception; nothing is imported."""
+    module, _, name = str(path).rpartition(".")
+    if module != "builtins":
+        problem = look_up(path).problem
+        return None if problem is None else f"{path}: {problem}"
+    error = getattr(builtins, name, None)
+    if isinstance(error, type) and issubclass(error, Exception):
+        return None
+    errors = [n for n, v in vars(builtins).items() if isinstance(v, type) and n.endswith("Error")]
+    return f"{path}: is no exception{did_you_mean(name, errors)}"
+
+
+SEARCH = "agenttrain.tools.builtin.search.Search"
+BUNDLED = "bundled:"
+TEXTS = (".md", ".markdown", ".txt")
+"""Files of a folder that are read."""
+ROWS = (".jsonl", ".csv", ".parquet")
+"""Files that have a text in each row."""
+
+
+def check_corpus(
+    path: object = None,
+    k: object = 3,
+    max_chars: object = 500,
+    text_column: object = "text",
+    title_column: object = "title",
+) -> Path:
+    """Return the folder or file at `path`; raises ValueError that begins ``argument=value``.
+
+    ``bundled:encyclopedia`` is the packaged folder of that name.
+    """
+    for name, value in (("k", k), ("max_chars", max_chars)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value}: must be a whole number of at least 1")
+    for name, column in (("text_column", text_column), ("title_column", title_column)):
+        if not isinstance(column, str) or not column:
+            raise ValueError(f"{name}={column}: must be the name of a column")
+    if path is None:
+        raise ValueError("has no path; set the folder or file to search, e.g. path=docs/")
+    folder_or_file = Path(str(path)).expanduser()
+    if str(path).startswith(BUNDLED):
+        folders = PACKAGE / "data" / "documents"
+        names = sorted(folder.name for folder in folders.iterdir() if folder.is_dir())
+        bundled = str(path).removeprefix(BUNDLED)
+        if bundled not in names:
+            raise ValueError(
+                f"path={path}: there is no such bundled folder{did_you_mean(bundled, names)}; "
+                f"there are: {', '.join(names)}"
+            )
+        folder_or_file = folders / bundled
+    if folder_or_file.is_dir():
+        if next(text_files(folder_or_file), None) is None:
+            raise ValueError(f"path={path}: the folder has no files ending in {', '.join(TEXTS)}")
+    elif not folder_or_file.is_file():
+        raise ValueError(f"path={path}: there is no such folder or file")
+    elif folder_or_file.suffix not in (*TEXTS, *ROWS):
+        known = ", ".join((*TEXTS, *ROWS))
+        raise ValueError(f"path={path}: its ending must be one of {known}")
+    return folder_or_file
+
+
+def text_files(folder: Path) -> Iterator[Path]:
+    """Yield the text files in a folder and below it, without hidden ones."""
+    for file in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.suffix in TEXTS and not hidden and file.is_file():
+            yield file
+
+
+HOOKS = ("reset", "done", "user", "reward", "close")
+"""Methods of an environment that are no tools."""
+LIFE_CYCLE = ("release", "close")
+"""Methods of a class in `tools` that are no tools."""

@@ -1,0 +1,370 @@
+"""Tools with isolation=process: each call runs in a worker process that can be killed.
+
+A worker is started when a call finds none idle, used again, and killed with all that it started
+(`agenttrain.tools.isolation_keeper`) when its call takes too long. Workers end with this process,
+even if that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.isolation_keeper import ADOPTS
+from agenttrain.tools.isolation_worker import Recipe, Request, build
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply
+from agenttrain.tools.tool import call_optional
+from agenttrain.types import ToolContext, ToolError, ToolUnavailable
+from agenttrain.utils.threads import DaemonThreads
+
+START_S = 120.0
+"""Seconds for a worker to import and build its tool."""
+CLOSE_S = 2.0
+"""Seconds for tools in workers to release or close what they hold."""
+END_S = 5.0
+"""Seconds at the end for killed workers, and what they started, to be gone."""
+LOOK_S = 0.2
+"""Seconds between two checks that a silent worker is still alive."""
+MAX_TAIL = 2000
+"""Bytes kept of what a worker prints, for the error when it dies."""
+
+
+class Worker:
+    """One worker process; `request` blocks its thread, `kill` may be called from any."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.name = recipe.name
+        self.busy = False
+        self.served: set[str] = set()
+        """Rollouts whose calls it ran, and that are not over."""
+        self.released: list[str] = []
+        """Rollouts that ended while it was busy."""
+        self._recipe = recipe
+        self._most = 16 * recipe.max_chars
+        self._lock = threading.Lock()
+        self._killed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail = b""
+
+    @property
+    def alive(self) -> bool:
+        """True while it can take a call."""
+        return not self._killed and self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the keeper, below which is all that the worker started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process and build the tool in it; raises ToolUnavailable."""
+        ours, theirs = socket.socketpair()
+        read_end, write_end = os.pipe()
+        command = [
+            sys.executable,
+            "-c",
+            "from agenttrain.tools.isolation_worker import main; main()",
+        ]
+        try:
+            with self._lock:
+                if self._killed:
+                    raise ToolUnavailable(f"tool {self.name}: was closed")
+                self._process = subprocess.Popen(
+                    [*command, str(os.getpid()), str(theirs.fileno()), str(read_end)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(), read_end),
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+                self._socket = ours
+                # Silent and open for as long as the worker is wanted.
+                self._lifeline = os.fdopen(write_end, "wb", buffering=0)
+                self._connection = Connection(os.dup(ours.fileno()))
+        except BaseException:
+            if self._process is None:
+                ours.close()
+                os.close(write_end)
+            raise
+        finally:
+            theirs.close()
+            os.close(read_end)
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader.start()
+        self._connection.send_bytes(json.dumps(sys.path).encode())
+        problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
+        if problem is not None:
+            raise ToolUnavailable(f"tool {self.name}: cannot be built in a worker: {problem}")
+
+    def request(self, request: Request) -> Reply:
+        """The worker's reply; raises ToolUnavailable when it died or answered nonsense."""
+        answer = self._exchange(request, limit_s=None)
+        try:
+            error = answer["error"]
+            return Reply(
+                content=str(answer["content"]),
+                error=None if error is None else ToolError(error),
+                done=answer["done"] is True,
+            )
+        except (KeyError, ValueError) as wrong:
+            self.kill()
+            raise ToolUnavailable(f"tool {self.name}: its worker answered {answer}") from wrong
+
+    def kill(self) -> None:
+        """Have the process killed with all that it started, at once; harmless when it is dead."""
+        with self._lock:
+            self._killed = True
+            process = self._process
+        if process is None:
+            return
+        with suppress(OSError, ValueError):  # it has ended; it is closed
+            self._lifeline.write(b".")
+        process.send_signal(signal.SIGCONT)  # a tool may have stopped its parent
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
+
+    def gone(self, timeout_s: float = 0.0) -> bool:
+        """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._lifeline.close()
+        self._socket.close()
+        return True
+
+    def _exchange(self, message: Recipe | Request, *, limit_s: float | None) -> dict[str, Any]:
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            raise self._died() from None
+        except Exception as error:  # pickle raises what it likes
+            raise ToolUnavailable(
+                f"tool {self.name}: isolation=process cannot send what it needs: {error}"
+            ) from error
+        deadline = time.monotonic() + (limit_s or float("inf"))
+        try:
+            while not self._connection.poll(LOOK_S):
+                if not self.alive or time.monotonic() > deadline:
+                    raise self._died()
+            answer = json.loads(self._connection.recv_bytes(self._most))
+        except (EOFError, OSError, ValueError):
+            raise self._died() from None
+        return answer if isinstance(answer, dict) else {}
+
+    def _died(self) -> ToolUnavailable:
+        """Make the error that says how the worker ended."""
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        self.kill()
+        # For its last words, but not for ever: a process that it left behind may hold the pipe.
+        self._reader.join(1.0)
+        if code is None:
+            how = "hangs"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        tail = self._tail.decode("utf-8", "replace").strip()
+        return ToolUnavailable(
+            f"tool {self.name}: its worker process {how}" + (f"; it printed: {tail}" * bool(tail))
+        )
+
+    def _read_output(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with self._process.stdout as output:
+            while chunk := os.read(output.fileno(), 65536):
+                self._tail = (self._tail + chunk)[-MAX_TAIL:]
+
+
+class ProcessTool:
+    """A function or callable class, named by its path, whose calls run in worker processes.
+
+    The toolbox takes a worker with `worker()` and calls that. An object's state is its worker's:
+    what one call keeps, the next may not find.
+
+    Example: ``ProcessTool("lookup", functools.partial(FunctionTool, my_pkg.lookup), ToolLimits())``
+    """
+
+    def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
+        """`make` is pickled: it returns the FunctionTool, here (once, for the schema) and there.
+
+        Raises ValueError for what cannot be moved to another process.
+        """
+        if os.name != "posix":
+            raise ValueError(f"tools.{name}.isolation=process: needs Linux or macOS")
+        if not ADOPTS:
+            warnings.warn(
+                f"tools.{name}.isolation=process: this system ends the process group of a worker; "
+                "what leaves the group (setsid, start_new_session=True) outlives its call, except "
+                "on Linux with /proc",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.name = name
+        self._recipe = Recipe(
+            name=name,
+            make=make,
+            faults=tuple(limits.retry_on),
+            max_chars=MAX_RESULT_CHARS,
+        )
+        self._local = build(self._recipe)  # for its schema; calls run in workers
+        self.schema = self._local.schema
+        self._releases = hasattr(self._local.function, "release")
+        self._sends_context = self._local.takes_context
+        self._threads = DaemonThreads()
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self._dying: list[Worker] = []
+
+    @property
+    def workers(self) -> int:
+        """Worker processes that run."""
+        return len(self._all)
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[BoundWorker]:
+        """A worker for one call; killed afterwards if the call is not over."""
+        worker = await self._take()
+        try:
+            yield BoundWorker(self, worker)
+        finally:
+            self._put_back(worker)
+
+    async def call(self, worker: Worker, arguments: dict[str, Any], context: ToolContext) -> Reply:
+        """Run one call in a worker of this tool; cancelling it kills the worker."""
+        if self._releases:
+            worker.served.add(context.rollout_id)
+        released, worker.released = tuple(worker.released), []
+        sent = context if self._sends_context else None
+        return await self._ask(
+            worker, Request(released=released, arguments=arguments, context=sent)
+        )
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Take a worker, run one call, give it back."""
+        async with self.worker() as worker:
+            return await worker(arguments, context)
+
+    async def release(self, rollout_id: str) -> None:
+        """Let the objects in the workers free what they hold for a rollout."""
+        served = [worker for worker in self._all if rollout_id in worker.served]
+        for worker in served:
+            worker.served.discard(rollout_id)
+            worker.released.append(rollout_id)
+        idle = [worker for worker in served if worker in self._idle]
+        await self._notify(idle, Request())
+
+    async def close(self) -> None:
+        """Close the objects in the workers and end these; none is left."""
+        idle = list(self._idle)
+        await self._notify(idle, Request(close=True))
+        for worker in list(self._all):
+            self._kill(worker)
+        dying, self._dying = self._dying, []
+        deadline = time.monotonic() + END_S
+        await self._threads.run(
+            lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
+        )
+        self._threads.close()
+        left = [str(worker.pid) for worker in dying if not worker.gone()]
+        if left:
+            warnings.warn(
+                f"tool {self.name}: what its calls started has not ended, below the processes "
+                f"{', '.join(left)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        await call_optional(self._local.function, "close")
+
+    async def _take(self) -> Worker:
+        self._dying = [worker for worker in self._dying if not worker.gone()]
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            self._kill(worker)
+        worker = Worker(self._recipe)
+        self._all.add(worker)
+        try:
+            outcome = await self._threads.run(worker.start, label=self.name)
+            if outcome.error is not None:
+                problem = f"tool {self.name}: no worker process: {outcome.error}"
+                raise ToolUnavailable(problem) from outcome.error
+        except BaseException:
+            self._kill(worker)
+            raise
+        return worker
+
+    def _put_back(self, worker: Worker) -> None:
+        if worker.busy or not worker.alive:
+            self._kill(worker)
+        else:
+            self._idle.append(worker)
+
+    def _kill(self, worker: Worker) -> None:
+        worker.kill()
+        if worker in self._all:
+            self._all.remove(worker)
+            self._dying.append(worker)
+
+    async def _ask(self, worker: Worker, request: Request) -> Reply:
+        worker.busy = True
+        try:
+            outcome = await self._threads.run(lambda: worker.request(request), label=self.name)
+        except asyncio.CancelledError:
+            self._kill(worker)
+            raise
+        worker.busy = False
+        if isinstance(outcome.value, Reply):
+            return outcome.value
+        raise outcome.error or ToolUnavailable(f"tool {self.name}: no reply")
+
+    async def _notify(self, workers: Iterable[Worker], request: Request) -> None:
+        """Send idle workers what needs no reply, and wait for a moment until it is done."""
+        tasks: dict[Worker, asyncio.Task[Reply]] = {}
+        for worker in workers:
+            self._idle.remove(worker)
+            released, worker.released = tuple(worker.released), []
+            message = Request(released=released, close=request.close)
+            tasks[worker] = asyncio.create_task(self._ask(worker, message))
+        if tasks:
+            _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for worker in tasks:
+            self._put_back(worker)
+
+
+class BoundWorker:
+    """One worker of a tool, ready for a call: what runs while the tool's time is measured."""
+
+    def __init__(self, tool: ProcessTool, worker: Worker) -> None:
+        self.name = tool.name
+        self.schema = tool.schema
+        self._tool = tool
+        self._worker = worker
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Run one call; cancelling it kills the worker."""
+        return await self._tool.call(self._worker, arguments, context)

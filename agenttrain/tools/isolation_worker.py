@@ -1,0 +1,148 @@
+"""The worker process of a tool with isolation=process: it builds the tool and answers one call
+after the other, until its parent is gone.
+
+Requests are pickles, which only ever come from the parent; answers are JSON, so that a tool cannot
+make the parent run anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agenttrain.tools.isolation_keeper import fork_worker
+from agenttrain.tools.reply import Reply, failure, reply_of
+from agenttrain.tools.tool import UNSEEN, FunctionTool
+from agenttrain.types import ToolContext, ToolUnavailable
+from agenttrain.utils.locate import locate
+from agenttrain.utils.threads import attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to build the tool in another process."""
+
+    name: str
+    make: Callable[[], object]
+    """Makes the tool; pickled, so what it names must be importable."""
+    faults: tuple[str, ...]
+    """Dotted paths of the errors that are the infrastructure's."""
+    max_chars: int
+    """Where a result is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call; what is to be released before it; or nothing but that."""
+
+    released: tuple[str, ...] = ()
+    """Rollouts that are over."""
+    arguments: dict[str, Any] | None = None
+    """None: no call."""
+    context: ToolContext | None = None
+    close: bool = False
+    """The last request: close the tool."""
+
+
+def build(recipe: Recipe) -> FunctionTool:
+    """Make the tool; raises ValueError where it cannot be one that runs elsewhere."""
+    made = recipe.make()
+    if not isinstance(made, FunctionTool):
+        raise ValueError(
+            f"tools.{recipe.name}.isolation=process: {type(made).__name__} is a tool of its own "
+            "kind, which cannot be moved to another process; leave isolation=thread"
+        )
+    return made
+
+
+def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
+    """ToolUnavailable, and the exceptions at these dotted paths; ValueError for what is none."""
+    errors = [locate(path, key="retry_on") for path in paths]
+    for path, error in zip(paths, errors, strict=True):
+        if not (isinstance(error, type) and issubclass(error, Exception)):
+            raise ValueError(f"retry_on={path}: is no exception")
+    return (ToolUnavailable, *errors)
+
+
+class Server:
+    """Answers the requests of one parent."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._tool = build(recipe)
+        self._faults = fault_types(recipe.faults)
+        self._max_chars = recipe.max_chars
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, request: Request) -> Reply:
+        """Return the reply to the request's call; an empty one where it holds none."""
+        for rollout_id in request.released:
+            attempt(partial(self._end, self._tool.release, rollout_id))
+        if request.close:
+            attempt(partial(self._end, self._tool.close))
+        if request.arguments is None:
+            return Reply(content="")
+        arguments = request.arguments
+
+        def call() -> object:
+            value = self._tool.call(arguments, request.context)  # type: ignore[arg-type]
+            return self._wait(value) if inspect.isawaitable(value) else value
+
+        outcome = attempt(call)
+        if outcome.error is not None:
+            return failure(outcome.error, max_chars=self._max_chars, faults=self._faults)
+        return reply_of(outcome.value, max_chars=self._max_chars)
+
+    def _end(self, method: Callable[..., Awaitable[None]], *arguments: str) -> None:
+        self._wait(method(*arguments))
+
+    def _wait(self, awaitable: Any) -> object:
+        async def waited() -> object:
+            return await awaitable
+
+        return self._loop.run_until_complete(waited())
+
+
+def serve(connection: Connection) -> None:
+    """Build the tool, say so, answer requests; EOFError when the parent is gone."""
+    own = os.getpid()
+
+    def send(answer: dict[str, Any]) -> None:
+        if os.getpid() != own:  # a tool that forked returns twice: the call has one answer
+            os._exit(0)
+        connection.send_bytes(json.dumps(answer).encode())
+
+    sys.path[:] = json.loads(connection.recv_bytes())
+    recipe = connection.recv_bytes()
+    UNSEEN.set(True)
+    built = attempt(lambda: Server(pickle.loads(recipe)))
+    server = built.value
+    send({"problem": None if built.error is None else str(built.error)})
+    while isinstance(server, Server):
+        request: Request = pickle.loads(connection.recv_bytes())
+        reply = server.answer(request)
+        send({"content": reply.content, "error": reply.error, "done": reply.done})
+
+
+def main() -> None:
+    """Serve the parent; on the command line: its process, its requests and its lifeline."""
+    parent, requests, lifeline = (int(argument) for argument in sys.argv[1:])
+    fork_worker(parent, lifeline, requests)
+    os.set_inheritable(requests, False)
+    connection = Connection(requests)
+    try:
+        serve(connection)
+    except (EOFError, OSError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""A connection to an MCP server that all calls share, and that is made again when it breaks.
+
+It lives on an event loop of its own in a daemon thread: a run may start several event loops, one
+after the other, and the server has to survive them.
+
+Transports to an MCP server: a process of ours, or an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from agenttrain.tools.config import without_password
+from agenttrain.types import AgenttrainError, ToolUnavailable
+
+T = TypeVar("T")
+Open = Callable[[], AbstractAsyncContextManager[Any]]
+"""Makes a fresh `mcp.Client`; entering it connects."""
+
+ATTEMPTS = 3
+"""Times that one call is sent, if the server breaks off each time."""
+PAUSES_S = (0.05, 1.0)
+"""Between two attempts to connect: at first, and at most."""
+CLOSE_S = 10.0
+"""More than the SDK takes to end a server that does not want to."""
+HTTP_REFUSED = "Server returned an error response"
+"""The SDK's words for an HTTP status that it has no other words for, such as 502 or 429."""
+
+
+class CannotConnect(AgenttrainError):
+    """The server does not start, does not answer, or does not speak MCP."""
+
+
+class _Link:
+    """One session with the server: a task that enters the client and stays until it is over.
+
+    Client and transport have to be left by the task that entered them.
+    """
+
+    def __init__(self, open_client: Open) -> None:
+        self.client: Any = None
+        self._over = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._error: BaseException | None = None
+        self.task = asyncio.create_task(self._hold(open_client))
+
+    @property
+    def alive(self) -> bool:
+        return self.client is not None and not self._over.is_set() and not self.task.done()
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until the session stands; raises CannotConnect."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            self.task.cancel()
+            raise CannotConnect(f"no answer within {timeout_s:g} s") from None
+        if self.client is None:
+            raise CannotConnect(_reason(self._error)) from self._error
+
+    def drop(self) -> None:
+        """End the session."""
+        self._over.set()
+
+    async def end(self) -> None:
+        """End the session and wait until nothing of it is left."""
+        self.drop()
+        await asyncio.wait({self.task})
+
+    async def _hold(self, open_client: Open) -> None:
+        try:
+            async with open_client() as client:
+                self.client = client
+                self._ready.set()
+                await self._over.wait()
+        except BaseException as error:  # groups of errors and cancellations, as anyio has them
+            self._error = error
+        finally:
+            self._ready.set()
+
+
+class Connection:
+    """Calls to one server from any event loop; `close` it, or it is closed at exit."""
+
+    def __init__(self, open_client: Open, *, start_timeout_s: float, reconnect_s: float) -> None:
+        """A first connection may take `start_timeout_s`, a broken one is tried for `reconnect_s`
+        seconds."""
+        # Without a handler of anybody's, Python prints the SDK's warnings into our display.
+        logging.getLogger("mcp").addHandler(logging.NullHandler())
+        self._open, self._start_s, self._reconnect_s = open_client, start_timeout_s, reconnect_s
+        self._link: _Link | None = None
+        self._connecting: asyncio.Task[_Link] | None = None
+        self._closed, self._closing = False, threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def start(self) -> list[Any]:
+        """Connect and list the server's tools; raises CannotConnect."""
+        return self._submit(self._start()).result()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool: an `mcp_types.CallToolResult`.
+
+        A call that the server breaks off is sent again. Raises ToolUnavailable when the server
+        does not come back, MCPError for an error of the protocol.
+        """
+        if self._closed:
+            raise ToolUnavailable("the connection to the MCP server is closed")
+        return await asyncio.wrap_future(self._submit(self._call(name, arguments)))
+
+    async def aclose(self) -> None:
+        """`close`, without holding up the caller's event loop."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def close(self) -> None:
+        """End the session and a server that was started; wait until it is gone."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            atexit.unregister(self.close)
+            with suppress(TimeoutError):
+                self._submit(self._shut()).result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _start(self) -> list[Any]:
+        try:
+            link = self._link = await self._connect(self._start_s)
+            tools: list[Any] = []
+            cursor = None
+            async with asyncio.timeout(self._start_s):
+                while True:
+                    page = await link.client.list_tools(cursor=cursor)
+                    tools.extend(page.tools)
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
+        except CannotConnect:
+            raise
+        except TimeoutError:
+            raise CannotConnect(f"its tools are not listed within {self._start_s:g} s") from None
+        except Exception as error:
+            raise CannotConnect(f"its tools cannot be listed: {_reason(error)}") from error
+
+    async def _connect(self, timeout_s: float) -> _Link:
+        link = _Link(self._open)
+        try:
+            await link.connect(timeout_s)
+        except BaseException:
+            await link.end()
+            raise
+        return link
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            link = await self._live()
+            try:
+                return await link.client.call_tool(name, arguments)
+            except Exception as error:
+                if _lost(error) or not link.alive:
+                    link.drop()
+                elif str(error) == HTTP_REFUSED:
+                    await asyncio.sleep(PAUSES_S[0] * 2**attempt)
+                else:
+                    raise
+                reason = _reason(error)
+        raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
+
+    async def _live(self) -> _Link:
+        """Return the session, made again if it is broken; all calls wait for the same attempt."""
+        if self._link is not None and self._link.alive:
+            return self._link
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._reconnect())
+            # The callers may all have given up by then.
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._connecting)
+
+    async def _reconnect(self) -> _Link:
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + self._reconnect_s, PAUSES_S[0]
+        if self._link is not None:
+            await self._link.end()  # one server process at a time
+        while True:
+            try:
+                left = max(deadline - loop.time(), PAUSES_S[0])
+                self._link = await self._connect(min(left, self._start_s))
+                return self._link
+            except CannotConnect as error:
+                if loop.time() + pause >= deadline:
+                    raise ToolUnavailable(
+                        f"the MCP server did not come back within {self._reconnect_s:g} s: {error}"
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES_S[1])
+
+    async def _shut(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+        if self._link is not None:
+            await self._link.end()
+
+
+def _lost(error: Exception) -> bool:
+    """Return True if the session failed, and not the call alone."""
+    import anyio
+    import httpx2
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
+
+    if isinstance(error, MCPError):
+        # A server that was started anew does not know our session.
+        gone = error.code == INVALID_REQUEST and error.message == "Session terminated"
+        return gone or error.code == CONNECTION_CLOSED
+    closed = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError)
+    return isinstance(error, (*closed, ConnectionError))
+
+
+def _reason(error: BaseException | None) -> str:
+    """Put the first error of a group in a line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = without_password(str(error).partition("\n")[0])
+    return text or type(error).__name__
+
+
+KEPT_BYTES = 2000
+"""Bytes kept of the end of a server's stderr, for error messages."""
+CONNECT_S = 10.0
+
+
+class StderrTail:
+    """The end of what a process writes to stderr; everything before it is read and dropped."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> Any:
+        """A file to give to a process; close it when the process has it."""
+        read, write = os.pipe()
+
+        def drain() -> None:
+            with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
+                while chunk := stream.read(65536):
+                    self._kept = (self._kept + chunk)[-KEPT_BYTES:]
+
+        self._thread = threading.Thread(target=drain, daemon=True)
+        self._thread.start()
+        return os.fdopen(write, "w")
+
+    def last_line(self) -> str:
+        """The last line that is not empty, once it is there or a moment has passed."""
+        if self._thread is not None:
+            self._thread.join(timeout=0.5)
+        lines = self._kept.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+@asynccontextmanager
+async def process_transport(
+    command: Sequence[str], env: Mapping[str, str], stderr: StderrTail
+) -> AsyncIterator[Any]:
+    """The streams of a server that is started, and ended on leaving, with its children."""
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    parameters = StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(env))
+    with stderr.open() as errlog:
+        async with stdio_client(parameters, errlog=errlog) as streams:
+            errlog.close()
+            yield streams
+
+
+@asynccontextmanager
+async def http_transport(
+    url: str, headers: Mapping[str, str], refused: list[int]
+) -> AsyncIterator[Any]:
+    """The streams of a server that speaks streamable HTTP; `refused` gets the last error status."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    async def record_status(response: httpx2.Response) -> None:
+        if response.status_code >= 400:
+            refused[:] = [response.status_code]
+
+    # The toolbox bounds how long a call may read, and how many calls there are at once.
+    timeout = httpx2.Timeout(CONNECT_S, read=None, pool=None)
+    limits = httpx2.Limits(max_connections=None)
+    hooks = {"response": [record_status]}
+    async with (
+        httpx2.AsyncClient(
+            headers=dict(headers), timeout=timeout, limits=limits, event_hooks=hooks
+        ) as client,
+        streamable_http_client(url, http_client=client) as streams,
+    ):
+        yield streams

@@ -1,0 +1,195 @@
+"""The tools of an MCP server (modelcontextprotocol.io), through the `mcp` SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agenttrain.tools.config import check_mcp_server, expanded, without_password
+from agenttrain.tools.mcp.connection import (
+    CannotConnect,
+    Connection,
+    StderrTail,
+    http_transport,
+    process_transport,
+)
+from agenttrain.tools.tool import Tool
+from agenttrain.types import ToolContext, ToolFailure
+from agenttrain.utils.names import did_you_mean
+
+
+class McpServer:
+    """A server whose tools become tools of the run, with the server's own schemas.
+
+    They are listed once, when the run is built. A broken connection is made again and the call is
+    sent again; a server that stays away ends the rollout without a score. Example::
+
+        McpServer(command=["python", "files_server.py"], allow=["read", "list"], prefix="files_")
+        McpServer(url="http://127.0.0.1:8000/mcp", headers={"Authorization": "Bearer $TOKEN"})
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+        allow: Sequence[str] | None = None,
+        prefix: str = "",
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        start_timeout_s: float = 30.0,
+        reconnect_s: float = 5.0,
+    ) -> None:
+        """Start `command` (stdio) or connect to `url` (streamable HTTP), and list the tools.
+
+        Only tools in `allow` are taken (None: all), under `prefix` + their name. The command sees
+        PATH, HOME, the other variables that the SDK passes on, and `env`; ``$NAME`` in `env`,
+        `headers` and `url` is our environment's NAME. A broken connection is tried again for
+        `reconnect_s` seconds, which count in a call's timeout_s. Raises ValueError for settings
+        that cannot work and for a server that does not answer within `start_timeout_s`.
+        """
+        check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "MCP servers need the `mcp` package: pip install 'agenttrain[mcp]'"
+            ) from error
+        self._command = None if command is None else [str(word) for word in command]
+        self._url, self._prefix = url, prefix
+        self._env, self._headers = expanded("env", env), expanded("headers", headers)
+        self._stderr, self._refused = StderrTail(), list[int]()
+        self._connection = Connection(
+            self._client, start_timeout_s=start_timeout_s, reconnect_s=reconnect_s
+        )
+        try:
+            listed = self._connection.start()
+            names = [tool.name for tool in listed]
+            if not names:
+                raise ValueError("the MCP server has no tools")
+            for name in allow or ():
+                if name not in names:
+                    raise ValueError(
+                        f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
+                        f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
+                    )
+            # In the server's order.
+            self._listed = [tool for tool in listed if allow is None or tool.name in allow]
+        except CannotConnect as error:
+            self._connection.close()
+            raise ValueError(self._cannot_connect(error)) from error
+        except ValueError:
+            self._connection.close()
+            raise
+
+    def tools(self) -> list[Tool]:
+        """One tool for each of the server's."""
+        return [McpTool(tool, self._prefix, self._connection) for tool in self._listed]
+
+    def _client(self) -> Any:
+        from mcp import Client
+
+        if self._command is not None:
+            return Client(process_transport(self._command, self._env, self._stderr))
+        self._refused.clear()
+        url = expanded("url", {"url": self._url})["url"]
+        return Client(http_transport(url, self._headers, self._refused))
+
+    def _cannot_connect(self, error: CannotConnect) -> str:
+        if self._command is None:
+            status = f" (HTTP {self._refused[-1]})" if self._refused else ""
+            return without_password(
+                f"url={self._url}: cannot connect: {error}{status}; is an MCP server running "
+                "there, and does it take these headers?"
+            )
+        line = self._stderr.last_line()
+        reason = f"its last words: {line}" if line else "it said nothing on stderr"
+        return (
+            f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {reason}; "
+            "run the command in a terminal to see why"
+        )
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, tool: Any, prefix: str, connection: Connection) -> None:
+        """`tool` is an `mcp_types.Tool`."""
+        self.name = f"{prefix}{tool.name}"
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": tool.description or tool.title or "",
+                "parameters": inlined(tool.input_schema),
+            },
+        }
+        self._remote_name, self._connection = tool.name, connection
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the tool; what the server refuses is an error that the model reads."""
+        from mcp import MCPError
+
+        try:
+            result = await self._connection.call(self._remote_name, arguments)
+        except MCPError as error:
+            raise ToolFailure(error.message) from error
+        return result_value(result)
+
+    async def close(self) -> None:
+        """Close the connection, which the server's other tools share."""
+        await self._connection.aclose()
+
+
+def result_value(result: Any) -> object:
+    """Return what a model can read of an `mcp_types.CallToolResult`: texts, else its structure.
+
+    Raises ToolFailure for an error result, and for images and sounds: to train on a result that
+    the model cannot see is worse than an error.
+    """
+    texts: list[str] = []
+    for block in result.content:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "resource_link":
+            texts.append(f"{block.name}: {block.uri}")
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            texts.append(block.resource.text)
+        else:
+            kind = getattr(block, "mime_type", None) or getattr(block.resource, "mime_type", None)
+            raise ToolFailure(
+                f"the result holds something that is not text ({kind or block.type}), and only "
+                "text can be read"
+            )
+    if result.is_error:
+        raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
+    return result.structured_content if not texts else "\n".join(texts)
+
+
+def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema with each ``$ref`` into its own ``$defs`` replaced by what it names.
+
+    Chat templates that list parameters one by one know no references. A schema that refers to
+    itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
+    "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
+    """
+    own = {key: value for key, value in schema.items() if key != "$defs"}
+    try:
+        return _inline(own, schema.get("$defs", {}), ())
+    except (KeyError, RecursionError):
+        return dict(schema)
+
+
+def _inline(node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions, inside) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    reference = node.get("$ref")
+    if not isinstance(reference, str):  # a property may be called `$ref`
+        return {key: _inline(value, definitions, inside) for key, value in node.items()}
+    name = reference.removeprefix("#/$defs/")
+    if name in inside:
+        raise RecursionError(f"{name} refers to itself")
+    beside = {key: value for key, value in node.items() if key != "$ref"}
+    return {**_inline(definitions[name], definitions, (*inside, name)), **beside}

@@ -1,0 +1,186 @@
+"""The file system that the code in a sandbox sees: programs to read, a little memory to write.
+
+Inside, first: from a fresh interpreter to a process that has nothing but its sandbox.
+
+Run as ``python -I -S -c "… main()" <settings as JSON>``, by `jail.py`. Until `ready` is sent, no
+code of the model's runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from agenttrain.tools.sandbox import init
+from agenttrain.tools.sandbox.confine import drop_privileges, limit_all
+from agenttrain.tools.sandbox.system import (
+    ATTR_NODEV,
+    ATTR_NOEXEC,
+    ATTR_NOSUID,
+    ATTR_RDONLY,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    mount,
+    pivot_root,
+    restrict_mount,
+    unmount,
+)
+
+HOST = "/.host"
+"""Folder with the machine's own root while the new one is built."""
+DISK = "/.disk"
+PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+FILES = 20_000
+"""Files and folders that may be created."""
+
+
+def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
+    """Replace this process's view of all files; it needs a mount namespace of its own.
+
+    `folders` are visible read-only where they are; /work, /tmp and /dev/shm share `disk_mb`.
+    """
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    # A place that is sure to be there; what lies in it is seen again under HOST.
+    flags = MS_NOSUID | MS_NODEV
+    mount("tmpfs", "/tmp", "tmpfs", flags, "size=1m,nr_inodes=1000,mode=755")
+    os.mkdir("/tmp" + HOST)
+    pivot_root("/tmp", "/tmp" + HOST)
+    os.chdir("/")
+    for path in (*PROGRAMS, *SETTINGS):
+        _show(path)
+    os.makedirs("/etc", exist_ok=True)
+    for name, text in {
+        "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:/work:/bin/sh\n",
+        "group": f"root:x:0:\nuser:x:{user}:\n",
+        "hosts": "127.0.0.1 localhost\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    }.items():
+        with open(f"/etc/{name}", "wb") as file:
+            file.write(text.encode())
+    os.mkdir("/dev")
+    for name in DEVICES:
+        _bind(f"{HOST}/dev/{name}", f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
+    os.symlink("/proc/self/fd", "/dev/fd")
+    _disk(disk_mb)
+    for path in folders:  # last: they may lie in /tmp
+        _show(path)
+    os.mkdir("/proc")
+    mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    restrict_mount("/proc", ATTR_RDONLY)
+    unmount(HOST)
+    os.rmdir(HOST)
+    restrict_mount("/", ATTR_RDONLY, recursive=False)
+
+
+def _show(path: str) -> None:
+    """Make a folder, file or link of the machine visible, read-only; nothing if it is not there."""
+    source = HOST + path
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(os.readlink(source), path)
+    elif os.path.exists(source) and not os.path.ismount(path):
+        _bind(source, path, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
+
+
+def _bind(source: str, path: str, attributes: int) -> None:
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(source, path, None, MS_BIND | MS_REC)
+    if attributes:
+        restrict_mount(path, attributes)
+
+
+def _disk(disk_mb: int) -> None:
+    """Mount memory as the folders that can be written to, under one budget for all."""
+    os.mkdir(DISK)
+    options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
+    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path in ("/work", "/tmp", "/dev/shm"):
+        inner = DISK + "/" + os.path.basename(path)
+        os.mkdir(inner)
+        os.chmod(inner, 0o1777)
+        _bind(inner, path, 0)
+    unmount(DISK)
+    os.rmdir(DISK)
+
+
+SIOCSIFFLAGS = 0x8914
+INNER_ID = 1000
+"""User and group of the code as it sees them, where the sandbox has a user namespace."""
+
+
+def main() -> None:
+    """Build the sandbox that the settings describe and serve it; send `failed …` if that fails."""
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    try:
+        if settings["backend"] != "none":
+            _isolate(settings, control)
+        os.chdir(settings["work"])
+        init.adopt(control)
+    except (OSError, KeyError) as error:
+        control.send(f"failed {error}".encode())
+        os._exit(1)
+    init.serve(control, settings)
+
+
+def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
+    from agenttrain.tools.sandbox import seccomp, system
+
+    pass  # gone
+
+    user: int | None = settings["user"]
+    # Should the machine run out of memory, what runs in here is to be killed first.
+    with open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")
+    if settings["backend"] == "unshare":
+        outside = (os.geteuid(), os.getegid())
+        spaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
+        spaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
+        system.unshare(spaces | (system.CLONE_NEWUSER if user is None else 0))
+        if user is None:
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{INNER_ID} {outside[0]} 1"),
+                ("gid_map", f"{INNER_ID} {outside[1]} 1"),
+            ):
+                with open(f"/proc/self/{name}", "wb") as file:
+                    file.write(text.encode())
+        # The child goes on as the first process of the new namespace; this one waits for its end.
+        child = os.fork()
+        if child != 0:
+            control.close()
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os._exit(status if status >= 0 else 128 - status)
+    else:
+        # As in a fresh namespace; the buffers of its connections would be charged to nobody.
+        with socket.socket() as any_socket:
+            loopback_down = struct.pack("16sh", b"lo", 0)
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)
+    socket.sethostname("sandbox")
+    build_root(
+        settings["folders"], disk_mb=settings["disk_mb"], user=INNER_ID if user is None else user
+    )
+    os.nice(10)
+    drop_privileges(user)
+    # After the change of user, which would undo it.
+    system.prctl(system.PR_SET_PDEATHSIG, 9)
+    limit_all(settings["processes"])
+    seccomp.install()

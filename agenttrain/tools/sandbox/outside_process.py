@@ -1,0 +1,263 @@
+"""Outside: the processes of one sandbox, from their start to their end.
+
+Outside: the settings, the environment and the command that start a sandbox's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from agenttrain.tools.sandbox.config import SandboxSettings
+
+
+def inside(
+    settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
+) -> dict[str, object]:
+    """Collect the settings that `start.py` gets."""
+    limits = asdict(settings)
+    for name in ("sandbox", "call_s", "max_chars"):
+        del limits[name]
+    packages = None if settings.packages is None else os.path.realpath(settings.packages)
+    prefix = os.path.realpath(sys.base_prefix)
+    folders = [path for path in (prefix, packages) if path and not path.startswith("/usr/")]
+    return {
+        **limits,
+        "packages": packages,
+        "backend": backend,
+        "control": control,
+        "work": work,
+        "user": user,
+        "folders": [path for path in folders if path != "/usr"],
+    }
+
+
+def interpreter() -> str:
+    """Return the Python that runs agenttrain, outside of any virtual environment."""
+    path = getattr(sys, "_base_executable", sys.executable) or sys.executable
+    return os.path.realpath(path)
+
+
+def environment(work: str) -> dict[str, str]:
+    """Return the variables that the code sees: none of ours."""
+    folder = os.path.dirname(interpreter())
+    return {
+        "PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin",
+        "HOME": work,
+        "LANG": "C.UTF-8",
+        "TMPDIR": "/tmp" if work == "/work" else work,
+        # A pool of threads per processor would use up the processes that are allowed.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def bwrap_command(user: int | None) -> list[str]:
+    """Return bubblewrap's command, for namespaces only: `start.py` sets up all else inside."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise FileNotFoundError("bwrap is not installed")
+    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"] if user is None else []
+    root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
+    return [program, *mapped, *spaces, *root]
+
+
+_users = iter(range(1, 1 << 62))
+
+
+def next_user() -> int | None:
+    """Return a user id that nobody has, if this process is root; else None: a user namespace.
+
+    The processes of a sandbox are counted by it, and root itself has no limit and could write to
+    /proc/sys. Raises PermissionError where the machine's root has no other user to become.
+    """
+    if os.geteuid() != 0:
+        return None
+    inner, outer, count = _user_map()
+    if inner == 0 and outer == 0 and count < 1 << 31:
+        raise PermissionError("this process is the machine's root and can become no other user")
+    if count < 1 << 31:
+        return None
+    return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_users) & 0x7FF)
+
+
+@functools.cache
+def _user_map() -> tuple[int, int, int]:
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
+        inner, outer, count = file.readline().split()
+    return int(inner), int(outer), int(count)
+
+
+PACKAGE_ROOT = str(Path(__file__).parents[3])
+START = (
+    "import sys; sys.path.insert(0, {root!r}); "
+    "from agenttrain.tools.sandbox.inside_setup import main; sys.path.remove({root!r}); main()"
+)
+START_S = 30.0
+"""A sandbox that is not there by then is broken."""
+END_S = 5.0
+"""Seconds after which a sandbox that should end is killed from outside."""
+
+
+class SandboxError(Exception):
+    """A sandbox cannot be started, or died and nobody asked it to."""
+
+
+class Worker:
+    """One interpreter in a sandbox: the channel to it, and what it prints."""
+
+    def __init__(self, channel: socket.socket, output: int) -> None:
+        self.channel, self.output = channel, output
+        self.calls = 0
+
+    def close(self) -> None:
+        """Close our ends."""
+        self.channel.close()
+        os.close(self.output)
+
+
+class Jail:
+    """A sandbox: an own view of files, processes and network, which ends as a whole.
+
+    Example::
+
+        jail = Jail(SandboxSettings(), "unshare")
+        await jail.start()
+        worker = jail.worker("python")
+        jail.kill()
+        await jail.wait()
+    """
+
+    def __init__(self, settings: SandboxSettings, backend: str) -> None:
+        self.settings, self.backend = settings, backend
+        self.lock = asyncio.Lock()
+        """Calls run one at a time: between them everything in the sandbox stands still."""
+        self.alive = False
+        self.started = False
+        self.interrupt: Callable[[], None] | None = None
+        """Set during a call: what it does before its files are closed, whose numbers others get."""
+        self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._workers: dict[str, Worker] = {}
+        self._folder: str | None = None
+
+    async def start(self) -> None:
+        """Start it; raises SandboxError with the reason if that cannot be done here."""
+        self.started = True
+        try:
+            self._launch()
+            async with asyncio.timeout(START_S):
+                answer = await asyncio.get_running_loop().sock_recv(self.control, 4096)
+        except TimeoutError:
+            answer = b"failed it did not start in time"
+        except OSError as error:
+            self.kill()
+            raise SandboxError(str(error)) from error
+        except BaseException:
+            self.kill()
+            raise
+        if answer != b"ready":
+            problem = answer.removeprefix(b"failed ").decode(errors="replace")
+            problem = problem or self._last_error_line()
+            self.kill()
+            raise SandboxError(problem)
+        self.alive = True
+
+    def worker(self, kind: str) -> Worker:
+        """Return the interpreter of this kind, `python` or `bash`; started if there is none."""
+        if kind not in self._workers:
+            ours, theirs = socket.socketpair()
+            output, printed = os.pipe()
+            with theirs:
+                try:
+                    files = [theirs.fileno(), printed]
+                    socket.send_fds(self.control, [f"start {kind}".encode()], files)
+                finally:
+                    os.close(printed)
+            ours.setblocking(False)
+            os.set_blocking(output, False)
+            self._workers[kind] = Worker(ours, output)
+        return self._workers[kind]
+
+    def forget(self, kind: str) -> None:
+        """Close the files of an interpreter that is gone."""
+        worker = self._workers.pop(kind, None)
+        if worker is not None:
+            worker.close()
+
+    def resume(self) -> None:
+        """Let what is inside run."""
+        self.control.send(b"go")
+
+    def pause(self) -> None:
+        """Stop everything inside where it is."""
+        self.control.send(b"halt")
+
+    def kill(self) -> None:
+        """End it without waiting; it is then of no use."""
+        self.alive = False
+        if self.interrupt is not None:
+            self.interrupt()
+        # Its first process ends when it reads the end of the file, and all others with it.
+        self.control.close()
+        self._theirs.close()
+        for kind in list(self._workers):
+            self.forget(kind)
+
+    async def wait(self) -> None:
+        """Wait until nothing is left of it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        waited, pause = 0.0, 0.002
+        while process.poll() is None:
+            if waited > END_S:
+                process.kill()
+            await asyncio.sleep(pause)
+            waited, pause = waited + pause, min(pause * 2, 0.1)
+        if process.stderr is not None:
+            process.stderr.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _launch(self) -> None:
+        if self.backend == "none":
+            self._folder = tempfile.mkdtemp(prefix="agenttrain-")
+        work = self._folder or "/work"
+        with self._theirs as theirs:
+            number = theirs.fileno()
+            user = None if self.backend == "none" else next_user()
+            settings = inside(self.settings, self.backend, control=number, work=work, user=user)
+            before = bwrap_command(user) if self.backend == "bwrap" else []
+            code = START.format(root=PACKAGE_ROOT)
+            self._process = subprocess.Popen(
+                [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(number,),
+                env=environment(work),
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def _last_error_line(self) -> str:
+        """Read why a process ended before it could answer: the last line of its stderr."""
+        if self._process is None or self._process.stderr is None:
+            return "it did not start"
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it ended before it was ready"

@@ -1,0 +1,95 @@
+"""`python` and `bash`: a rollout's own interpreters, in a sandbox (`agenttrain/tools/sandbox`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from agenttrain.tools.sandbox.config import SandboxSettings, check_language
+from agenttrain.tools.sandbox.pool import Pool
+from agenttrain.types import ToolContext
+
+
+class _Interpreter:
+    """Base of both: a rollout's sandbox, from its first call to its end."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        """Raises ValueError if no such sandbox can be made on this machine."""
+        self._pool, self._settings = Pool.of(settings), settings
+
+    async def release(self, rollout_id: str) -> None:
+        """End the sandbox of a rollout that is over."""
+        await self._pool.release(rollout_id)
+
+    async def close(self) -> None:
+        """End all sandboxes: the run is over."""
+        await self._pool.close()
+
+
+class Python(_Interpreter):
+    """Python code, in an interpreter that keeps its variables between the calls of a rollout."""
+
+    async def __call__(self, code: str, context: ToolContext) -> str:
+        """Run Python code. Variables are kept between calls. Returns what it prints, and the value of the last expression.
+
+        Args:
+            code: The Python code.
+        """  # noqa: E501 (a description is one line in the schema)
+        return await self._pool.call(context.rollout_id, "python", code, self._settings)
+
+
+class Bash(_Interpreter):
+    """Shell commands, in a bash that keeps folder and variables between the calls of a rollout."""
+
+    async def __call__(self, command: str, context: ToolContext) -> str:
+        """Run a bash command. Folder and variables are kept between calls.
+
+        Args:
+            command: The command.
+        """
+        return await self._pool.call(context.rollout_id, "bash", command, self._settings)
+
+
+DEFAULTS = SandboxSettings()
+
+
+def interpreter(
+    language: str,
+    *,
+    sandbox: str = DEFAULTS.sandbox,
+    memory_mb: int = DEFAULTS.memory_mb,
+    disk_mb: int = DEFAULTS.disk_mb,
+    file_mb: int = DEFAULTS.file_mb,
+    cpu_s: int = DEFAULTS.cpu_s,
+    processes: int = DEFAULTS.processes,
+    call_s: float = DEFAULTS.call_s,
+    max_chars: int = DEFAULTS.max_chars,
+    packages: str | None = DEFAULTS.packages,
+) -> Callable[..., object]:
+    """Make an interpreter of `python` or `bash`; its settings are explained at SandboxSettings.
+
+    Raises ValueError, beginning with ``name=value``, for settings that cannot work, and where no
+    sandbox can be made; ``sandbox="none"`` is not one, and says so on stderr.
+
+    Example: ``interpreter("python", memory_mb=256, call_s=2.0)``
+    """
+    check_language(language)
+    settings = SandboxSettings(
+        sandbox=sandbox,
+        memory_mb=memory_mb,
+        disk_mb=disk_mb,
+        file_mb=file_mb,
+        cpu_s=cpu_s,
+        processes=processes,
+        call_s=call_s,
+        max_chars=max_chars,
+        packages=packages,
+    )
+    made = Python(settings) if language == "python" else Bash(settings)
+    if sandbox == "none":
+        print(
+            f"warning: sandbox=none: the `{language}` tool runs the model's code without a sandbox,"
+            " as this user, with its files and the network; only limits per process hold",
+            file=sys.stderr,
+        )
+    return made

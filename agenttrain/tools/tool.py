@@ -1,0 +1,343 @@
+"""A Python function's signature and Google docstring -> the JSON schema that the model sees.
+
+The `Tool` protocol, and Python functions as tools.
+
+The public methods of a class as tools.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
+
+from agenttrain.tools.config import LIFE_CYCLE
+from agenttrain.tools.structured import Build, Structure, built, structure_of, structured
+from agenttrain.types import ToolContext
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.threads import blocks
+
+Function = Callable[..., object]
+
+UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
+"""Set where no model sees the schemas, in a tool's worker process: they are left empty there, so
+that it need not wait for the import of transformers."""
+
+
+def function_schema(
+    function: Function, *, name: str, hidden: Collection[str] = ()
+) -> dict[str, Any]:
+    """Make the OpenAI-style schema of a function, through transformers' `get_json_schema`.
+
+    Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
+    which tool schemas sent to a served model do not have either. Raises ValueError that quotes
+    what to add when an annotation, the docstring or a parameter's description is missing.
+
+    Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
+    {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
+    {"type": "integer", "description": "First."}, …}, "required": ["a", "b"]}}}``
+    """
+    target = _routine(function)
+    where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
+    signature = inspect.signature(target)
+    known = list(signature.parameters)
+    for parameter_name in hidden:
+        if parameter_name not in known:
+            raise ValueError(
+                f"{where}: it has no parameter {parameter_name!r} to bind"
+                f"{did_you_mean(parameter_name, known)}; its parameters: "
+                f"{', '.join(known) or 'none'}"
+            )
+    if UNSEEN.get():
+        return {"type": "function", "function": {"name": name}}
+    hints = _hints(target, where)
+    shown = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name not in hidden and not _is_context(parameter.name, hints)
+    ]
+    doc = inspect.getdoc(target)
+    _check_described(shown, doc, where)
+    own = _structures({p.name: hints[p.name] for p in shown}, where)
+    hints = {p.name: dict if p.name in own else hints[p.name] for p in shown}
+    schema = _json_schema(name, doc, shown, hints, where)
+    for parameter, structure in own.items():
+        properties = schema["function"]["parameters"]["properties"]
+        words = {"description": properties[parameter]["description"]}
+        properties[parameter] = {**structure.schema, **words}
+    return schema
+
+
+def argument_builders(function: Function, *, hidden: Collection[str] = ()) -> dict[str, Build]:
+    """Builders of a function's structured parameters (`agenttrain.tools.structured`), by name.
+
+    Raises ValueError for a type that has no JSON.
+    """
+    target = _routine(function)
+    where = f"{target.__module__}.{target.__qualname__}"
+    hints = _hints(target, where)
+    names = [name for name in inspect.signature(target).parameters if name in hints]
+    shown = {n: hints[n] for n in names if n not in hidden and not _is_context(n, hints)}
+    return {name: one.build for name, one in _structures(shown, where).items()}
+
+
+def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
+    structures = {}
+    for name, hint in hints.items():
+        try:
+            if structured(hint) and hint is not ToolContext:
+                structures[name] = structure_of(hint)
+        except (ValueError, NameError) as error:
+            raise ValueError(f"{where}: parameter {name!r}: {error}") from error
+    return structures
+
+
+def takes_context(function: Function) -> bool:
+    """Return True if the function has a parameter ``context: ToolContext``."""
+    return _is_context("context", get_type_hints(_routine(function)))
+
+
+def _routine(function: Function) -> Any:
+    """Return what has signature and docstring: the function, or an instance's `__call__`."""
+    return function if inspect.isroutine(function) else getattr(function, "__call__")  # noqa: B004, B009
+
+
+def _is_context(name: str, hints: dict[str, Any]) -> bool:
+    hint = hints.get(name)
+    return name == "context" and (hint is ToolContext or ToolContext in get_args(hint))
+
+
+def _hints(target: Any, where: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(target)
+    except NameError as error:
+        raise ValueError(
+            f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
+            "under TYPE_CHECKING"
+        ) from error
+
+
+def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:
+    """Raise ValueError, quoting what to add, unless a model is told what the parameters mean."""
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for parameter in shown:
+        if parameter.kind not in named:
+            raise ValueError(
+                f"{where}: `{parameter}` cannot be described to a model; give every parameter a "
+                "name and a type, e.g. `query: str`"
+            )
+        if parameter.annotation is inspect.Parameter.empty:
+            raise ValueError(
+                f"{where}: parameter {parameter.name!r} has no type; annotate it, e.g. "
+                f"`{parameter.name}: str`"
+            )
+    described = parse_google_format_docstring(doc.strip())[1] if doc else {}
+    missing = [parameter.name for parameter in shown if parameter.name not in described]
+    lines = "\n".join(f"        {name}: What it means." for name in missing)
+    if not doc:
+        arguments = f"\n\n    Args:\n{lines}\n    " if missing else ""
+        raise ValueError(
+            f'{where}: it has no docstring; add\n    """What it does, in a line.{arguments}"""'
+        )
+    if missing:
+        raise ValueError(
+            f"{where}: its docstring does not describe {', '.join(missing)}; add to it\n"
+            f"    Args:\n{lines}"
+        )
+
+
+def _json_schema(
+    name: str,
+    doc: str | None,
+    shown: Sequence[inspect.Parameter],
+    hints: dict[str, Any],
+    where: str,
+) -> dict[str, Any]:
+    from transformers.utils import chat_template_utils as utils
+    from transformers.utils import get_json_schema
+
+    def shape() -> None: ...  # a function with this name, docstring and signature
+
+    shape.__name__, shape.__doc__, shape.__annotations__ = name, doc, hints
+    shape.__signature__ = inspect.Signature(list(shown))  # type: ignore[attr-defined]
+    available = utils.is_torch_available
+    if "torch" not in sys.modules:
+        # transformers would import torch to know tensors in annotations; now none can be one.
+        utils.is_torch_available = lambda: False
+    try:
+        return get_json_schema(shape)
+    except (
+        utils.DocstringParsingException,
+        utils.TypeHintParsingException,
+        ValueError,
+    ) as error:
+        raise ValueError(f"{where}: no JSON schema can be made of it: {error}") from error
+    finally:
+        utils.is_torch_available = available
+
+
+class Tool(Protocol):
+    """Something that the model can call.
+
+    What it returns becomes the reply's text (`agenttrain.tools.reply`), what it raises an error
+    that the model reads; `agenttrain.types.Done` ends the episode,
+    `agenttrain.types.ToolUnavailable` the rollout. Optional methods, sync or async:
+    ``release(rollout_id)`` when a rollout is over, ``close()`` when the run is.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    """Shown to the model: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Run one call; `arguments` fit the schema and belong to the tool."""
+        ...
+
+
+@runtime_checkable
+class Tools(Protocol):
+    """The object that a section's `_target_` makes when it makes several tools."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools, each under its own name."""
+        ...
+
+
+class FunctionTool:
+    """A typed Python function, method or callable instance as a tool; sync or async.
+
+    The schema comes from its signature and Google docstring. A parameter ``context: ToolContext``
+    is passed by us, `bound` ones are settings: the model sees neither. Arguments are plain JSON
+    values (a list for a tuple), and instances where the annotation is a dataclass, a pydantic
+    model, an Enum or the like (`agenttrain.tools.structured`).
+
+    Example::
+
+        def lookup(key: str, table: dict) -> str:
+            \"\"\"Look up a key.
+
+            Args:
+                key: What to look up.
+                table: Where to look.
+            \"\"\"
+            return table[key]
+
+        FunctionTool(lookup, bound={"table": {"capital": "Oslo"}})   # the model sees lookup(key)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *,
+        name: str | None = None,
+        bound: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
+        settings = dict(bound or {})
+        while isinstance(function, functools.partial):  # its arguments become bound ones
+            partial = inspect.signature(function.func).bind_partial(
+                *function.args, **function.keywords
+            )
+            function, settings = function.func, {**partial.arguments, **settings}
+        self.function = function
+        self.owner: object = function
+        """The object to release and close: an instance that can be called may hold something."""
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.schema = function_schema(function, name=self.name, hidden=settings)
+        self.blocking = blocks(function)
+        """True where a call occupies its thread; the toolbox then gives it one of its own."""
+        self._bound = settings
+        self._builders = argument_builders(function, hidden=settings)
+        self.takes_context = takes_context(function) and "context" not in settings
+        """True where calls are given the ToolContext."""
+
+    def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the function in this thread; an async one returns its awaitable."""
+        extra = {"context": context} if self.takes_context else {}
+        if self._builders:
+            arguments = built(self._builders, arguments)
+        return self.function(**self._bound, **extra, **arguments)
+
+    async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
+        """Call the function; a blocking one blocks the event loop here."""
+        result = self.call(arguments, context)
+        return await result if inspect.isawaitable(result) else result
+
+    async def release(self, rollout_id: str) -> None:
+        """Let the callable instance behind the tool free what it holds for a rollout."""
+        await call_optional(self.owner, "release", rollout_id)
+
+    async def close(self) -> None:
+        """Close the callable instance behind the tool, if it can be closed."""
+        await call_optional(self.owner, "close")
+
+
+async def call_optional(owner: object, method: str, *arguments: object) -> None:
+    """Call a method that `owner` may lack, sync or async."""
+    hook = getattr(owner, method, None)
+    if hook is not None:
+        result = hook(*arguments)
+        if inspect.isawaitable(result):
+            await result
+
+
+def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
+    """Names of a class's public methods, inherited ones too, in the order they were written.
+
+    Class methods (often constructors), nested classes and properties are none.
+    """
+    names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))
+    return [
+        name
+        for name in names
+        if not name.startswith("_")
+        and name not in reserved
+        and inspect.isroutine(inspect.getattr_static(cls, name))
+        and not isinstance(inspect.getattr_static(cls, name), classmethod)
+    ]
+
+
+def method_schema(cls: type, name: str) -> tuple[dict[str, Any], bool]:
+    """Return the schema of a method that is a tool, and True if it takes the ToolContext.
+
+    Raises ValueError that quotes what to add.
+    """
+    method = getattr(cls, name)
+    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+    this = [] if static else list(inspect.signature(method).parameters)[:1]
+    try:
+        return function_schema(method, name=name, hidden=this), takes_context(method)
+    except ValueError as error:
+        raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
+
+
+def method_builders(cls: type, name: str) -> dict[str, Build]:
+    """Builders of a method's structured arguments, by name."""
+    method = getattr(cls, name)
+    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+    this = [] if static else list(inspect.signature(method).parameters)[:1]
+    return argument_builders(method, hidden=this)
+
+
+def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
+    """Every public method of an object as a tool of its name.
+
+    Raises ValueError when there is none, or for one that no schema can be made of.
+    """
+    names = public_methods(type(made))
+    if not names:
+        raise ValueError(
+            f"{where}: its instances cannot be called; give the class a __call__, or public "
+            "methods, each of which is a tool then"
+        )
+    tools: dict[str, FunctionTool] = {}
+    for name in names:
+        method_schema(type(made), name)  # its error says how a method is kept from being a tool
+        tools[name] = FunctionTool(getattr(made, name), name=name)
+    tools[names[0]].owner = made  # the first one alone: an object is released and closed once
+    return tools

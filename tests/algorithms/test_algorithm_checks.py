@@ -1,0 +1,283 @@
+"""Settings of the algorithm that have no meaning together are refused, and only those.
+
+The matrix holds both directions: a setting is refused where it would change nothing, and where it
+is accepted it changes something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from loss_cases import config
+
+from agenttrain.algorithms.config import (
+    Advantage,
+    AlgorithmConfig,
+    Behaviour,
+    Correction,
+    CorrectionMode,
+    KlEstimator,
+    KlIn,
+    Ratio,
+    Reference,
+    Rewards,
+    Scale,
+    Surrogate,
+)
+from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.algorithms.losses import token_weights
+from agenttrain.settings.algorithm_checks import USES, algorithm_problems, unused
+from agenttrain.settings.run_config import RunConfig
+
+# Two rollouts in which every bound is crossed on both sides.
+BEHAVIOUR = torch.tensor([-1.0, -0.9, -0.5, -0.4, -1.2, -1.0, -0.6], dtype=torch.float64)
+NEW = BEHAVIOUR + torch.tensor([0.4, -0.1, 0.05, -0.5, -0.4, 0.5, 0.15], dtype=torch.float64)
+ENGINE = BEHAVIOUR - torch.tensor([1.2, -0.5, 0.1, 0.05, -0.8, 0.95, 0.02], dtype=torch.float64)
+REF = NEW + torch.tensor([0.1, -0.2, 0.3, 0.0, -0.1, 0.2, 0.1], dtype=torch.float64)
+ROW = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+
+CHANGED = {
+    "clip_low": 0.05,
+    "clip_high": 0.05,
+    "clip_dual": 1.3,
+    "tau_pos": 2.0,
+    "tau_neg": 2.0,
+    "vespo_k_pos": 2.5,
+    "vespo_lambda_pos": 2.5,
+    "vespo_k_neg": 2.5,
+    "vespo_lambda_neg": 2.5,
+    "ratio": Ratio.sequence_mean,
+    "kl": KlEstimator.k2,
+    "kl_bias_correction": True,
+    "correction_mode": CorrectionMode.mask,
+    "correction_max": 1.1,
+    "correction_min": 1.3,
+    "beta": 0.2,
+    "off_policy_threshold": -0.5,
+}
+BASES = [
+    config(surrogate=surrogate, beta=beta, **correction)
+    for surrogate, beta, correction in product(
+        Surrogate,
+        (0.0, 0.3),
+        (
+            {},
+            {"behaviour": Behaviour.recomputed, "correction": Correction.token},
+            {"behaviour": Behaviour.recomputed, "correction": Correction.sequence},
+        ),
+    )
+]
+
+
+def loss(settings: AlgorithmConfig) -> float:
+    inputs = LossInputs(
+        logprobs_S=NEW,
+        behaviour_S=BEHAVIOUR,
+        engine_S=ENGINE,
+        ref_logprobs_S=REF,
+        row_S=ROW,
+        advantages_B=torch.tensor([1.5, -0.75], dtype=torch.float64),
+        weights_B=token_weights(
+            torch.tensor([4, 3]), settings.aggregation, tokens=7, rollouts=2, fixed_length=8
+        ),
+    )
+    return policy_loss(inputs, settings)[0].item()
+
+
+def problems(**settings: object) -> str:
+    return "\n".join(algorithm_problems(RunConfig(algorithm=config(**settings))))
+
+
+def name(settings: AlgorithmConfig) -> str:
+    return f"{settings.surrogate}-{settings.beta}-{settings.correction}"
+
+
+@pytest.mark.parametrize("base", BASES, ids=name)
+def test_what_is_accepted_acts_and_what_is_refused_does_not(base: AlgorithmConfig) -> None:
+    assert list(algorithm_problems(RunConfig(algorithm=base))) == []
+    acting, refused = [], []
+    for key, value in CHANGED.items():
+        changed = replace(base, **{key: value})
+        told = [line for line in unused(changed) if line.startswith(f"algorithm.{key}=")]
+        acts = abs(loss(changed) - loss(base)) > 1e-9
+        (refused if told else acting).append(key)
+        assert acts == (not told), key
+    assert acting and refused
+
+
+def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
+    outside = {
+        *("name", "group_size", "num_epochs", "minibatches", "rewards", "advantage", "scale"),
+        *("surrogate", "aggregation", "mask_truncated", "top_entropy", "correction"),
+        # below, one by one
+        *("dynamic_sampling", "oversample", "kl_in", "reference", "ref_sync_steps", "ref_mixup"),
+        *("entropy_bonus", "entropy_target", "entropy_bonus_step", "entropy_bonus_max"),
+        "behaviour",
+    }
+    assert outside | set(CHANGED) == {field.name for field in fields(AlgorithmConfig)}
+    assert {key for use in USES for key in use.keys} <= {field.name for field in fields(config())}
+
+
+BATCH = {"advantage": Advantage.batch, "scale": Scale.none}
+EACH = {"rewards": Rewards.normalize_each}
+REFUSED = [
+    ({"kl_in": KlIn.reward}, "algorithm.kl_in=reward: has no effect here; it needs algorithm.beta"),
+    ({"reference": Reference.synced}, "algorithm.reference=synced: has no effect"),
+    ({"ref_mixup": 0.5, "beta": 0.1}, "needs algorithm.beta above 0 and algorithm.reference"),
+    ({"ref_sync_steps": 5}, "or algorithm.ref_sync_steps=512, the default"),
+    ({"entropy_bonus_step": 0.1, "entropy_bonus": 0.1}, "it needs algorithm.entropy_target"),
+    ({"entropy_bonus_max": 0.1}, "it needs algorithm.entropy_target"),
+    (
+        {"behaviour": Behaviour.recomputed, "surrogate": Surrogate.reinforce},
+        "algorithm.behaviour=recomputed: has no effect",
+    ),
+    ({"kl_bias_correction": True, "beta": 0.1, "kl_in": KlIn.reward}, "algorithm.kl_in=loss"),
+    ({"dynamic_sampling": 2, **BATCH}, "algorithm.dynamic_sampling=2: has no effect"),
+    ({"oversample": 1.5, **BATCH}, "or algorithm.oversample=1.0, the default"),
+    (
+        {"dynamic_sampling": 2, "beta": 0.1, "kl_in": KlIn.reward},
+        "algorithm.dynamic_sampling=2: groups are replaced by their rewards before the KL is known",
+    ),
+    (
+        {"oversample": 1.5, "beta": 0.1, "kl_in": KlIn.reward},
+        "set algorithm.kl_in=loss, or algorithm.oversample=1",
+    ),
+    ({"advantage": Advantage.batch}, "algorithm.scale=group: advantages over the mean"),
+    ({"advantage": Advantage.leave_one_out}, "algorithm.scale=none or batch"),
+    ({"group_size": 1}, "takes at least 2"),
+    ({"group_size": 0, **BATCH}, "takes at least 1"),
+    (EACH, "set algorithm.scale=batch"),
+    (
+        {**EACH, "scale": Scale.none, "advantage": Advantage.leave_one_out},
+        "set algorithm.advantage=group",
+    ),
+    ({**EACH, "scale": Scale.batch, "beta": 0.1, "kl_in": KlIn.reward}, "set algorithm.kl_in=loss"),
+    ({"clip_low": 1.0}, "must be below 1"),
+    ({"clip_dual": 1.1}, "must be above 1 + algorithm.clip_high=1.2"),
+    ({"surrogate": Surrogate.reinforce, "num_epochs": 2}, "algorithm.num_epochs=2: algorithm.surr"),
+    ({"surrogate": Surrogate.reinforce, "minibatches": 2}, "only the first update"),
+    ({"beta": 0.1, "kl": KlEstimator.k1}, "algorithm.kl_bias_correction=true"),
+    ({"beta": 0.1, "kl": KlEstimator.k2, "kl_bias_correction": True}, "would bias it"),
+    (
+        {"beta": 0.1, "kl_bias_correction": True, "ratio": Ratio.sequence_mean},
+        "set algorithm.ratio=token",
+    ),
+    ({"entropy_target": 1.0, "entropy_bonus": 2.0}, "starts above algorithm.entropy_bonus_max=1.0"),
+    ({"correction": Correction.token}, "set algorithm.behaviour=recomputed"),
+    (
+        {
+            "correction": Correction.token,
+            "behaviour": Behaviour.recomputed,
+            "correction_max": None,
+        },
+        "algorithm.correction_max=null: without a bound",
+    ),
+    (
+        {
+            "correction": Correction.token,
+            "behaviour": Behaviour.recomputed,
+            "correction_min": 3.0,
+        },
+        "must be below algorithm.correction_max=2.0",
+    ),
+    (
+        {
+            "correction": Correction.geometric,
+            "behaviour": Behaviour.recomputed,
+            "surrogate": Surrogate.vespo,
+        },
+        "set algorithm.correction=token or sequence",
+    ),
+    *(
+        (
+            {
+                "correction": Correction.token,
+                "behaviour": Behaviour.recomputed,
+                "correction_mode": CorrectionMode.mask,
+                **bound,
+            },
+            expected,
+        )
+        for bound, expected in (
+            (
+                {"correction_max": 0.5},
+                "algorithm.correction_max=0.5: must be at least 1, the ratio",
+            ),
+            ({"correction_min": 1.5}, "algorithm.correction_min=1.5: must be at most 1, the ratio"),
+        )
+    ),
+    (
+        {"top_entropy": 0.5, "ratio": Ratio.sequence_mean},
+        "algorithm.top_entropy=0.5: the gradient of algorithm.ratio=sequence_mean reaches all",
+    ),
+    (
+        {"top_entropy": 0.5, "surrogate": Surrogate.geometric_mean},
+        "algorithm.top_entropy=0.5: algorithm.surrogate=geometric_mean has one loss",
+    ),
+    *(
+        ({key: value, **needed}, f"algorithm.{key}={value}: must be {wanted}")
+        for key, value, wanted, needed in (
+            ("num_epochs", 0, "at least 1", {}),
+            ("minibatches", 0, "at least 1", {}),
+            ("oversample", 0.5, "at least 1", {}),
+            ("dynamic_sampling", -1, "0 or more", {}),
+            ("beta", -0.1, "0 or more", {}),
+            ("entropy_bonus", -0.1, "0 or more", {}),
+            ("entropy_target", -0.1, "0 or more", {}),
+            ("tau_pos", 0.0, "more than 0", {"surrogate": Surrogate.sapo}),
+            ("top_entropy", 0.0, "above 0 and at most 1", {}),
+            ("top_entropy", 1.5, "above 0 and at most 1", {}),
+            ("ref_mixup", 0.0, "above 0", {"beta": 0.1, "reference": Reference.synced}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), REFUSED)
+def test_refused(settings: dict, expected: str) -> None:
+    assert expected in problems(**settings)
+
+
+def test_a_synced_reference_needs_weights_of_its_own() -> None:
+    settings = config(beta=0.1, reference=Reference.synced)
+    run = RunConfig(algorithm=settings)
+    run.model.lora.rank = 8
+    (told,) = algorithm_problems(run)
+    assert told.endswith("set algorithm.reference=frozen")
+
+
+ACCEPTED = [
+    {"beta": 0.1, "kl_in": KlIn.reward, "kl": KlEstimator.k1},
+    {"beta": 0.1, "kl": KlEstimator.k1, "kl_bias_correction": True},
+    {"beta": 0.1, "reference": Reference.synced, "ref_sync_steps": 3, "ref_mixup": 1.0},
+    {"entropy_target": 1.0, "entropy_bonus_step": 0.1, "entropy_bonus_max": 0.5},
+    {"behaviour": Behaviour.recomputed},
+    {
+        "behaviour": Behaviour.recomputed,
+        "surrogate": Surrogate.reinforce,
+        "correction": Correction.geometric,
+        "correction_max": None,
+        "correction_min": 0.5,
+    },
+    {"group_size": 1, **BATCH},
+    {**EACH, "scale": Scale.batch},
+    {"dynamic_sampling": 2, "oversample": 1.5},
+    {"top_entropy": 0.5, "surrogate": Surrogate.cispo, "ratio": Ratio.sequence_mean},
+    {"top_entropy": 0.5, "surrogate": Surrogate.vespo},
+]
+
+
+@pytest.mark.parametrize("settings", ACCEPTED)
+def test_accepted(settings: dict) -> None:
+    assert problems(**settings) == ""
+
+
+def test_the_readme_names_every_preset() -> None:
+    root = Path(__file__).parents[2]
+    section = (root / "README.md").read_text().split("## Algorithms")[1].split("\n## ")[0]
+    presets = {file.stem for file in (root / "conf" / "algorithm").glob("*.yaml")}
+    assert {preset for preset in presets if f"`{preset}`" not in section} == set()

@@ -1,0 +1,329 @@
+"""Losses and gradients: their definition in plain Python, difference quotients, properties."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import config
+from loss_python import BONUS, FIXED_LENGTH, python_loss
+from omegaconf import OmegaConf
+
+from agenttrain.algorithms.config import (
+    Aggregation,
+    AlgorithmConfig,
+    Behaviour,
+    Correction,
+    CorrectionMode,
+    KlEstimator,
+    KlIn,
+    Ratio,
+    Surrogate,
+)
+from agenttrain.algorithms.loss import LossInputs, policy_loss
+from agenttrain.algorithms.losses import (
+    clipped_surrogate,
+    importance_ratio,
+    kl_estimate,
+    token_weights,
+    top_entropy_mask,
+)
+
+CONF = Path(__file__).parents[2] / "conf" / "algorithm"
+PRESETS = {
+    file.stem: cast(
+        AlgorithmConfig,
+        OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(file))
+        ),
+    )
+    for file in sorted(CONF.glob("*.yaml"))
+}
+# with every preset: what can be added to it
+ADDED: dict[str, dict] = {
+    "bare": {},
+    "kl": {"beta": 0.3},
+    "corrected": {
+        "behaviour": Behaviour.recomputed,
+        "correction": Correction.token,
+        "correction_max": 1.2,
+        "correction_min": 0.8,
+    },
+    "masked": {"off_policy_threshold": 0.1, "top_entropy": 0.5, "entropy_bonus": 0.1},
+}
+
+numbers = st.floats(-2, 0, allow_nan=False, width=32)
+shifts = st.floats(-0.5, 0.5, allow_nan=False, width=32)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[dict]:
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        new = draw(st.lists(numbers, min_size=1, max_size=4))
+        old = [x + draw(shifts) for x in new]
+        rows.append(
+            {
+                "new": new,
+                "at": new,
+                "old": old,
+                "ref": [x + draw(shifts) for x in new],
+                "engine": [x + draw(shifts) for x in old],
+                "entropy": [draw(shifts) + 0.5 for _ in new],
+                "kept": [draw(st.booleans()) for _ in new],
+                "advantage": draw(st.sampled_from([-1.5, -0.25, 0.0, 0.5, 2.0])),
+            }
+        )
+    return rows
+
+
+configs = st.builds(
+    AlgorithmConfig,
+    name=st.just("test"),
+    surrogate=st.sampled_from(Surrogate),
+    ratio=st.sampled_from(Ratio),
+    aggregation=st.sampled_from(Aggregation),
+    beta=st.sampled_from([0.0, 0.3]),
+    kl=st.sampled_from(KlEstimator),
+    kl_bias_correction=st.booleans(),
+    clip_low=st.sampled_from([0.1, 0.2]),
+    clip_high=st.sampled_from([0.2, 0.28]),
+    clip_dual=st.sampled_from([None, 1.5]),
+    correction=st.sampled_from(Correction),
+    correction_mode=st.sampled_from(CorrectionMode),
+    correction_max=st.sampled_from([0.7, 0.9, 1.3]),
+    correction_min=st.sampled_from([None, 0.6]),
+    off_policy_threshold=st.sampled_from([None, -0.1, 0.2]),
+    entropy_bonus=st.sampled_from([0.0, 0.1]),
+)
+
+
+def tensor_inputs(rows: list[dict], settings_: AlgorithmConfig, whole: list[dict]) -> LossInputs:
+    """Our inputs for `rows`, a part of the update `whole`."""
+
+    def packed(key: str) -> torch.Tensor:
+        return torch.tensor([x for row in rows for x in row[key]], dtype=torch.float64)
+
+    lengths = torch.tensor([len(row["new"]) for row in rows])
+    return LossInputs(
+        logprobs_S=packed("new").requires_grad_(),
+        behaviour_S=packed("old"),
+        engine_S=packed("engine"),
+        ref_logprobs_S=packed("ref"),
+        entropy_S=packed("entropy").requires_grad_(),
+        kept_S=packed("kept").bool(),
+        row_S=torch.repeat_interleave(torch.arange(len(rows)), lengths),
+        advantages_B=torch.tensor([row["advantage"] for row in rows], dtype=torch.float64),
+        weights_B=token_weights(
+            lengths,
+            settings_.aggregation,
+            tokens=sum(len(row["new"]) for row in whole),
+            rollouts=len(whole),
+            fixed_length=FIXED_LENGTH,
+        ),
+        bonus=BONUS * settings_.has_bonus,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=batches(), settings_=configs)
+def test_loss_is_its_definition(rows: list[dict], settings_: AlgorithmConfig) -> None:
+    loss, _ = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
+    assert loss.item() == pytest.approx(python_loss(rows, settings_), abs=1e-10, rel=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=batches(), settings_=configs, cut=st.integers(0, 4), seed=st.integers(0, 99))
+def test_neither_order_nor_microbatches_change_the_loss(
+    rows: list[dict], settings_: AlgorithmConfig, cut: int, seed: int
+) -> None:
+    inputs = tensor_inputs(rows, settings_, rows)
+    whole, _ = policy_loss(inputs, settings_)
+    (gradient,) = torch.autograd.grad(whole, inputs.logprobs_S)
+    by_row = dict(zip(map(id, rows), gradient.split([len(r["new"]) for r in rows]), strict=True))
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    total = 0.0
+    for part in (shuffled[:cut], shuffled[cut:]):
+        if part:
+            inputs = tensor_inputs(part, settings_, rows)
+            loss, _ = policy_loss(inputs, settings_)
+            total += loss.item()
+            (found,) = torch.autograd.grad(loss, inputs.logprobs_S)
+            expected = torch.cat([by_row[id(row)] for row in part])
+            assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12, rel=1e-9)
+    assert total == pytest.approx(whole.item(), abs=1e-11, rel=1e-9)
+
+
+ROWS = [
+    {
+        "new": [-0.5, -1.0, -0.2],
+        "old": [-0.65, -0.9, -0.7],
+        "ref": [-0.4, -1.3, -0.3],
+        "engine": [-0.6, -1.2, -0.72],
+        "entropy": [0.9, 1.4, 0.2],
+        "kept": [1, 1, 0],
+        "advantage": 1.5,
+    },
+    {
+        "new": [-1.1, -0.3],
+        "old": [-0.9, -0.45],
+        "ref": [-1.0, -0.6],
+        "engine": [-0.9, -0.4],
+        "entropy": [0.5, 0.7],
+        "kept": [0, 1],
+        "advantage": -0.75,
+    },
+]
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradient_is_the_difference_quotient(preset: str, added: str) -> None:
+    settings_ = replace(PRESETS[preset], **ADDED[added])
+    rows = [{**row, "at": row["new"]} for row in ROWS]
+    inputs = tensor_inputs(rows, settings_, rows)
+    loss, _ = policy_loss(inputs, settings_)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs_S)
+    h = 1e-6
+    for index, (row, token) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]):
+        quotients = []
+        for step in (h, -h):
+            moved = [{**r, "new": list(r["new"])} for r in rows]
+            moved[row]["new"][token] += step
+            quotients.append(python_loss(moved, settings_))
+        difference = (quotients[0] - quotients[1]) / (2 * h)
+        assert gradient[index].item() == pytest.approx(difference, abs=1e-8)
+    # GSPO's and LUSPO's narrow clips leave nothing of these rows.
+    assert gradient.abs().max() > 0 or preset in ("gspo", "luspo")
+
+
+def test_the_bonus_is_a_gradient_of_the_entropy() -> None:
+    settings_ = config(entropy_bonus=0.1)
+    inputs = tensor_inputs([{**row, "at": row["new"]} for row in ROWS], settings_, ROWS)
+    loss, _ = policy_loss(inputs, settings_)
+    (gradient,) = torch.autograd.grad(loss, inputs.entropy_S)
+    # -0.25 where the token is kept
+    assert gradient.tolist() == [-0.25, -0.25, 0.0, 0.0, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "lacking"),
+    [
+        (config(correction=Correction.token), "engine_S"),
+        (config(off_policy_threshold=0.1), "engine_S"),
+        (config(beta=0.1), "ref_logprobs_S"),
+        (config(entropy_bonus=0.1), "entropy_S"),
+    ],
+)
+def test_what_the_loss_lacks_is_named(settings_: AlgorithmConfig, lacking: str) -> None:
+    inputs = replace(tensor_inputs(ROWS, settings_, ROWS), **{lacking: None})
+    with pytest.raises(ValueError, match=lacking):
+        policy_loss(inputs, settings_)
+
+
+def test_clipping_removes_the_gradient_only_where_it_would_go_on() -> None:
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss = clipped_surrogate(ratio, advantages, low=0.2, high=0.25)
+    # -1.25 (clipped), 1.5, -0.5, 0.8 (clipped)
+    assert loss.tolist() == pytest.approx([-1.25, 1.5, -0.5, 0.8])
+    loss.sum().backward()
+    assert ratio.grad.tolist() == [0.0, 1.0, -1.0, 0.0]
+
+
+def test_ratio_levels() -> None:
+    new = torch.tensor([0.1, 0.3, 0.7])
+    rows = torch.tensor([0, 0, 1])
+    ratios = {
+        level: importance_ratio(new, torch.zeros(3), rows, rollouts=2, level=level).log().tolist()
+        for level in Ratio
+    }
+    assert ratios[Ratio.token] == pytest.approx([0.1, 0.3, 0.7])
+    assert ratios[Ratio.sequence_mean] == pytest.approx([0.2, 0.2, 0.7])
+    assert ratios[Ratio.sequence_sum] == pytest.approx([0.4, 0.4, 0.7])
+
+
+def test_kl_estimators() -> None:
+    new, ref = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    values = {e: kl_estimate(new, ref, e).item() for e in KlEstimator}
+    # d = 0.5: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
+    assert values[KlEstimator.k1] == 0.5
+    assert values[KlEstimator.k2] == 0.125
+    assert values[KlEstimator.k3] == pytest.approx(0.10653065971263342, abs=1e-15)
+
+
+def test_the_top_entropy_of_equal_tokens_goes_by_place() -> None:
+    entropy = torch.tensor([1.0, 1.0, 1.0, 2.0, 0.0])
+    places = torch.tensor([4, 2, 0, 3, 1])
+    for share, expected in (
+        (0.2, [0, 0, 0, 1, 0]),  # 5 - ceil(.8 x 4) = 1
+        (0.5, [0, 1, 1, 1, 0]),  # 5 - ceil(.5 x 4) = 3: of the ones those of places 0 and 2
+        (0.75, [1, 1, 1, 1, 0]),
+    ):
+        for rounding in torch.randn(4, 5, generator=torch.Generator().manual_seed(0)) * 1e-6:
+            assert top_entropy_mask(entropy + rounding, places, share).int().tolist() == expected
+
+
+def row(**values: object) -> dict:
+    length = len(values["new"])
+    return {"engine": values["old"], "entropy": [1.0] * length, "kept": [1] * length, **values}
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_too() -> None:
+    rows = [row(new=[-0.5], old=[-0.5], ref=[-2.0], advantage=1.0)]
+    settings_ = config(beta=0.5, kl=KlEstimator.k1, kl_in=KlIn.reward)
+    loss, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
+    assert loss.item() == -1.0
+    assert "kl" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("advantage", "settings_", "expected"),
+    [
+        (1.0, {}, -1.2),  # min(inf, 1.2)
+        (-1.0, {"clip_dual": 3.0}, 3.0),  # min(inf, 3)
+        (1.0, {"surrogate": Surrogate.sapo}, -4.0),  # a gate that is wholly open: 4 / tau
+    ],
+)
+def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
+    advantage: float, settings_: dict, expected: float
+) -> None:
+    """e^200 is no float32: the clip leaves its bound, and no gradient."""
+    logprobs = torch.zeros(400, requires_grad=True)
+    algorithm = config(ratio=Ratio.sequence_sum, aggregation=Aggregation.sequence_mean, **settings_)
+    inputs = LossInputs(
+        logprobs_S=logprobs,
+        behaviour_S=torch.full((400,), -0.5),
+        row_S=torch.zeros(400, dtype=torch.long),
+        advantages_B=torch.tensor([advantage]),
+        weights_B=torch.tensor([1 / 400]),
+    )
+    loss, _ = policy_loss(inputs, algorithm)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert logprobs.grad.abs().max() == 0
+
+
+def test_what_is_no_number_is_no_ratio() -> None:
+    new = torch.tensor([0.1, torch.nan])
+    ratio = importance_ratio(new, torch.zeros(2), torch.arange(2), rollouts=2, level=Ratio.token)
+    assert ratio.isnan().tolist() == [False, True]
+
+
+def test_clip_ratios_count_rollouts_where_ratios_are_of_rollouts() -> None:
+    rows = [
+        row(new=[0.2, 0.2], old=[0.0, 0.0], ref=[0.0, 0.0], advantage=1.0),  # clipped
+        row(new=[0.0], old=[0.0], ref=[0.0], advantage=1.0),
+    ]
+    by_level = {}
+    for level in (Ratio.token, Ratio.sequence_sum):
+        settings_ = config(ratio=level)
+        _, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
+        by_level[level] = metrics["clip_ratio/high_mean"].tolist()
+    assert by_level == {Ratio.token: [2.0, 3.0], Ratio.sequence_sum: [1.0, 2.0]}

@@ -1,0 +1,229 @@
+"""Grammars of calls without an engine: what they say, who gets which, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from dataclasses import replace
+
+import engine_kit
+import parts
+import pytest
+import tiny
+from parts import LIMITS, add, call, toolbox
+
+from agenttrain import cli
+from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
+from agenttrain.chat.encoding import ChatError
+from agenttrain.chat.fixes import families
+from agenttrain.chat.grammar import CallGrammar
+from agenttrain.chat.loading import load_chat
+from agenttrain.commands.templates import original, small_tokenizer
+from agenttrain.data.tasks import TaskSource
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.scripted import ScriptedEngine
+from agenttrain.environments.environments import Environments
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.rollout.row_tools import grammar_of
+from agenttrain.runs.setup import check_rows
+from agenttrain.settings.checks import check_structured
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.types import ConfigError, RowTool, Sampling
+
+ADD = {
+    "type": "sequence",
+    "elements": [
+        {"type": "const_string", "value": '\n{"name": "add", "arguments": '},
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "One number."},
+                    "b": {"type": "integer", "description": "The other."},
+                },
+                "required": ["a", "b"],
+            },
+            "max_whitespace_cnt": 8,
+        },
+        {"type": "const_string", "value": "}\n</tool_call>"},
+    ],
+}
+"""What may follow <tool_call>, with the blanks of the template's own calls."""
+ORIGINALS = [(name, one) for name, f in families().items() for one in f.originals if f.tools]
+HAVE_ONE = {"qwen2.5", "qwen3", "qwen3-2507", "qwen3-vl"}
+ON = ("rollout.structured_calls=true", "engine=vllm")
+RIGHT = ("algorithm.correction=token", "algorithm.behaviour=recomputed")
+UNWATCHED = "guards.logprob_gap.limit=null"
+
+
+def test_free_text_reasoning_and_calls() -> None:
+    chat = parts.chat()
+    found = json.loads(grammar_of(chat, toolbox(add).schemas()))["format"]
+    calls = {"type": "or", "elements": [ADD]}
+    answer = {
+        "type": "dispatch",
+        "rules": [["<tool_call>", calls]],
+        "excludes": [],
+        "loop": True,
+    }
+    free = {"type": "any_text", "excludes": ["</think>"]}
+    closed = [free, {"type": "const_string", "value": "</think>"}, answer]
+    thought = {"type": "or", "elements": [{"type": "sequence", "elements": closed}, free]}
+    assert found["rules"] == [
+        ["<tool_call>", {"type": "sequence", "elements": [calls, answer]}],
+        ["<think>", thought],
+    ]
+    assert (found["type"], found["loop"], found["excludes"]) == ("dispatch", False, [])
+    inside = CallGrammar(chat.response, chat.render).of(toolbox(add).schemas(), in_reasoning=True)
+    assert json.loads(inside)["format"] == thought, "the prompt has opened it"
+
+
+def test_without_a_tool_no_call_is_opened() -> None:
+    found = json.loads(grammar_of(parts.chat(), []))["format"]
+    assert found["excludes"] == ["<tool_call>"]
+    assert [text for text, _ in found["rules"]] == ["<think>"]
+
+
+def test_a_schema_means_to_the_grammar_what_it_means_to_the_tool() -> None:
+    """`nullable` is transformers' own word, and a schema without `type` is an object's."""
+    parameters = {"properties": {"a": {"type": "integer", "nullable": True}}}
+    schema = {"type": "function", "function": {"name": 'a"b', "parameters": parameters}}
+    text = grammar_of(parts.chat(), [schema])
+    read = {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}
+    assert json.dumps({"json_schema": read})[1:-1] in text
+    assert json.dumps('\n{"name": "a\\"b", "arguments": ') in text
+
+
+def test_each_rollout_has_the_grammar_of_its_own_tools() -> None:
+    own = RowTool(
+        name="plus",
+        description="Add.",
+        parameters={"properties": {"answer": {"enum": ["1", "2"]}}, "required": ["answer"]},
+        executor="final_answer",
+    )
+
+    def sent(tools, structured: bool = True) -> list[str | None]:
+        engine = ScriptedEngine(parts.script(call("add", '{"a": 3, "b": 4}'), "7<|im_end|>"))
+        asyncio.run(
+            run_rollout(
+                RolloutRequest(task=replace(parts.TASK, tools=tools)),
+                RolloutContext(
+                    engine=engine,
+                    chat=parts.chat(),
+                    toolbox=toolbox(),
+                    limits=replace(LIMITS, structured_calls=structured),
+                ),
+            )
+        )
+        return [one.sampling.grammar for one in engine.sent]
+
+    schemas = toolbox().schemas()
+    plus = {"type": "function", "function": {"name": "plus", "parameters": own.parameters}}
+    rows = [(None, schemas), (("add",), schemas[:1]), ((own, "add"), [plus, schemas[0]])]
+    for tools, expected in rows:
+        assert sent(tools) == [grammar_of(parts.chat(), expected)] * 2
+    assert sent(None, structured=False) == [None, None]
+
+
+def test_engines_without_grammars_refuse_them() -> None:
+    async def main() -> None:
+        async with engine_kit.running(tiny.model()) as engine:
+            with pytest.raises(EngineError, match="engine=transformers has none"):
+                await engine.generate([1, 7], Sampling(max_tokens=2, grammar="{}"), session="a")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("schema", ["qwen_xml", "llama3", "mistral", "gpt_oss"])
+def test_formats_without_a_grammar(schema: str) -> None:
+    chat = load_chat(tiny.tokenizer(), ChatTemplateConfig(), ResponseSchemaConfig(name=schema))
+    with pytest.raises(ChatError, match="structured_calls=true: the response schema does not"):
+        rows = {"data.train": TaskSource([{"prompt": "a"}])}
+        check_rows(chat, toolbox(add), Environments(), rows, structured_calls=True)
+
+
+@pytest.mark.parametrize(("family", "source"), ORIGINALS)
+def test_families_of_json_between_marks_have_one(family: str, source: str) -> None:
+    text = original(source)
+    assert text is not None, "pip install 'agenttrain[test]'"
+    tokenizer = copy.copy(small_tokenizer(families()[family]))
+    tokenizer.chat_template = text
+    chat = load_chat(tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
+    if family in HAVE_ONE:
+        found = json.loads(grammar_of(chat, toolbox(add).schemas()))
+        assert ADD in elements(found)
+        return
+    with pytest.raises(ChatError, match=r"^rollout\.structured_calls=true: "):
+        chat.grammar([])
+
+
+def elements(found: object) -> list[object]:
+    """Everything in a JSON value."""
+    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return [found, *(item for one in inner for item in elements(one))]
+
+
+def test_a_template_that_writes_calls_otherwise() -> None:
+    chat = parts.chat()
+    chat.template = tiny.TEMPLATE.replace('"arguments": ', '"parameters": ')
+    with pytest.raises(ChatError, match="the chat template does not write calls as the response"):
+        chat.grammar([])
+
+
+def refused(verb: str, *overrides: str) -> list[str]:
+    with hydra_session(Source()):
+        config = compose_run([*ON, *overrides], Source()).config
+    try:
+        check_structured(verb, config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([UNWATCHED], "algorithm.correction=none: with rollout.structured_calls=true completions"),
+        (
+            [UNWATCHED, "algorithm.correction=geometric", RIGHT[1]],
+            "algorithm.correction=geometric: with rollout.structured_calls=true",
+        ),
+        (
+            [UNWATCHED, *RIGHT, "algorithm.correction_min=0.5"],
+            "algorithm.correction_min=0.5: with rollout.structured_calls=true it would raise",
+        ),
+        (
+            [UNWATCHED, *RIGHT, "algorithm.beta=0.1"],
+            "algorithm.beta=0.1: with rollout.structured_calls=true tokens are not the policy's",
+        ),
+        (
+            [UNWATCHED, *RIGHT, "algorithm.off_policy_threshold=0.1"],
+            "algorithm.off_policy_threshold=0.1: with rollout.structured_calls=true it would take",
+        ),
+        (RIGHT, "guards.logprob_gap.limit=1.0: with rollout.structured_calls=true the gap"),
+    ],
+)
+def test_training_weighs_what_the_grammar_changed(overrides: list[str], expected: str) -> None:
+    (told,) = refused("train", *overrides)
+    assert told.startswith(expected)
+    assert refused("eval", *overrides) == [], "no gradient comes of it"
+
+
+def test_what_training_takes() -> None:
+    assert refused("train", *RIGHT, UNWATCHED) == []
+    sequence = ("algorithm.correction=sequence", RIGHT[1])
+    assert refused("train", *sequence, UNWATCHED) == []
+    in_reward = ("algorithm.beta=0.1", "algorithm.kl_in=reward")
+    assert refused("train", *RIGHT, UNWATCHED, *in_reward) == []
+    masked = ("algorithm.correction_min=0.5", "algorithm.correction_mode=mask")
+    assert refused("train", *RIGHT, UNWATCHED, *masked) == []
+
+
+def test_the_command_names_both_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *ON]) == 2
+    told = capsys.readouterr().err
+    assert "algorithm.correction=none: with rollout.structured_calls=true" in told
+    assert "set algorithm.correction=token or sequence, with algorithm.behaviour=recomputed" in told
+    assert "add guards.logprob_gap.limit=null" in told

@@ -1,0 +1,233 @@
+"""What is looked at before a run starts: template, response schema, and the first prompts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+from agenttrain.cli import main
+from agenttrain.data.bundled import shop
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.machine import Machine, machine_problems
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tracking.run_folder import read_summary
+from agenttrain.utils.model_path import model_folder
+
+REFUSES = "{%- for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{%- endfor %}"
+LEAVES_OUT = tiny.TEMPLATE.replace("messages[0].role == 'system'", "false").replace(
+    "or (m.role == 'system' and not loop.first)", ""
+)
+SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+
+
+def check(folder: Path, template: str, rows: list[dict[str, Any]]) -> int:
+    """`agenttrain check` of a run without tools on these rows."""
+    model = folder / "model"
+    tokenizer = copy.copy(tiny.tokenizer())
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    shutil.copy(model_folder("bundled:shop") / "config.json", model)
+    (model / "model.safetensors").write_bytes(b"")
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"data.{split}.path={path}" for split in ("train", "test")]
+    run = ["experiment=none", "model=folder", f"model.path={model}", "data=file", "tools=[]"]
+    return main(["check", *run, *data, "stop_tools=[]", "reward.exact_match.tool=null"])
+
+
+def test_prompts_that_render_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [{"messages": SYSTEM, "answer": "4", "user_turns": ["3 + 3?"]}, {"prompt": "1 + 1?"}]
+    assert check(tmp_path, tiny.TEMPLATE, rows) == 0
+    # <s> user \n 1 ␣+ ␣ 1 ? </s> \n <s> assistant \n is the shorter prompt
+    assert "the first 2 of data.train have 13 to " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (REFUSES + tiny.TEMPLATE, {"messages": SYSTEM}, "refuses system messages (no), and this"),
+        (LEAVES_OUT, {"messages": SYSTEM}, "leaves out system messages, and this task has one"),
+        (
+            "{%- if messages[0].role != 'user' %}{{ raise_exception('user first') }}{%- endif %}"
+            + tiny.TEMPLATE,
+            {"messages": [{"role": "assistant", "content": "Hi."}, SYSTEM[1]]},
+            "refuses messages of the roles ['assistant', 'user']: user first",
+        ),
+    ],
+)
+def test_a_row_that_the_template_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture, template: str, row: dict, message: str
+) -> None:
+    rows = [{"prompt": "1 + 1?"}, {"task_id": "second", **row}]
+    assert check(tmp_path, template, rows) == 2
+    found = capsys.readouterr()
+    assert "certificate passed" in found.out
+    assert found.err.startswith("agenttrain: data.train: task second: the ")
+    assert message in found.err
+
+
+def test_a_later_user_turn_that_the_template_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    template = tiny.TEMPLATE.replace(
+        "{%- for m in messages %}",
+        "{%- if messages | length > 6 %}{{ raise_exception('too many') }}{%- endif %}"
+        "{%- for m in messages %}",
+    )
+    rows = [{"task_id": "talk", "prompt": "1 + 1?", "user_turns": ["and?"] * 3}]
+    assert check(tmp_path, template, rows) == 2
+    assert "data.train: task talk: the chat template refuses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "message"),
+    [
+        ("chat_template", "{% if a %}\n{{ b }", "has a syntax error in line 2: unexpected '}'"),
+        ("response_schema", "call_open: <call>\ncall_clos: </call>", "did you mean call_close"),
+        ("response_schema", "{", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_told_before_tokenizer_and_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture, group: str, text: str, message: str
+) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    assert main(["check", f"{group}=file", f"{group}.path={path}"]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert f"agenttrain: {group}.path={path}" in found.err
+    assert message in found.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["distributed=ddp"], "distributed=ddp: there is no GPU here"),
+        (["training.mixed_precision=fp16"], "training.mixed_precision=fp16: needs a GPU"),
+        (["model.lora.rank=4", "model.lora.targets=[q]"], "Qwen3ForCausalLM has no module q"),
+        (["eval.group_by=hop"], "eval.group_by=hop: the rows have no such column (did you mean"),
+        (["engine.max_context=4096"], "must lie between 2 and the model's 1024 positions"),
+        (
+            ["engine.max_context=30", "rollout.max_turn_tokens=8"],
+            "data.train: the prompts of all 16 tasks that are drawn first leave no room: they have "
+            "35 tokens or more, and the context is engine.max_context=30; raise it, or give short",
+        ),
+    ],
+)
+def test_check_and_run_refuse_the_same(
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agenttrain.launch.orders.count_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert main([f"hydra.run.dir={tmp_path}/run", *overrides, "tracker=none"]) != 0
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("run/rollouts/*"))
+
+
+def test_everything_that_stands_against_a_run_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agenttrain.launch.orders.count_gpus", lambda: 0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("steps: 1\n")
+    wrong = ["distributed=fsdp2", f"hydra.run.dir={folder}", "eval.group_by=hop"]
+    assert main(["check", *wrong]) == 2
+    found = capsys.readouterr()
+    assert "certificate passed" in found.out
+    first, second, third = found.err.splitlines()
+    assert "eval.group_by=hop" in first
+    assert "distributed=fsdp2: there is no GPU here" in second
+    assert "holds a run already" in third
+
+
+def test_single_prompts_without_room_are_counted(capsys: pytest.CaptureFixture) -> None:
+    assert main(["check", "engine.max_context=36", "rollout.max_turn_tokens=8"]) == 0
+    told = "note: 6 of the first 8 of data.train fill the context of 36 tokens and would be left"
+    assert told in capsys.readouterr().out
+
+
+def test_weights_that_were_copied_in_part(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_folder("bundled:shop"), model)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["check", f"model.path={model}"]) == 2
+    assert "index.json names model-2.safetensors, which the folder lacks" in capsys.readouterr().err
+    (model / "config.json").write_text("{}")
+    assert main(["check", f"model.path={model}"]) == 2
+    assert f"model.path={model}: cannot be loaded: " in capsys.readouterr().err
+
+
+def test_a_run_without_test_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [shop.row("train", 0, index) for index in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["data=file", "data.train.path=rows.jsonl"]
+    short = ["debug=tiny", "steps=1", "tracker=none", "hydra.run.dir=run"]
+    assert main([*data, *short]) == 0
+    told = "data.test: names no rows, so evaluations are left out; data.test_fraction=0.1 holds"
+    assert capsys.readouterr().out.count(told) == 1
+    assert read_summary(Path("run"))["eval"]["after"] == {"scores": []}
+    # The setting stays as it was: with rows the run can be evaluated.
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["eval"]["questions"] == 4
+    assert main(["eval", "run=run"]) == 2
+    assert "data.test: names no rows to evaluate on; add data.test.path" in capsys.readouterr().err
+    assert main(["check", "resume=run", "steps=2"]) == 0
+    assert told in capsys.readouterr().out
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert main(["check", "resume=run", "steps=2"]) == 2
+    assert "rows of data.train changed" in capsys.readouterr().err
+
+
+def machine(gpus: int) -> Machine:
+    return Machine(lambda: gpus)
+
+
+def run_with(*overrides: str) -> RunConfig:
+    with hydra_session(Source()):
+        return compose_run(overrides, Source()).config
+
+
+def test_a_machine_is_looked_at_only_where_settings_depend_on_it() -> None:
+    def never() -> int:
+        raise AssertionError("torch would be imported")
+
+    assert machine_problems("check", [run_with()], Machine(never)) == []
+    ddp = run_with("distributed=ddp", "training.mixed_precision=fp16")
+    for verb in ("check", "train", "sft", "eval"):
+        assert len(machine_problems(verb, [ddp, ddp], machine(0))) == 2
+        assert machine_problems(verb, [ddp], machine(2)) == []
+    assert machine_problems("plan", [ddp], Machine(never)) == []
+
+
+def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = run_with("engine=vllm", "engine.vllm.tensor_parallel_size=4")
+    monkeypatch.setattr("agenttrain.settings.optimizer_checks.find_spec", lambda name: None)
+    (line,) = machine_problems("check", [shared], machine(2))
+    assert line.startswith("engine=vllm: vLLM is not installed here")
+    assert machine_problems("sft", [shared], machine(2)) == []
+    monkeypatch.setattr("agenttrain.settings.optimizer_checks.find_spec", lambda name: object())
+    (line,) = machine_problems("check", [shared], machine(2))
+    assert line == "engine.vllm.tensor_parallel_size=4: this machine has 2 GPUs; lower it"
+    assert machine_problems("check", [shared], machine(4)) == []
+
+
+def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["check", "chat_template=file", f"chat_template.path={tmp_path}"]) == 2
+    assert "is a folder; name the file in it" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Sizes that are told before a run, against those that are measured in one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import tiny
+import torch
+from allocated import Allocated
+from training_cases import random_groups
+
+from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.cache import final_capacity
+from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.training import sharding
+from agenttrain.training.batch import make_rows
+from agenttrain.training.config import LoraSettings, OptimizerConfig, OptimizerName
+from agenttrain.training.footprint import (
+    LAYER_GRADIENTS,
+    Saved,
+    cached_shapes,
+    empty_model,
+    head_bytes,
+    updating,
+    weight_bytes,
+)
+from agenttrain.training.logprobs import Scorer, checkpoint_layers, packed_hidden
+from agenttrain.training.lora import add_lora
+from agenttrain.training.optimizers import MasterWeights, build_optimizer
+from agenttrain.types import Sampling
+
+CPU = torch.device("cpu")
+FORMATS = (torch.float32, torch.bfloat16)
+
+
+def empty(model: torch.nn.Module, lora: LoraSettings | None = None) -> torch.nn.Module:
+    return empty_model(model.config, model.dtype, lora or LoraSettings())
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of distinct storages."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parts = getattr(optimizer, "parts", [])
+    own = [t for state in optimizer.state.values() for t in state.values()]
+    return [t for part in parts for t in state_tensors(part)] + own
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_empty_model_has_the_weights_of_a_real_one(dtype, rank):
+    real = tiny.model().to(dtype)
+    lora = LoraSettings(rank=rank)
+    if rank:
+        add_lora(real, lora)
+    found = empty(real, lora)
+    assert all(p.is_meta for p in found.parameters())
+    assert weight_bytes(found) == storage_bytes(list(real.parameters()))
+    assert len(sharding.layers(found)) == 2
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_optimizer_holds_what_was_told(dtype, name, rank):
+    real = tiny.model().to(dtype)
+    lora, settings = LoraSettings(rank=rank), OptimizerConfig(name=name)
+    if rank:
+        add_lora(real, lora)
+    optimizer = build_optimizer(real, settings)
+    trained = [p for p in real.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    told = updating(empty(real, lora), settings)
+    assert told.moments == storage_bytes(state_tensors(optimizer))
+    copies = [m for _, m in optimizer.pairs] if isinstance(optimizer, MasterWeights) else []
+    assert told.masters == storage_bytes(copies)
+    # 4 bytes of a number; in bfloat16 2, and 4 of the sum over microbatches
+    size = 4 if dtype is torch.float32 else 2 + 4
+    assert told.gradients == size * sum(p.numel() for p in trained)
+
+
+@pytest.mark.parametrize("first, longest", [(10, 40), (40, 200)])
+def test_an_engines_cache_is_as_large_as_was_told(first, longest):
+    model, limit = tiny.model(), 512
+
+    async def rollouts() -> TransformersEngine:
+        engine = TransformersEngine(model, EngineConfig(max_context=limit, max_rows=3))
+        await asyncio.gather(
+            *(
+                engine.generate(
+                    [7 + i] * first, Sampling(max_tokens=longest - first, seed=i), session=str(i)
+                )
+                for i in range(3)
+            )
+        )
+        await engine.aclose()
+        return engine
+
+    cache = asyncio.run(rollouts())._worker.decoder.cache
+    token = sum(key + value for key, value in cached_shapes(empty(model))) * 4
+    # 2 layers x (keys + values) x 2 heads of 8 numbers x 4 bytes
+    assert token == 2 * 2 * 2 * 8 * 4
+    held = storage_bytes([t for layer in cache.layers for t in (layer.keys, layer.values)])
+    assert held == (3 * final_capacity(first, longest, limit) + 1) * token
+
+
+@pytest.mark.parametrize(
+    "first, longest, limit, capacity",
+    [
+        (10, 60, 1024, 64),
+        (10, 65, 1024, 128),
+        (100, 300, 1024, 512),  # 128, 256, 512
+        (100, 300, 300, 320),  # 128, 256, then the limit, rounded up to 64
+    ],
+)
+def test_rows_grow_by_doubling_up_to_the_context(first, longest, limit, capacity):
+    assert final_capacity(first, longest, limit) == capacity
+
+
+def microbatch(scorer: Scorer):
+    """320 tokens or so in 8 rows."""
+    rows = [make_rows(one)[0] for group in random_groups(0, longest=60) for one in group]
+    (batch,) = scorer.pack(rows, 10_000, CPU)
+    return batch
+
+
+def real_model(**sizes):
+    return tiny.model(hidden_size=64, intermediate_size=192, num_hidden_layers=3, **sizes)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_what_a_forward_pass_keeps(dtype):
+    model = real_model().to(dtype)
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, share_prefix="never")
+    batch = microbatch(scorer)
+    with scorer.ready(), Allocated() as seen:
+        hidden = packed_hidden(model, batch.token_ids_T, batch.segments)
+        kept = seen.live
+    assert hidden.requires_grad
+    told = Saved(empty(model), None)(batch.token_ids_T.numel())
+    assert 0.9 < told / kept < 1.25
+
+
+def test_what_is_kept_grows_by_the_token():
+    saved = Saved(empty(real_model()), None)
+    assert saved(1024) - saved(768) == saved(512) - saved(256) > 0
+    assert saved(256) - saved(128) == 128 * (saved(1001) - saved(1000))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("vocabulary, budget_mb", [(320, 1024), (8000, 1024), (8000, 1)])
+def test_the_largest_moment_of_a_backward_pass(checkpointing, vocabulary, budget_mb):
+    model = real_model(vocab_size=vocabulary)
+    scorer = Scorer(model, temperature=1.0, logits_budget_mb=budget_mb, share_prefix="never")
+    batch = microbatch(scorer)
+    if checkpointing:
+        checkpoint_layers(model)
+
+    def step() -> None:
+        with scorer.ready():
+            logprobs_S, _ = scorer(batch)
+            logprobs_S.sum().backward()
+
+    step()  # the gradients are there, as they are from the second microbatch on
+    with Allocated() as seen:
+        step()
+    hollow, tokens = empty(model), batch.token_ids_T.numel()
+    saved = Saved(hollow, None)(tokens)
+    sampled = batch.targets_S.numel()
+    head = head_bytes(hollow, sampled, budget_mb=budget_mb, autocast=False, device="cpu")
+    # 3 layers: an input of 64 numbers of 4 bytes per token and layer, one layer again
+    again = saved / 3 * LAYER_GRADIENTS
+    told = 3 * tokens * 64 * 4 + max(again, head) if checkpointing else saved + head
+    assert 0.9 < told / seen.peak < 1.4
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("budget_mb, tokens", [(1024, 600), (1, 600)])
+def test_the_head_takes_what_was_told(dtype, budget_mb, tokens):
+    from agenttrain.training.head import LogitTransform
+    from agenttrain.training.logprobs import head_logprobs
+
+    model = tiny.model(hidden_size=64, vocab_size=20_000).to(dtype)
+    head = model.get_output_embeddings()
+    hidden_SH = torch.randn(tokens, 64, dtype=dtype, requires_grad=True)
+    labels_S = torch.arange(tokens)
+    with Allocated() as seen:
+        logprobs_S, _ = head_logprobs(
+            hidden_SH, head, labels_S, transform=LogitTransform(), logits_budget_mb=budget_mb
+        )
+        logprobs_S.sum().backward()
+    told = head_bytes(empty(model), tokens, budget_mb=budget_mb, autocast=False, device="cpu")
+    assert 0.95 < told / seen.peak < 1.35

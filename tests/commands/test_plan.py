@@ -1,0 +1,396 @@
+"""`agenttrain plan`: what fits, from a folder that holds a config.json and nothing else."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agenttrain import cli
+from agenttrain.commands.plan.command import parse
+from agenttrain.commands.plan.estimate import GIB, Machine, Sizes, When, estimate
+from agenttrain.commands.plan.remedies import Planner
+from agenttrain.engines.config import EngineDtype
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.run_config import RunConfig
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+# vocabulary 151936 x 1024; per layer q and o 2 x 1024 x 2048, k and v 2 x 1024 x 1024,
+# gate, up, down 3 x 1024 x 3072, norms 2 x 1024 + 2 x 128; the last norm 1024
+WEIGHTS = 151936 * 1024 + 28 * (2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072 + 2304) + 1024
+TOKEN_CACHE = 28 * 2 * 8 * 128
+"""Numbers: layers, keys and values, heads, their size."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder without weights and without a tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    return tmp_path
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    """The same with two of its layers."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_06B, "num_hidden_layers": 2}))
+    return tmp_path
+
+
+def plan(capsys, folder: Path, *arguments: str) -> tuple[int, dict]:
+    model = ("experiment=none", "model=folder", f"model.path={folder}")
+    code = cli.main(["plan", "--json", *model, *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def parts(found: dict) -> dict[str, int]:
+    return {part["name"]: part["bytes"] for part in found["parts"]}
+
+
+def test_the_parts_of_a_bfloat16_run(capsys, folder):
+    settings = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=3072")
+    code, found = plan(capsys, folder, *settings, "algorithm.beta=0.1")
+    assert (code, found["fits"], found["gpu_bytes"]) == (0, None, None)
+    assert WEIGHTS == 596_049_920
+    got = parts(found)
+    assert got["weights"] == got["reference"] == 2 * WEIGHTS
+    # float32 copies, two moments of 4 bytes, and a count of steps for each of 310 tensors
+    assert got["optimizer"] == 12 * WEIGHTS + 4 * (28 * 11 + 2)
+    # summed in float32, beside those of a microbatch
+    assert got["gradients"] == (4 + 2) * WEIGHTS
+    # 4 rows of 3072 tokens and one place for padding
+    assert got["keys and values"] == (4 * 3072 + 1) * 2 * TOKEN_CACHE
+    # logits of 16384 tokens would be 9.3 GiB: the budget of 1 GiB is used up
+    assert got["head"] > GIB + 4 * 151936 * 1024
+    assert found["tokens"]["microbatch"] == 16384
+
+
+def test_what_fsdp2_divides_and_ddp_does_not(capsys, short):
+    _, one = plan(capsys, short)
+    _, four = plan(capsys, short, "distributed=fsdp2", "distributed.processes=4")
+    _, ddp = plan(capsys, short, "--devices", "4", "distributed=ddp")
+    for name in ("weights", "optimizer", "gradients"):
+        assert parts(four)[name] == parts(one)[name] // 4
+        assert parts(ddp)[name] == parts(one)[name]
+    assert parts(ddp)["buckets"] == parts(one)["gradients"]
+    assert parts(four)["engine's weights"] == parts(one)["weights"]
+    # 200 sampled rollouts of an evaluation, before 200 greedy ones, are 50 for each of 4
+    assert [p["tokens"]["rollouts_in_flight"] for p in (one, four, ddp)] == [128, 50, 50]
+
+
+def test_the_cache_holds_what_is_in_flight_and_an_evaluation_that_is_longer(capsys, short):
+    rows = ("model.dtype=bfloat16", "engine.max_rows=4", "engine.max_context=4096")
+    _, as_trained = plan(capsys, short, *rows)
+    longer = ("eval.max_completion_tokens=8192", "rollout.max_completion_tokens=1024")
+    _, evaluated = plan(capsys, short, *rows, *longer)
+    _, fewer = plan(capsys, short, *rows, "rollout.deterministic=false", "rollout.concurrency=3")
+    _, unused = plan(capsys, short, *rows, *longer, "eval.questions=0")
+    cache = TOKEN_CACHE // 28 * 2 * 2  # bytes of a token in two layers
+    # prompts have 1,024 tokens and rows the engine's context of 4,096, which rows double up to
+    assert parts(as_trained)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(evaluated)["keys and values"] == (4 * 4096 + 1) * cache
+    assert parts(unused)["keys and values"] == (4 * 2048 + 1) * cache
+    assert parts(fewer)["keys and values"] == (3 * 4096 + 1) * cache
+    assert evaluated["tokens"]["rollout"] == unused["tokens"]["rollout"] == 2048
+
+
+def test_weights_in_the_hosts_memory_are_not_counted(capsys, short):
+    fsdp2 = ("--devices", "2", "distributed=fsdp2")
+    _, there = plan(capsys, short, *fsdp2)
+    _, away = plan(capsys, short, *fsdp2, "distributed.cpu_offload=true")
+    moved = sum(parts(there)[name] for name in ("weights", "optimizer", "gradients"))
+    assert there["update_bytes"] - away["update_bytes"] == moved
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ((), "model.dtype=float32 with training.mixed_precision=no"),
+        (("engine=vllm", "engine.dtype=float32", "model.dtype=bfloat16"), "engine.dtype=float32"),
+        (("training.mixed_precision=bf16",), None),
+        (("--cpu",), None),
+    ],
+)
+def test_float32_on_a_gpu_is_named(capsys, short, settings, named):
+    model = ("experiment=none", "model=folder", f"model.path={short}")
+    cli.main(["plan", *model, *settings])
+    notes = [line for line in capsys.readouterr().out.splitlines() if "on a GPU" in line]
+    assert len(notes) == bool(named)
+    assert named is None or named in notes[0]
+
+
+def test_a_run_that_does_not_fit_names_overrides_with_which_it_does(capsys, short):
+    gpu = ("--gpu-memory-gb", "12", "model.dtype=bfloat16")
+    code, found = plan(capsys, short, *gpu)
+    assert code == 1 and found["fits"] is False and found["peak_bytes"] > 12 * GIB
+    assert [r["overrides"].split("=")[0] for r in found["remedies"]] == [
+        "training.gradient_checkpointing",
+        "training.token_budget",
+        "engine.max_rows",
+        "distributed",
+    ]
+    for remedy in found["remedies"]:
+        assert remedy["peak_bytes"] <= 12 * GIB
+        code, again = plan(capsys, short, *gpu, *remedy["overrides"].split())
+        assert (code, again["peak_bytes"]) == (0, remedy["peak_bytes"]), remedy
+
+
+def test_more_nodes_are_named_as_they_can_be_typed(capsys, short):
+    run = (
+        *("--gpu-memory-gb", "7.5", "distributed=fsdp2", "distributed.processes=8"),
+        *("training.gradient_checkpointing=true", "training.logits_budget_mb=64"),
+    )
+    code, found = plan(capsys, short, *run)
+    assert code == 1
+    (nodes,) = [
+        r["overrides"] for r in found["remedies"] if "distributed.nodes=2" in r["overrides"]
+    ]
+    code, again = plan(capsys, short, *run, *nodes.split())
+    assert (code, again["devices"]) == (0, 16)
+
+
+def test_several_settings_together_where_no_one_is_enough(capsys, short):
+    code, found = plan(capsys, short, "--gpu-memory-gb", "7.5")
+    assert code == 1
+    first = found["remedies"][0]["overrides"]
+    keys = [word.split("=")[0] for word in first.split()]
+    assert keys[0] == "training.gradient_checkpointing" and "engine.max_rows" in keys
+    code, again = plan(capsys, short, "--gpu-memory-gb", "7.5", *first.split())
+    assert code == 0 and again["fits"] is True
+
+
+def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
+    settings = ("--gpu-memory-gb", "8", "engine=vllm", "model.dtype=bfloat16")
+    _, found = plan(capsys, short, *settings)
+    got = parts(found)
+    # 2048 tokens x (4 x 1024 + 3 x 3072) x 2 bytes, and 256 rows of 151936 logits x 3 x 4 bytes
+    assert got["engine's passes"] == 2048 * (4 * 1024 + 3 * 3072) * 2 + 256 * 151936 * 12
+    assert got["engine's graphs"] == 1.5 * GIB
+    names = ("engine's weights", "engine's passes", "engine's graphs", "keys and values")
+    assert sum(got[name] for name in names) == 4 * GIB
+    # (4 GiB - 374090752 - 521273344 - 1.5 GiB) / (3072 tokens x 8192 bytes) = 71.1
+    (why,) = [p["why"] for p in found["parts"] if p["name"] == "keys and values"]
+    assert "holds 71 of 200 rollouts of 3,072 tokens" in why
+    # asleep, its memory is the update's, but for CUDA graphs and workspaces
+    _, asleep = plan(capsys, short, *settings, "engine.vllm.sleep=true")
+    assert found["update_bytes"] - asleep["update_bytes"] == 2.5 * GIB
+    # with a cache of its own size, what vLLM takes besides comes on top
+    _, sized = plan(capsys, short, *settings, "engine.vllm.kv_cache_mb=512")
+    assert sized["rollouts_bytes"] - found["rollouts_bytes"] == GIB // 2 - got["keys and values"]
+
+
+def test_the_bundled_model_in_words(capsys):
+    assert cli.main(["plan", "--gpu-memory-gb", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "model       bundled:shop: Qwen3ForCausalLM, 650,176 weights" in told
+    assert "rollouts    128 per step, 10,240 in all" in told
+    assert "fits: 6." in told
+    assert "of the host's memory nothing is known: say it, --host-memory-gb 512" in told
+    assert cli.main(["plan"]) == 0
+    assert "whether it fits: say how large a GPU is" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
+    here = psutil.virtual_memory().total
+    assert 0 < parse(["--cpu"])[0].machine.memory <= here
+    small = ("--cpu", "--host-memory-gb", "4", "engine.max_rows=1", "model.dtype=bfloat16")
+    code, one = plan(capsys, short, *small)
+    moments = one["moments"]
+    assert (code, one["gpu_bytes"], one["peak_bytes"]) == (1, 4 * GIB, moments["update"]["gpu"])
+    assert moments["update"]["gpu"] == moments["update"]["host_node"] > 4 * GIB
+    # two processes of one machine
+    _, two = plan(capsys, short, *small, "distributed=ddp", "distributed.processes=2")
+    for when, bytes_ in two["moments"].items():
+        assert bytes_["host_node"] == 2 * bytes_["gpu"], when
+    assert cli.main(["plan", "--cpu", "--host-memory-gb", "0.1"]) == 1
+    assert "DOES NOT FIT: 0.7" in capsys.readouterr().out
+
+
+class Untraced(Sizes):
+    """Without what a forward pass keeps, which is of no account to an engine."""
+
+    def saved(self, tokens: int, mixed_precision: str) -> int:
+        """Nothing."""
+        return 0
+
+
+# Sizes: Qwen3's config.json. GiB of weights in bfloat16, of vLLM's passes (2048 tokens x (4 hidden
+# + 3 inner) x 2 bytes, and 0.43 of logits) and 1.5 of graphs and workspaces, taken from share x 80:
+# 0.6B   1.110 + 0.486 + 1.5     8B   15.256 + 0.638 + 1.5     32B   61.024 + 0.806 + 1.5
+# A sequence takes tokens x layers x 2 x 8 heads x 128 x 2 bytes.
+# To be compared with "Available KV cache memory" of vLLM's own log on a GPU: scripts/gpu_check.
+ENGINES = [
+    ("0.6B", 0.5, None, 36.904, 4.375),
+    ("8B", 0.5, None, 22.606, 5.625),
+    ("8B", 0.3, None, 6.606, 5.625),
+    ("8B", 0.25, None, 2.606, 5.625),
+    ("8B", 0.25, 3072, 2.606, 0.422),
+    ("32B", 0.5, None, -23.330, 10.0),
+    ("32B", 0.8, 3072, 0.670, 0.75),
+    ("32B", 0.85, 3072, 4.670, 0.75),
+]
+MODELS = {
+    "0.6B": QWEN3_06B,
+    "8B": {
+        **QWEN3_06B,
+        **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+        **{"num_attention_heads": 32, "tie_word_embeddings": False},
+    },
+    "32B": {
+        **QWEN3_06B,
+        **{"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
+        **{"num_attention_heads": 64, "tie_word_embeddings": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
+    """A run on vLLM for each of the models, asleep during updates, sharded over 64 GPUs."""
+    made = {}
+    for name, model in MODELS.items():
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(model))
+        run = (
+            *("experiment=none", "model=folder", f"model.path={folder}", "model.dtype=bfloat16"),
+            *("engine=vllm", "engine.vllm.sleep=true", "distributed=fsdp2"),
+            *("distributed.processes=8", "distributed.nodes=8", "tasks_per_step=64"),
+            *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
+        )
+        with hydra_session(Source()):
+            config = compose_run(run, Source()).config
+        made[name] = config, Untraced(config.model)
+    return made
+
+
+@pytest.mark.parametrize("name, share, context, has, needs", ENGINES)
+def test_an_engine_that_does_not_hold_one_sequence_does_not_start(
+    engines, name, share, context, has, needs
+):
+    config, sizes = engines[name]
+    config = deepcopy(config)
+    config.engine.vllm.memory_share, config.engine.max_context = share, context
+    found = estimate(config, sizes, Machine(devices=64, memory=80 * GIB), 1024)
+    assert found.room is not None
+    assert (found.room.has / GIB, found.room.needs / GIB) == pytest.approx((has, needs), abs=1e-3)
+    assert (found.room.missing == 0) is (has >= needs)
+    assert found.excess == found.over + found.room.missing
+
+
+def test_the_engines_own_format_is_what_it_takes(engines):
+    config, sizes = engines["0.6B"]
+    config = deepcopy(config)
+    config.engine.dtype = EngineDtype.float32
+    found = estimate(config, sizes, Machine(memory=80 * GIB), 1024)
+    got = {part.name: part.bytes for part in found.parts}
+    assert got["engine's weights"] == 4 * WEIGHTS
+    assert found.room.needs == 40960 * TOKEN_CACHE * 4
+    config.engine.dtype = EngineDtype.auto
+    assert estimate(config, sizes, Machine(memory=80 * GIB), 1024).room.needs == (
+        40960 * TOKEN_CACHE * 2
+    )
+
+
+def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
+    config, sizes = engines["32B"]
+    machine = Machine(devices=64, memory=80 * GIB)
+    planner = Planner(config, machine, 1024)
+    planner.sizes = lambda model: sizes
+    found = planner.estimate()
+    assert found.peak < 80 * GIB  # which was taken for "fits"
+    assert found.excess > 30 * GIB
+    (together, *_) = planner.remedies()
+    assert together.fits and together.peak <= 80 * GIB
+    assert "engine.vllm.memory_share=0.85" in together.overrides
+    assert "engine.max_context=3072" in together.overrides
+    # Eight processes of a node load 61 GiB each, and the first writes as much.
+    told = estimate(config, sizes, Machine(devices=64, memory=80 * GIB, host=256 * GIB), 1024)
+    assert told.host(When.start) == 8 * (sizes.weights + 3 * GIB)
+    assert told.over_on_host == told.host(When.start) - 256 * GIB
+
+
+def test_the_words_of_a_run_that_does_not_start(capsys, short):
+    run = ("--gpu-memory-gb", "8", "--host-memory-gb", "1", "engine=vllm", "model.dtype=bfloat16")
+    share = ("engine.vllm.memory_share=0.3", "training.gradient_checkpointing=true")
+    few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
+    sized = ("model=folder", "experiment=none", f"model.path={short}", *few)
+    assert cli.main(["plan", *run, *share, *sized]) == 1
+    told = capsys.readouterr().out
+    # 0.3 x 8 - 0.348 - 0.485 - 1.5 and 40960 x 8192 bytes
+    assert (
+        "DOES NOT START: vLLM wants room for one sequence of 40,960 tokens (engine.max_context), "
+        "0.31 GiB of keys and values, and has 0.07 GiB"
+    ) in told
+    assert "of a node's own 1.00, the most at the start" in told
+    larger = ("--gpu-memory-gb", "24", *run[4:], *few, "engine.vllm.kv_cache_mb=100")
+    code, found = plan(capsys, short, *larger)
+    assert (code, found["engine"]["missing"]) == (1, 40960 * 8192 - 100 * 2**20)
+    assert found["remedies"][-1]["overrides"] == "engine.vllm.kv_cache_mb=320"
+
+
+def test_nothing_is_known_that_helps(capsys, short):
+    lora = ("model.lora.rank=8", "model.dtype=bfloat16")
+    code = cli.main(
+        [
+            "plan",
+            "--gpu-memory-gb",
+            "1",
+            "engine=vllm",
+            "model=folder",
+            f"model.path={short}",
+            *lora,
+        ]
+    )
+    assert code == 1
+    assert "nothing known here makes it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--devices", "0"], "--devices 0: must be more than 0"),
+        (["--gpu-memory-gb", "nan"], "--gpu-memory-gb nan: must be more than 0"),
+        (["--devices", "two"], "plan: argument --devices: invalid int value: 'two'"),
+        (["--cpu", "--gpu-memory-gb", "80"], "--gpu-memory-gb: has no effect with --cpu"),
+        (["--devices", "2"], "--devices 2: distributed=single is one process; add distributed=ddp"),
+        (
+            ["--devices", "2", "distributed=ddp", "distributed.processes=4"],
+            "--devices 2: distributed.processes=4 and distributed.nodes=1 are 4 of them",
+        ),
+        (["-m", "seed=1,2"], "plan -m: plans one run"),
+        (["model.path=nowhere"], "model.path=nowhere: there is no config.json in that folder"),
+    ],
+)
+def test_what_cannot_be_planned(capsys, arguments, told):
+    assert cli.main(["plan", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_known(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "never-heard-of"}')
+    assert cli.main(["plan", "model=folder", f"model.path={tmp_path}"]) == 2
+    assert "cannot be planned from its config.json" in capsys.readouterr().err
+
+
+def test_a_run_still_needs_weights(capsys, folder):
+    assert cli.main(["model=folder", f"model.path={folder}"]) == 2
+    assert "there is no file of weights" in capsys.readouterr().err
+
+
+def test_options_may_stand_anywhere():
+    options, rest = parse(["seed=1", "--devices", "2", "--cpu", "engine=vllm"])
+    assert (options.devices, options.machine.kind, rest) == (2, "cpu", ["seed=1", "engine=vllm"])

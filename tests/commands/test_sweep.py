@@ -1,0 +1,348 @@
+"""Sweeps without a process: which runs there are, how they stand, the table and the picture."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from agenttrain import cli
+from agenttrain.commands.sweep import compare as plot
+from agenttrain.commands.sweep.compare import compare, parse
+from agenttrain.commands.sweep.config import METRICS, objective_problems
+from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.record import (
+    SweepJob,
+    SweepRecord,
+    add_job,
+    counted,
+    is_job,
+    quoted,
+    read_record,
+    standing,
+    standings,
+    varying,
+    write_record,
+)
+from agenttrain.commands.sweep.run import Ended, note, run_job
+from agenttrain.commands.sweep.table import compared
+from agenttrain.settings.compose import Source, hydra_session
+from agenttrain.tracking.run_folder import update_summary
+from agenttrain.types import ConfigError
+
+
+def runs(*overrides: str) -> list[list[str]]:
+    with hydra_session(Source()):
+        return expand(overrides, Source())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two rates of learning x two seeds, the last of which has not begun; its second job failed."""
+    folder = tmp_path / "shop" / "sweep"
+    jobs = [
+        SweepJob(folder=str(n), overrides=["steps=2", f"optimizer.lr={lr}", f"seed={seed}"])
+        for n, (lr, seed) in enumerate([(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)])
+    ]
+    write_record(folder, SweepRecord(verb="train", objective="eval/pass@1", jobs=jobs))
+    for number, (score, status) in enumerate([(0.5, "finished"), (0.0, "failed"), (0.25, None)]):
+        run = folder / str(number)
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(
+            f'{{"step":1,"reward":0.0}}\n{{"step":2,"reward":{score}}}\n'
+        )
+        told = {"after": {"pass@1": score, "reward": score}} if status == "finished" else None
+        error = "OSError: [Errno 28] the disk is full" if status == "failed" else None
+        update_summary(run, verb="train", status=status, eval=told, error=error, seconds=10.0)
+    return folder
+
+
+def finish(run: Path, score: float) -> None:
+    run.mkdir(exist_ok=True)
+    update_summary(run, status="finished", error=None, eval={"after": {"pass@1": score}})
+
+
+def test_configurations_one_by_one_are_combined_with_the_values() -> None:
+    listed = "sweep.runs=['algorithm=rloo optimizer.lr=1e-4','steps=5']"
+    found = runs("sweep=list", "seed=3,4", listed)
+    common = ["sweep=list", listed]
+    assert found == [
+        ["algorithm=rloo", "optimizer.lr=1e-4", "seed=3", *common],
+        ["algorithm=rloo", "optimizer.lr=1e-4", "seed=4", *common],
+        ["steps=5", "seed=3", *common],
+        ["steps=5", "seed=4", *common],
+    ]
+
+
+def test_trials_are_drawn_from_ranges_and_run_with_every_seed() -> None:
+    overrides = ("optimizer.lr=tag(log, interval(1e-4, 1e-2))", "algorithm=grpo,rloo", "seed=1,2")
+    found = runs(*overrides, "tasks_per_step=int(interval(2, 4))", "sweep.trials=20")
+    assert len(found) == 40
+    drawn = [tuple(text.partition("=")[2] for text in run[:3]) for run in found[::2]]
+    assert len(set(drawn)) == 20
+    rates = [float(rate) for rate, _, _ in drawn]
+    assert all(1e-4 <= rate <= 1e-2 for rate in rates)
+    # Half of a logarithmic range lies below its geometric mean, 1e-3; of an even one 9 %.
+    assert sum(rate < 1e-3 for rate in rates) >= 5
+    assert {algorithm for _, algorithm, _ in drawn} == {"grpo", "rloo"}
+    assert {tasks for _, _, tasks in drawn} == {"2", "3", "4"}
+    seeds = [[text for text in run if text.startswith("seed=")] for run in found]
+    assert seeds == [["seed=1"], ["seed=2"]] * 20
+    assert runs(*overrides, "sweep.trials=3") == runs(*overrides, "sweep.trials=3")
+    other = runs(*overrides, "sweep.trials=3", "sweep.trials_seed=1")
+    assert other[0][:2] != runs(*overrides, "sweep.trials=3")[0][:2]
+
+
+def test_trials_of_values_alone_are_never_the_same_twice() -> None:
+    found = runs("steps=1,2,3", "algorithm=grpo,rloo", "sweep.trials=6")
+    assert len({tuple(run) for run in found}) == 6
+
+
+@pytest.mark.parametrize("option", ["grid", "list", "random"])
+def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(runs(f"sweep={option}")) in (6, 8)
+    assert cli.main([f"sweep={option}", "--cfg", "job"]) == 0
+    assert "objective: eval/pass@1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("-m seed=0,1 sweep.objective=eval/pas@1", "did you mean 'eval/pass@1'?"),
+        ("-m seed=0,1 sweep.objective=rewrd", "did you mean 'reward'?"),
+        ("-m seed=0,1 eval.questions=0 sweep.objective=eval/reward", "evaluates nothing"),
+        ("-m seed=0,1 sweep.objective=kl", "there is no KL with algorithm.beta=0"),
+        ("eval -m seed=0,1 sweep.objective=reward", "expected one of: eval/reward, eval/pass@1"),
+        ("-m seed=0,1 sweep.trials=2", "sweep.trials=2: nothing varies"),
+        ("-m steps=1,2 sweep.trials=3", "there are only 2 combinations"),
+        ("-m optimizer.lr=interval(1e-4,1e-3)", "add sweep.trials=… to draw"),
+        ("-m optimizer.lr=interval(2,1) sweep.trials=1", "interval(2.0, 1.0): must rise"),
+        ("-m sweep.trials=1,2 steps=1,2", "sweep.trials=1,2: is the sweep's own"),
+        ("sweep=grid", "sweep=grid: has no effect in a single run; add -m"),
+        ("-m seed=0,1 hydra.sweep.subdir=x", "every run needs a folder of its own"),
+        ("-m resume=nope", "nope: is no sweep's folder"),
+        ("eval -m run=nope", "a sweep starts new runs"),
+        ("-m sweep=grid --cfg job", "--cfg: shows one run; leave -m out"),
+        ("compare", "compare: give a sweep's folder"),
+        ("compare nope", "nope: is no sweep's folder"),
+        ("compare nope --plot x.jpg", "--plot x.jpg: give a name that ends in .png"),
+        ("compare nope --jsn", "--jsn: no such option (did you mean '--json'?)"),
+        ("compare nope --json --markdown", "compare: give a sweep's folder"),
+        ("compare nope --plot", "--plot: where to?"),
+        ("compare nope --plot nowhere/x.svg", "--plot nowhere/x.svg: "),
+        ('-m sweep.runs=["algorithm=\'grpo"]', "sweep.runs: algorithm='grpo: No closing quota"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    line: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, *line.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = SweepRecord(
+        verb="sft",
+        objective="eval/loss",
+        options=["--config-name", "mine"],
+        shared=["hydra/launcher=joblib"],
+        jobs=[SweepJob(folder="0", overrides=["seed=0", "data.path='a b'"])],
+    )
+    write_record(tmp_path / "s", record)
+    assert replace(read_record(tmp_path / "s"), signature=None) == record
+    assert read_record(tmp_path / "s").signature is not None
+    add_job(tmp_path / "s", SweepJob(folder="1", overrides=["seed=1"]))
+    add_job(tmp_path / "s", SweepJob(folder="1", overrides=["seed=2"]))
+    assert [job.overrides for job in read_record(tmp_path / "s").jobs][1:] == [["seed=1"]]
+    arguments = record.arguments(tmp_path / "s", record.jobs[0], "steps=3")
+    assert arguments[:6] == ["sft", "--config-name", "mine", "seed=0", "data.path='a b'", "steps=3"]
+    assert arguments[6] == f"hydra.run.dir={quoted(tmp_path / 's' / '0')}"
+    assert is_job(tmp_path / "s" / "0") and not is_job(tmp_path / "s" / "2")
+    assert not is_job(tmp_path / "0")
+    (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
+    with pytest.raises(ConfigError, match=r"sweep\.json: is no record of a sweep"):
+        read_record(tmp_path / "s")
+
+
+def test_what_varies_is_what_differs_or_is_not_everywhere() -> None:
+    jobs = [["steps=2", "seed=0"], ["steps=2", "seed=1", "++tools.sql.timeout_s=5"]]
+    record = SweepRecord(verb="train", jobs=[SweepJob(folder="", overrides=o) for o in jobs])
+    assert varying(record) == [{"seed": "0"}, {"seed": "1", "tools.sql.timeout_s": "5"}]
+
+
+def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
+    record = read_record(sweep)
+    told = [(job.status, job.unfinished) for job in standings(sweep, record)]
+    assert told == [
+        ("finished", False),
+        ("failed", True),
+        ("killed", True),  # it began, says nothing of its end, and nobody holds its folder
+        ("never started", True),
+    ]
+    (sweep / "3").mkdir()
+    update_summary(sweep / "3", status="preempted")
+    with (sweep / "2" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = standings(sweep, record)
+    assert [job.status for job in found[2:]] == ["running", "preempted"]
+    assert not found[2].unfinished and found[3].unfinished
+    assert counted(found) == "1 finished, 1 failed, 1 preempted, 1 running"
+
+
+def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
+    job = SweepJob(folder="0", overrides=[])
+    ended = Ended(code=137, signalled=False, last_words="Killed")
+    note(tmp_path, ended)
+    found = standing(tmp_path, job)
+    assert (found.status, found.error) == ("failed", "exit code 137: Killed")
+    update_summary(tmp_path, status="preempted", error=None)
+    note(tmp_path, ended)
+    assert standing(tmp_path, job).status == "preempted"  # its own word stands
+    update_summary(tmp_path, status="running")
+    note(tmp_path, Ended(code=130, signalled=True, last_words=""))
+    assert standing(tmp_path, job).status == "interrupted"
+
+
+def test_figures_are_the_mean_of_the_seeds_that_finished(sweep: Path) -> None:
+    finish(sweep / "1", 1.0)
+    found = compared(sweep, read_record(sweep), [])
+    assert found.keys == ["optimizer.lr"] and found.metrics[0] == "eval/pass@1"
+    figures = [one.figures.get("eval/pass@1") for one in found.configurations]
+    # 0.5 and 1.0: mean 0.75, variance (0.25² + 0.25²) / 1 = 0.125, whose root is 0.354
+    assert str(figures[0]) == "0.75 ± 0.35" and figures[0] is not None and figures[0].n == 2
+    assert figures[1] is None
+    assert compared(sweep, read_record(sweep), ["reward"]).results[0]["reward"] == 0.5
+
+
+def test_compare_tells_results_and_how_to_go_on(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "1" / "config.yaml").touch()
+    assert compare([str(sweep)]) == 0
+    text = capsys.readouterr().out
+    assert "1 finished, 1 failed, 1 killed, 1 never started" in text
+    assert "1 finished, 1 failed (0, 1)" in text
+    assert f"{sweep}/1  failed: OSError: [Errno 28] the disk is full" in text
+    assert f"\n    agenttrain resume={sweep}/1\n" in text
+    new = f"agenttrain train steps=2 optimizer.lr=0.2 seed=1 hydra.run.dir={sweep}/3"
+    assert new in text
+    assert f"agenttrain -m resume={sweep}\n" in text
+    for number in "123":
+        finish(sweep / number, 0.5)
+    assert compare([str(sweep)]) == 0
+    assert "resume" not in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_is_told_before_the_table(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        assert "pip install 'agenttrain[sweep]'" in refused(
+            capsys, "compare", str(sweep), "--plot", str(sweep / "x.svg")
+        )
+    pytest.importorskip("matplotlib", reason="pip install 'agenttrain[sweep]'")
+    (sweep / "x.svg").mkdir()
+    assert cli.main(["compare", str(sweep), "--plot", str(sweep / "x.svg")]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_sweep_that_runs_is_left_alone(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep.parent)
+    with (sweep / ".running").open("w") as file:  # another process has it
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "sweep: another process runs this sweep" in refused(capsys, "-m", "resume=sweep")
+    assert not (sweep / "3").exists()
+
+
+def test_a_job_that_was_finished_meanwhile_is_not_run_again(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(sweep / "3", 0.75)
+    hydra = {"runtime": {"output_dir": str(sweep / "3")}, "overrides": {"task": []}}
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
+    before = (sweep / "3" / "summary.json").read_text()
+    assert (
+        run_job(OmegaConf.create(), sweep=sweep, shows=True, changes=(), owner=os.getpid()) == 0.75
+    )
+    assert (sweep / "3" / "summary.json").read_text() == before
+
+
+def test_compare_for_other_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare([str(sweep), "eval/reward", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| optimizer.lr | eval/reward | jobs |"
+    assert lines[2] == "| 0.1 | 0.5 | 1 finished, 1 failed (0, 1) |"
+    assert compare([str(sweep), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert [job["status"] for job in found["jobs"]][:2] == ["finished", "failed"]
+    assert found["configurations"][0]["figures"]["eval/pass@1"] == {
+        "mean": 0.5,
+        "std": None,
+        "n": 1,
+    }
+    assert found["resume"] == f"agenttrain -m resume={sweep}"
+
+
+def test_an_unknown_figure_is_refused(sweep: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval/pas@1: no finished job .*did you mean 'eval/pass"):
+        compared(sweep, read_record(sweep), ["eval/pas@1"])
+
+
+def test_compares_arguments() -> None:
+    typed = parse(["s", "reward", "--plot=a.svg", "loss", "--json"])
+    assert (typed.sweep, typed.metrics) == (Path("s"), ["reward", "loss"])
+    assert (typed.plot, typed.form) == (Path("a.svg"), "--json")
+
+
+def test_a_curve_is_averaged_over_steps() -> None:
+    rows = [{"step": n, "reward": value} for n, value in enumerate([0.0, None, 1.0, 1.0])]
+    # Steps 0, 2 and 3 have the figure: 0, (0 + 1) / 2, (1 + 1) / 2
+    assert plot.smoothed(rows, "reward", 2) == {0: 0.0, 2: 0.5, 3: 1.0}
+
+
+def test_the_picture_is_of_the_kind_that_its_name_says(sweep: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'agenttrain[sweep]'")
+    finish(sweep / "2", 0.25)
+    found = compared(sweep, read_record(sweep), [])
+    beginnings = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF", "html": b"<!doctype html>"}
+    for kind, beginning in beginnings.items():
+        path = tmp_path / f"picture.{kind}"
+        plot.write(found, path)
+        assert path.read_bytes().startswith(beginning)
+    page = (tmp_path / "picture.html").read_text()
+    assert "<svg" in page and "<td>0.1</td><td>0.5</td>" in page
+
+
+def test_objectives_that_a_run_has_are_accepted(tmp_path: Path) -> None:
+    from agenttrain.settings.compose import compose_run
+
+    names = ["eval/reward_greedy", "eval/pass@4", "success", "rewards/exact_match/mean", "seconds"]
+    with hydra_session(Source()):
+        for name in names:
+            overrides = [f"sweep.objective={name}", "eval.samples=4"]
+            config = compose_run(overrides, Source()).config
+            assert list(objective_problems("train", config)) == []
+        config = compose_run(["sweep.objective=eval/loss"], Source()).config
+    assert list(objective_problems("sft", config)) == []
+    assert METRICS["eval"] == ()

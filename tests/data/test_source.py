@@ -1,0 +1,143 @@
+"""Rows to tasks: order, epochs, and rows that are refused."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agenttrain.data.build import build_rows
+from agenttrain.data.files import FileRows
+from agenttrain.data.tasks import TaskSource, check_columns, to_task
+
+ROWS = [{"prompt": f"question {i}", "answer": str(i)} for i in range(5)]
+
+
+def answers(source, start, count):
+    return [int(task.columns["answer"]) for task in source.tasks(start, count)]
+
+
+def test_rows_in_order_and_round_again():
+    assert answers(TaskSource(ROWS), 3, 4) == [3, 4, 0, 1]
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 5))
+def test_a_shuffle_visits_each_row_once_an_epoch_from_wherever_it_starts(start, count, seed):
+    source = TaskSource(ROWS, shuffle=True, seed=seed)
+    whole = answers(TaskSource(ROWS, shuffle=True, seed=seed), 0, 60)
+    assert answers(source, start, count) == whole[start : start + count]
+    assert [sorted(whole[i : i + 5]) for i in range(0, 60, 5)] == [[0, 1, 2, 3, 4]] * 12
+
+
+def test_seeds_give_other_orders():
+    orders = {tuple(answers(TaskSource(ROWS, shuffle=True, seed=s), 0, 5)) for s in range(20)}
+    assert len(orders) > 10
+
+
+def test_a_row_becomes_a_task():
+    row = {"task_id": "x", "messages": [{"role": "user", "content": "q"}], "tools": ["sql"], "a": 1}
+    task = to_task(row, 7)
+    assert (task.task_id, task.tools, task.columns) == ("x", ("sql",), {"a": 1})
+    assert to_task({"prompt": "q"}, 7).task_id == "7"
+    assert to_task({"prompt": "q", "user_turns": ["and?"]}, 7).user_turns == ("and?",)
+
+
+def test_a_column_without_a_value_is_none_of_the_row():
+    row = {"task_id": None, "messages": None, "prompt": "q", "tools": None, "answer": None, "n": 0}
+    task = to_task(row, 7)
+    assert (task.task_id, task.tools, task.columns) == ("7", None, {"prompt": "q", "n": 0})
+
+
+def test_columns_that_settings_name():
+    source = TaskSource([{"prompt": "q"}, {"prompt": "q", "hops": 2}])
+    check_columns(source, {"eval.group_by": "hops"})
+    check_columns(source, {"eval.group_by": None})
+    with pytest.raises(ValueError, match=r"eval\.group_by=hop: .* mean 'hops'\?\); they have: pro"):
+        check_columns(source, {"eval.group_by": "hop"})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "q"}, r"row 3: needs `messages` .* found columns \['question'\]"),
+        ({"prompt": "q", "user_turns": "and?"}, r"row 3: user_turns='and\?': give a list of texts"),
+        ({"messages": ["q"]}, r"row 3: 'q' is no chat message with a `role`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"row 3: the content of the user message is a list; only text",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_a_task_is_named(row, said):
+    with pytest.raises(ValueError, match=said):
+        to_task(row, 3)
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match=r"no rows: check data\.train"):
+        TaskSource([])
+
+
+def test_rows_from_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert answers(TaskSource(FileRows(str(path))), 0, 5) == [0, 1, 2, 3, 4]
+    assert len(FileRows(str(path), limit=2)) == 2
+    with pytest.raises(ValueError, match="no such file"):
+        FileRows(str(tmp_path / "none.jsonl"))
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"ending must be one of .*\.parquet"):
+        FileRows(str(tmp_path / "rows.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "\n\n", r"the file has no rows"),
+        ("a.json", '[{"prompt": "q"},\n x]', r"line 2: is not JSON"),
+        ("a.json", "[]", r"the file has no rows"),
+        ("a.jsonl", "", r"the file has no rows"),
+        ("a.csv", "\n\n", r"cannot be read: No columns"),
+        ("a.csv", "prompt,answer\n", r"cannot be read: .* no data"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_key(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    section = {"_target_": "agenttrain.data.files.FileRows", "path": str(path)}
+    with pytest.raises(ValueError, match=rf"^data\.train\.path={path}(,|:) {said}"):
+        build_rows(section, "data.train")
+
+
+def test_a_dataset_of_the_users_without_rows_is_told_with_its_key():
+    with pytest.raises(
+        ValueError, match=r"data\.test\._target_='collections\.UserList': has no rows"
+    ):
+        build_rows({"_target_": "collections.UserList"}, "data.test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '[{"prompt": "q\\u2028", "n": 1}, {"messages": []}]'),
+        ("a.jsonl", '\ufeff{"prompt": "q\u2028", "n": 1}\n{"messages": []}'),
+    ],
+)
+def test_json_rows_have_the_columns_that_they_are_written_with(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    rows = FileRows(str(tmp_path / name))
+    assert [rows[0], rows[1]] == [{"prompt": "q\u2028", "n": 1}, {"messages": []}]
+
+
+def test_a_table_shows_no_progress_bars_and_leaves_them_to_others(tmp_path, capfd):
+    (tmp_path / "a.csv").write_text("prompt,answer\nq,\nr,7\n")
+    rows = FileRows(str(tmp_path / "a.csv"))
+    assert [task.columns for task in TaskSource(rows).tasks(0, 2)] == [
+        {"prompt": "q"},
+        {"prompt": "r", "answer": 7.0},
+    ]
+    assert "split" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()

@@ -1,0 +1,172 @@
+"""Who decodes at which step: no model, the clock by hand."""
+
+import numpy as np
+import pytest
+
+from agenttrain.engines.base import EngineError
+from agenttrain.engines.transformers.scheduler import Request, Scheduler
+from agenttrain.types import Sampling
+
+
+def request(session, *ids):
+    return Request(
+        session=session,
+        token_ids=np.array(ids or (1, 2)),
+        sampling=Sampling(max_tokens=1),
+        budget=1,
+        noise=[0.5],
+        deliver=lambda result: None,
+    )
+
+
+def step(scheduler, *finished):
+    """One decode step in which these sessions' completions end; the batch's sessions."""
+    assert scheduler.ready()
+    batch = [seat.session for seat in scheduler.active]
+    for seat in list(scheduler.active):
+        seat.cached += len(seat.next_ids())
+        seat.request.append(9, -0.5, 0)
+        if seat.session in finished:
+            scheduler.finish(seat)
+    scheduler.clock += 1
+    return batch
+
+
+def expecting(*sessions, max_rows=8, rejoin_steps=2):
+    scheduler = Scheduler(max_rows, rejoin_steps)
+    scheduler.expect(sessions)
+    return scheduler
+
+
+def test_nobody_starts_before_the_first_expected_session_was_heard():
+    scheduler = expecting("a", "b")
+    scheduler.add(request("b"))
+    assert not scheduler.ready()
+    scheduler.add(request("a"))
+    assert step(scheduler) == ["a", "b"]
+
+
+def test_admission_follows_the_expected_order_and_not_the_arrival():
+    scheduler = expecting("a", "b", "c", max_rows=2)
+    for session in "cba":
+        scheduler.add(request(session))
+    assert step(scheduler, "a") == ["a", "b"]
+    # a keeps its row while its tools run, so c waits.
+    assert step(scheduler) == ["b"]
+    scheduler.release("a")
+    assert step(scheduler) == ["b", "c"]
+
+
+def test_a_session_rejoins_at_its_step_and_neither_before_nor_after():
+    scheduler = expecting("a", "b", rejoin_steps=2)
+    for session in "ab":
+        scheduler.add(request(session))
+    assert step(scheduler, "a") == ["a", "b"]  # step 0: due at step 2
+    scheduler.add(request("a", 1, 2, 9, 5))
+    assert step(scheduler) == ["b"]  # step 1, although a is back
+    assert step(scheduler, "b") == ["b", "a"]  # step 2; b is due at step 4
+    assert step(scheduler) == ["a"]
+    assert not scheduler.ready()  # step 4: b is late
+    scheduler.add(request("b", 1, 2, 9, 9, 9, 5))
+    assert step(scheduler) == ["a", "b"]
+
+
+def test_an_early_release_frees_its_row_at_the_step_it_is_due():
+    scheduler = expecting("a", "b", "c", max_rows=2)
+    for session in "abc":
+        scheduler.add(request(session))
+    step(scheduler, "a")
+    scheduler.release("a")
+    assert step(scheduler) == ["b"]
+    assert step(scheduler) == ["b", "c"]
+
+
+def test_steps_in_which_all_wait_for_tools_are_skipped():
+    scheduler = expecting("a", rejoin_steps=3)
+    scheduler.add(request("a"))
+    step(scheduler, "a")
+    assert not scheduler.ready()
+    scheduler.add(request("a", 1, 2, 9, 5))
+    assert step(scheduler) == ["a"]
+    assert scheduler.clock == 4
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_session_released_before_its_first_call_holds_nobody_up(early):
+    scheduler = expecting("a", "b")
+    if early:
+        scheduler.release("a")
+    scheduler.add(request("b"))
+    if not early:
+        assert not scheduler.ready()
+        scheduler.release("a")
+    assert step(scheduler, "b") == ["b"]
+    scheduler.release("b")
+    assert not scheduler.ready()
+    assert not scheduler.deterministic and scheduler.seats == {}
+
+
+def test_several_lists_of_expected_sessions_follow_one_another():
+    scheduler = expecting("a", max_rows=1)
+    scheduler.expect(["b"])
+    scheduler.add(request("b"))
+    scheduler.add(request("a"))
+    assert step(scheduler, "a") == ["a"]
+    scheduler.release("a")
+    assert step(scheduler) == ["b"]
+
+
+def test_a_session_that_was_not_expected_is_refused_while_others_are():
+    scheduler = expecting("a")
+    with pytest.raises(EngineError, match=r"'x'.*rollout\.deterministic=false"):
+        scheduler.add(request("x"))
+    scheduler.release("a")
+    assert not scheduler.ready()
+    scheduler.add(request("x"))
+    assert step(scheduler) == ["x"]
+
+
+def test_one_session_cannot_ask_twice_at_once():
+    scheduler = Scheduler(8, 2)
+    scheduler.add(request("a"))
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"'a'.*has not ended"):
+            scheduler.add(request("a"))
+        scheduler.ready()
+
+
+def test_a_waiting_session_takes_the_row_of_the_longest_idle_one():
+    scheduler = Scheduler(2, 2)
+    scheduler.add(request("a"))
+    scheduler.add(request("b"))
+    step(scheduler, "b")
+    step(scheduler, "a")
+    scheduler.add(request("c"))
+    assert step(scheduler) == ["c"]
+    assert list(scheduler.seats) == ["a", "c"] and scheduler.evictions == 1
+
+
+def test_with_all_rows_busy_requests_wait_and_a_returning_session_does_not():
+    scheduler = Scheduler(2, 2)
+    scheduler.add(request("a"))
+    scheduler.add(request("b"))
+    step(scheduler, "a")
+    scheduler.add(request("a", 1, 2, 9, 5))
+    scheduler.add(request("c"))
+    assert step(scheduler, "b") == ["b", "a"]
+    assert step(scheduler) == ["a", "c"]
+
+
+def test_only_ids_that_extend_the_cached_ones_keep_the_cache():
+    scheduler = Scheduler(2, 2)
+    scheduler.add(request("a", 1, 2))
+    step(scheduler, "a")
+    seat = scheduler.seats["a"]
+    assert (list(seat.history), seat.cached) == ([1, 2, 9], 2)
+    for ids, pending in (((1, 2, 9, 5), 2), ((1, 7, 9, 5), 4), ((1, 2), 2), ((1, 2, 8), 1)):
+        scheduler.add(request("a", *ids))
+        seat.history, seat.cached = np.array([1, 2, 9]), 2
+        assert scheduler.ready()
+        assert seat.pending == pending
+        assert list(seat.next_ids()) == list(ids[-pending:])
+        scheduler.finish(seat)

@@ -1,0 +1,584 @@
+"""What a wrong setting is answered with: key, value and remedy, in the words of who typed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from agenttrain.rewards.rubric import build_rubric
+from agenttrain.settings.checks import validate
+from agenttrain.settings.compose import Source, compose_run, convert, hydra_session, open_keys
+from agenttrain.settings.messages import setting_keys, suggest_key
+from agenttrain.types import ConfigError
+
+
+def refusal(*overrides: str, source: Source | None = None) -> str:
+    """The text of the error that the overrides end in."""
+    source = source or Source()
+    with pytest.raises(ConfigError) as caught, hydra_session(source):
+        validate(compose_run(open_keys(overrides), source).config)
+    return str(caught.value)
+
+
+# Overrides that do not compose, and what the one line that answers them holds.
+UNREADABLE = {
+    # Unknown names.
+    "algorithm.group_sise=4": "unknown key (did you mean 'algorithm.group_size'?)",
+    "algoritm=rloo": "unknown key (did you mean 'algorithm'?)",
+    "experimant=shop": "unknown key (did you mean 'experiment'?)",
+    "lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
+    "algorithm.lr=1e-4": "unknown key (did you mean 'optimizer.lr'?)",
+    "zzz=1": "unknown key; the keys are: model, chat_template",
+    "algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
+    "+algorithm.zzz=1": "unknown key; the keys of algorithm are: name, group_size",
+    "algorithm=rlo": "no such option (did you mean 'rloo'?); the options are: bnpo, cispo",
+    "tools=[sql,final_anser]": "tools=final_anser: no such option (did you mean 'final_answer'?)",
+    "hydra.zzz=1": "Hydra has no such key",
+    # Wrong types.
+    "algorithm.group_size=many": "expected a whole number",
+    "checkpoint.every=1.5": "expected a whole number, or null",
+    "steps=null": "expected a whole number",
+    "optimizer.lr=high": "expected a number",
+    "rollout.on_tool_failure=dropp": "expected one of: drop, error (did you mean 'drop'?)",
+    "rollout.deterministic=perhaps": "expected true or false",
+    "stop_tools=final_answer": "expected a list",
+    "algorithm.scale=grup": "expected one of: group, batch, none (did you mean 'group'?)",
+    "model.dtype=float16": "expected one of: float32, bfloat16",
+    "optimizer.betas=[a,b]": "could not be converted to Float",
+    # What cannot be read, or has several meanings.
+    "rloo": "settings are written key=value",
+    "model.path=[a": "cannot be read",
+    "seed=1,2": "add -m to run one after the other, or write seed=[1,2] for a list",
+    "experiment=null": "a group takes an option (calculator, ",
+    "+experiment=shop": "write experiment=shop",
+    "+steps=5": "+steps=5: the key is there already; write steps=5",
+    "+tools.sql.connect=x": "the key is there already; write tools.sql.connect=x",
+    "+experiment.x=4": "+experiment.x=4: unknown key",
+    "data.test={}": "leaves its keys as they are; for no evaluation set eval.questions=0",
+    "~tools": "nothing of that name to leave out; to leave all of it out write tools=[]",
+    "~zzz": "nothing of that name to leave out",
+    "algorithm.beta=${lr}": "'lr' not found",
+    # Missing values.
+    "model=folder": "model.path: has no value; set it: model.path=…, or choose model=",
+    "data=file": "data.train.path=null: has no value; set data.path=…",
+    "data=hub": "data.train.path=null: has no value; set data.path=…",
+    "reward=format": "reward.format.pattern: has no value; set it: reward.format.pattern=…",
+    "~algorithm": "choose algorithm=bnpo|cispo|dapo",
+}
+
+# Overrides that compose to what cannot run.
+UNUSABLE = {
+    # Batch and length arithmetic.
+    "algorithm.group_size=1": "at least 2",
+    "algorithm.minibatches=5": "does not divide tasks_per_step=12; take one of 1, 2, 3, 4, 6, 12",
+    "algorithm.minibatches=50": "take one of 1, 2, 3, 4, 6, 12",
+    "rollout.max_turn_tokens=4096": "rollout.max_completion_tokens=2048",
+    "engine.max_context=40": "leaves no room for a prompt in engine.max_context=40",
+    # Ranges.
+    "steps=0": "must be at least 1",
+    "tasks_per_step=-1": "must be at least 1",
+    "rollout.max_tool_calls=0": "must be at least 1",
+    "rollout.timeout_s=0": "must be more than 0",
+    "optimizer.lr=0": "must be more than 0",
+    "algorithm.beta=-0.1": "must be 0 or more",
+    "algorithm.clip_low=1": "must be below 1",
+    "rollout.temperature=0": "must be more than 0",
+    "eval.top_p=0": "must be above 0 and at most 1",
+    "eval.top_p=1.1": "must be above 0 and at most 1",
+    "eval.min_p=2": "must be at most 1",
+    "checkpoint.keep_best=true": "nothing says which one is the best",
+    "tools.sql.timeout_s=-1": "must be a number above 0",
+    "tools.sql.timeout_s=inf": "must be a number above 0",
+    "tools.sql.timeout_s=true": "must be a number above 0",
+    "tools.sql.concurrency=1.5": "must be a whole number of at least 1",
+    "tools.sql.concurrency=many": "must be a whole number of at least 1",
+    "tools.sql.max_calls=0": "must be a whole number of at least 1",
+    "tools.sql.max_result_tokens=many": "must be a whole number of at least 1",
+    "tools.sql.retries=-1": "must be a whole number of at least 0",
+    "tools.sql.retry_backoff_s=-1": "must be a number of at least 0",
+    "tools.sql.stop=maybe": "expected true or false (true: a call to it ends the rollout)",
+    "tools.sql.isolation=proces": "one of: thread, process (did you mean 'process'?)",
+    "tools.sql.retry_on=builtins.OSError": "expected a list of errors, e.g. [builtins.Connection",
+    "tools.sql.retry_on=[builtins.ConectionError]": "(did you mean 'ConnectionError'?)",
+    "tools.sql.retry_on=[no_such_pkg.Gone]": "no_such_pkg.Gone: there is no module 'no_such_pkg'",
+    "tools.sql.retry_on=[sqlite3]": "names a module",
+    "rollout.max_stuck_calls=-1": "must be 0 or more",
+    "rollout.max_loop_lag_s=0": "must be more than 0",
+    "reward.exact_match.weight=nan": "must be a finite number",
+    "reward.exact_match.weight=heavy": "must be a finite number",
+    "seed=-1": "must be 0 or more",
+    "seed=9223372036854775808": "must be below 2**63",
+    "optimizer.lr=inf": "must be a finite number",
+    "algorithm.beta=inf": "must be a finite number",
+    "algorithm.clip_high=inf": "must be a finite number",
+    "rollout.timeout_s=nan": "must be a finite number",
+    "optimizer.warmup_steps=80": "the warm-up would not end in steps=80; lower it",
+    "optimizer.betas=[0.9]": "must be two numbers",
+    "optimizer.betas=[0.9,1]": "must be two numbers from 0 to below 1",
+    "optimizer.momentum=0.5": "is Muon's; add optimizer=muon",
+    "optimizer.schedule_options.power=2": "not an option of optimizer.schedule=linear",
+    "optimizer.schedule=cosine_with_min_lr": "set one of optimizer.schedule_options.min_lr",
+    "optimizer.schedule=warmup_stable_decay": "num_decay_steps=None: optimizer.schedule=warmup",
+    "model.lora.rank=-1": "must be 0 (no adapters) or more",
+    "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
+    "distributed.processes=2": "distributed=single is one process; add distributed=ddp or",
+    "distributed.nodes=2": "distributed=single is one process; add distributed=ddp or",
+    "distributed.timeout_s=0": "distributed.timeout_s=0.0: must be more than 0",
+    "engine.vllm.sleep=true": "has no effect without engine=vllm",
+    "engine.dtype=float16": "engine=transformers samples from the policy itself, in model.dtype",
+    "weight_sync.mode=in_flight": "has no effect without engine=vllm",
+    "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
+    "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
+    # Names that are no enums.
+    "engine.name=transformer": "expected one of: transformers, vllm (did you mean 'transformers'?)",
+    "tracker.name=wandb": "expected one of: trackio, none",
+    "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
+    "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
+    # Combinations without a meaning.
+    "eval.tools=[sqll]": "eval.tools=[sqll]: is not a tool of this run (did you mean 'sql'?)",
+    "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
+    "algorithm.kl_in=reward": "has no effect here; it needs algorithm.beta above 0",
+    "algorithm.tau_pos=2": "it needs algorithm.surrogate=sapo",
+    "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
+    "response_schema.path=x.yaml": "add response_schema=file",
+    "chat_template.name=file": "which one? add chat_template.path=…",
+    "data.path=rows.jsonl": "is not used by these rows; add data=file",
+    "data.subset=main": "is not used by these rows; add data=hub",
+    "data.test_fraction=0.1": "data.test has rows of its own; leave it out",
+    "data.test_fraction=1.5": "must be between 0 and 1",
+    "data.test_seed=3": "has no effect without data.test_fraction",
+    "reward={}": "choose one: reward=[exact_match]",
+    # Components.
+    "model.path=/no/such/model": "there is no config.json",
+    "model.path=bundled:shp": "no such bundled model (did you mean 'shop'?)",
+    "tools.sq.timeout_s=3": "has no _target_ (did you mean 'sql'?)",
+    "tools.sql=3": "tools.sql=3: has no _target_",
+    "tools.sql.timout_s=3": "has no such argument (did you mean 'timeout_s'?)",
+    "tools.sql.max_row=3": "has no such argument (did you mean 'max_rows'?)",
+    "data.train.splt=tune": "has no such argument (did you mean 'split'?)",
+    "tools.sql._target_=no_such_pkg.tool": "there is no module 'no_such_pkg'; install",
+    "tools.sql._target_=agenttrain.tools.builtin.sql.Sqll": "has no 'Sqll' (did you mean 'Sql'?)",
+    "reward.exact_match._target_=agenttrain.rewards.builtin.answers": "names a module",
+    "data.test._target_=7": "expected a dotted path",
+    "data.test.split=typo": "data.test.split='typo': must be one of train",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), UNREADABLE.items())
+def test_what_does_not_compose(override: str, expected: str) -> None:
+    text = refusal(override)
+    assert expected in text
+    assert override.lstrip("+~").partition("=")[0].partition("[")[0].split(".")[0] in text
+
+
+@pytest.fixture(scope="module")
+def sound() -> DictConfig:
+    """Settings that can run; composing them once for the whole table saves seconds."""
+    with hydra_session(Source()):
+        composed = compose_run(["tasks_per_step=12", "algorithm.beta=0"], Source())
+    validate(composed.config)
+    return OmegaConf.create(composed.plain)
+
+
+@pytest.mark.parametrize(("override", "expected"), UNUSABLE.items())
+def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> None:
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    changed = sound.copy()
+    OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=False, force_add=True)
+    with pytest.raises(ConfigError) as caught:
+        validate(convert(changed).config)
+    (line,) = [line for line in str(caught.value).splitlines() if expected in line]
+    assert ".".join(parsed.key_or_group.split(".")[:2]) in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("distributed=ddp", "distributed.processes=0"), "must be at least 1"),
+        (("distributed=ddp", "distributed.nodes=2"), "add distributed.rendezvous=<first node's"),
+        (
+            ("distributed=ddp", "distributed.nodes=2", "distributed.rendezvous=node1"),
+            "distributed.rendezvous=node1: must be a host and a port",
+        ),
+        (("distributed=fsdp2", "distributed.node_rank=0"), "is for distributed.nodes > 1"),
+        (
+            ("distributed=ddp", "distributed.cpu_offload=true"),
+            "has no effect with distributed=ddp; add distributed=fsdp2",
+        ),
+        (
+            ("distributed=fsdp2", "training.mixed_precision=fp16"),
+            "each process would scale a part of the gradient; set training.mixed_precision=bf16",
+        ),
+        (("optimizer=sgd", "optimizer.betas=[0.9,0.95]"), "are AdamW's; add optimizer=adamw"),
+        (("optimizer=sgd", "optimizer.momentum=0.5"), "is Muon's; add optimizer=muon"),
+        (
+            ("distributed=fsdp2", "engine=vllm", "engine.vllm.tensor_parallel_size=2"),
+            "each process has an engine of its own on its device; set engine.vllm.tensor_para",
+        ),
+        (("algorithm=rloo", "algorithm.scale=group"), "algorithm.scale=none or batch"),
+        (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
+        (
+            ("+tools.sql.retries=0", "+tools.sql.retry_backoff_s=1"),
+            "tools.sql.retry_backoff_s=1: has no effect with tools.sql.retries=0",
+        ),
+        (
+            ("+tools.sql.max_calls=9", "rollout.max_tool_calls=8"),
+            "tools.sql.max_calls=9: has no effect, the whole rollout is limited to rollout.max_too",
+        ),
+        (
+            ("+tools.sql.max_result_tokens=9999", "rollout.max_completion_tokens=1000"),
+            "tools.sql.max_result_tokens=9999: has no effect",
+        ),
+        (("engine=vllm", "engine.vllm.merge_adapters=true"), "no effect without model.lora.rank"),
+        (("engine=vllm", "engine.vllm.tensor_parallel_size=0"), "must be at least 1"),
+        (("engine=vllm", "model.lora.rank=513"), "rank up to 512; lower it, or set engine.vllm.m"),
+        (
+            ("engine=vllm", "rollout.temperature=0.005"),
+            "rollout.temperature=0.005: vLLM would sample at 0.01 instead; raise it",
+        ),
+        (("rollout.temperature=1e-40",), "rollout.temperature=1e-40: must be at least 0.01: "),
+        (("eval.temperature=0.001",), "raise it; or set it to 0, which is greedy"),
+        (("engine=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM would sample"),
+        (("chat_template=file", "chat_template.path=/no.jinja"), "there is no such file"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.train.path=no.jsonl"], "data.train.path=no.jsonl: there is no such file"),
+        (
+            ["data.train.path=rows.txt"],
+            "data.train.path=rows.txt: its ending must be one of .jsonl",
+        ),
+        (["data.train.path=empty.jsonl"], "data.train.path=empty.jsonl: the file has no rows"),
+        (["data.test.limit=0"], "data.test.limit=0: must be a whole number of at least 1"),
+        (["data.test.limt=1"], "has no such argument (did you mean 'limit'?)"),
+    ],
+)
+def test_a_file_of_rows_that_cannot_be_used(
+    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("rows.jsonl", "{}"), ("rows.txt", "{}"), ("empty.jsonl", "")):
+        Path(name).write_text(text)
+    rows = [f"data.{split}.path=rows.jsonl" for split in ("train", "test")]
+    keys = [override.partition("=")[0] for override in overrides]
+    rows = [override for override in rows if override.partition("=")[0] not in keys]
+    text = refusal("data=file", *rows, *overrides)
+    assert expected in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ([], "config.json"),
+        (["config.json", "tokenizer.json"], "file of weights (*.safetensors, *.bin)"),
+        (["config.json", "model.safetensors"], "tokenizer (tokenizer.json)"),
+    ],
+)
+def test_a_model_folder_that_lacks_a_part(files: list[str], missing: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert refusal(f"model.path={tmp_path}") == (
+        f"model.path={tmp_path}: there is no {missing} in that folder; give a folder that "
+        "transformers' from_pretrained can load, or bundled:shop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "told"),
+    [
+        ('{"r": 4, "lora_alpha": 32}', ["model.lora.rank=4"], None),
+        ('{"r": 4, "lora_alpha": 32}', [], "set model.lora.rank=4 model.lora.alpha=32 to go on"),
+        (
+            '{"r": 4, "lora_alpha": 8}',
+            ["model.lora.rank=4"],
+            "model.lora.rank=4 model.lora.alpha=8",
+        ),
+        ('{"peft_type": "IA3"}', ["model.lora.rank=4"], "is not peft's of LoRA ('r')"),
+        ("{", [], "is not peft's of LoRA"),
+    ],
+)
+def test_a_folder_of_adapters_has_its_own_rank(
+    saved: str, overrides: list[str], told: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(saved)
+    for name in ("adapter_model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("")
+    command = [f"model.path={tmp_path}", *overrides]
+    if told is None:
+        with hydra_session(Source()):
+            validate(compose_run(command, Source()).config)
+    else:
+        assert told in refusal(*command)
+
+
+def test_the_divisors_of_a_large_batch_are_the_nearest() -> None:
+    # 10**9 = 2**9 * 5**9; its divisors near 7 are 1, 2, 4, 5, 8, 10
+    text = refusal("tasks_per_step=1000000000", "algorithm.minibatches=7")
+    assert text.endswith("take one of 1, 2, 4, 5, 8, 10")
+
+
+def test_the_wrong_value_is_repeated() -> None:
+    assert refusal("algorithm.group_size=many").startswith("algorithm.group_size=many: ")
+    assert refusal("algorithm.minibatches=7").startswith("algorithm.minibatches=7: ")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    text = refusal("steps=0", "algorithm.group_size=1", "eval.top_p=2")
+    assert [line.partition("=")[0] for line in text.splitlines()] == [
+        "steps",
+        "algorithm.group_size",
+        "eval.top_p",
+    ]
+
+
+MAZE = "+environment.maze._target_=worlds.Maze"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+environment.maze.pooled=true"], "has no _target_; add one: environment.maze._target_="),
+        ([MAZE[:-1]], "worlds has no 'Maz' (did you mean 'Maze'?)"),
+        (["+environment.maze._target_=parts.add"], "is a function; each rollout gets an instance"),
+        ([MAZE, "+environment.maze.pooled=maybe"], "pooled=maybe: expected true or false; null"),
+        ([MAZE, "+environment.maze.timeout_s=0"], "maze.timeout_s=0: must be a number above 0"),
+        ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: must be a whole number"),
+        ([MAZE, "+environment.maze.isolation=process"], "isolation=process: an environment keeps"),
+        (
+            [MAZE, "+environment.maze.max_calls=9", "rollout.max_tool_calls=5"],
+            "environment.maze.max_calls=9: has no effect, the whole rollout is limited to rollout.",
+        ),
+        (
+            ["tools=[python]", "stop_tools=[]", "+tools.python.isolation=process"],
+            "tools.python.isolation=process: its code runs in processes of the rollout's own",
+        ),
+        (
+            ["+environment.life._target_=worlds.Life", "+environment.life.sise=2"],
+            "environment.life.sise=2: worlds.Life has no such argument; known are: slow_s, board",
+        ),
+        (
+            ["+environment.life._target_=worlds.Life", "stop_tools=[mvoe]"],
+            "stop_tools=[mvoe]: is not a tool of this run; its tools are: sql, final_answer",
+        ),
+        (
+            ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[wriet]"],
+            "stop_tools=[wriet]: is not a tool of this run (did you mean 'write'?); its tools are: "
+            "sql, final_answer, write, read, suffix",
+        ),
+        (
+            ["+reward.mine._target_=agenttrain.rewards.builtin.tools.environment"],
+            "reward.mine: is the reward of an environment, and the run has none; add +environment.",
+        ),
+    ],
+)
+def test_environments_and_tools_that_cannot_work(overrides: list[str], message: str) -> None:
+    assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [MAZE, "reward=[]"],
+        [MAZE, "+reward.environment.weight=0.5"],
+        # A class with bases: whether there is a method of that name, only importing it tells.
+        [MAZE, "stop_tools=[jump]"],
+        ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[write]"],
+    ],
+)
+def test_environments_and_tools_that_work(overrides: list[str]) -> None:
+    with hydra_session(Source()):
+        validate(compose_run(open_keys(overrides), Source()).config)
+
+
+def test_a_wrong_key_in_a_file_of_the_users_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_sise: 4\n")
+    text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
+    assert text.startswith("algorithm.group_sise (in algorithm/mine.yaml): unknown key")
+    assert "did you mean 'algorithm.group_size'?" in text
+
+
+def test_a_broken_file_of_the_users_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    file = tmp_path / "algorithm" / "mine.yaml"
+    file.write_text("name: mine\nbeta: [0.1\nkl: k1: k2\n")
+    text = refusal("algorithm=mine", source=Source(extra=str(tmp_path)))
+    assert text.startswith(f"{file}, line 3: is no YAML: ")
+
+
+def written(folder: Path, files: dict[str, str]) -> Source:
+    """A --config-dir with these files."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return Source(extra=str(folder))
+
+
+TOOL = "{_target_: agenttrain.tools.builtin.calculator.add}"
+BODY = f"""# @package _global_
+tools: {{plus: {TOOL}, add: {TOOL}}}
+reward: {{mine: {{_target_: agenttrain.rewards.builtin.answers.ExactMatch}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "expected"),
+    [
+        # A first line that was forgotten.
+        (
+            {"experiment/mine.yaml": "steps: 5\n"},
+            ["experiment=mine"],
+            "experiment=mine: its file lacks the first line `# @package _global_`, so that its "
+            "keys would stand in a section 'experiment'; put that line at its top",
+        ),
+        (
+            {"stop/mine.yaml": "stop_tools: [sql]\n"},
+            ["stop=mine"],
+            "stop=mine: its file lacks the first line `# @package _global_`",
+        ),
+        (
+            {"tools/mine.yaml": "_target_: agenttrain.tools.builtin.calculator.add\n"},
+            ["tools=[mine]", "stop_tools=[]"],
+            "has no name; a file in tools/ begins with the line `# @package tools.<name>`",
+        ),
+        (
+            {"reward/mine.yaml": "_target_: agenttrain.rewards.builtin.answers.ExactMatch\n"},
+            ["reward=[mine]"],
+            "has no name; a file in reward/ begins with the line `# @package reward.<name>`",
+        ),
+        # Emptied groups beside a body that stays.
+        (
+            {"experiment/mine.yaml": BODY},
+            ["experiment=mine", "tools=[]", "reward=[]"],
+            "tools=[]: the body of experiment=mine has tools.plus tools.add, which stays; to leave "
+            "it out too add ~tools.plus ~tools.add\nreward=[]: the body of experiment=mine has "
+            "reward.mine, which stays; to leave it out too add ~reward.mine",
+        ),
+        (
+            {"experiment/mine.yaml": BODY},
+            ["experiment=mine", "tools=[]", "~tools.plus", "tools.found._target_=math.hypot"],
+            "has tools.add, which stays; to leave it out too add ~tools.add",
+        ),
+    ],
+)
+def test_a_file_of_the_users_that_says_something_else(
+    files: dict[str, str], overrides: list[str], expected: str, tmp_path: Path
+) -> None:
+    assert expected in refusal(*overrides, source=written(tmp_path, files))
+
+
+def test_an_emptied_group_with_its_body_left_out(tmp_path: Path) -> None:
+    source = written(tmp_path, {"experiment/mine.yaml": BODY})
+    emptied = ["tools=[]", "~tools.plus", "~tools.add", "reward=[]", "~reward.mine"]
+    mine = ["tools.hypot._target_=math.hypot", "+reward.own._target_=parts.add"]
+    with hydra_session(source):
+        composed = compose_run(open_keys(["experiment=mine", *emptied, *mine]), source)
+    assert (list(composed.config.tools), list(composed.config.reward)) == (["hypot"], ["own"])
+
+
+def test_a_name_that_only_another_config_dir_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"experiment/mine.yaml": BODY, "other.yaml": "defaults: [train]\n"}
+    written(tmp_path / "my_conf", files)
+    written(tmp_path / "third", {"experiment/third.yaml": BODY})
+    text = refusal("experiment=mine", source=Source(extra="third"))
+    assert text.startswith(
+        "experiment=mine: no such option; my_conf/experiment/mine.yaml is found with --config-dir "
+        "my_conf; the options are: calculator, "
+    )
+    assert refusal(source=Source(name="other")) == (
+        "--config-name other: there is no other.yaml where it is looked for; my_conf/other.yaml is "
+        "found with --config-dir my_conf"
+    )
+    assert "name one of conf/, or the folder that has it" in refusal(source=Source(name="none"))
+    monkeypatch.chdir(tmp_path / "my_conf")
+    assert "experiment/mine.yaml is found with --config-dir ." in refusal("experiment=mine")
+
+
+REWARDS = """
+def nothing(): return 1.0
+def keyword(*, answer): return 1.0
+def several(*args): return 1.0
+def trl(*, completions, **kwargs): return [1.0]
+class Nothing:
+    def __call__(self): return 1.0
+class Something:
+    def __call__(self, rollout): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "expected"),
+    [
+        ("nothing", {}, "takes no argument; a reward gets the rollout, and the columns that it "),
+        ("Nothing", {}, "takes no argument; a reward gets the rollout, and the columns that it "),
+        ("keyword", {}, "its first parameter cannot be the rollout (too many positional arg"),
+        ("keyword", {"answer": 3}, "its first parameter cannot be the rollout"),
+        *((name, {}, None) for name in ("several", "trl", "Something")),
+    ],
+)
+def test_a_reward_that_the_rollout_cannot_be_passed_to(
+    name: str,
+    bound: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "odd_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    section = {"_target_": f"odd_rewards.{name}", **bound}
+    if expected is not None and name in ("nothing", "Nothing"):  # seen in the source
+        text = refusal("reward=[]", f"reward.mine._target_=odd_rewards.{name}")
+        assert text.startswith(f"reward.mine._target_=odd_rewards.{name}: {expected}")
+    elif expected is None:
+        assert build_rubric({"mine": section}).names == ("mine",)
+    if expected is not None:  # when it is built, whatever could be seen
+        with pytest.raises(
+            ValueError, match=r"its first parameter cannot be the rollout"
+        ) as caught:
+            build_rubric({"mine": section})
+        assert str(caught.value).startswith(f"reward.mine._target_='odd_rewards.{name}'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["eval.every=5"],
+            "eval.every=5: data.test names no rows; data.test_fraction=0.1 holds some of data.t",
+        ),
+        (["eval.every=5", "checkpoint.keep_best=true"], "nothing says which one is the best"),
+        (["data.test.limit=3"], "data.test.path=null: has no value; set data.path=…"),
+        (["data.test_seed=3"], "has no effect without data.test_fraction"),
+    ],
+)
+def test_without_test_rows(
+    overrides: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "a"}')
+    assert expected in refusal("data=file", "data.train.path=rows.jsonl", *overrides)
+
+
+def test_a_config_dir_that_does_not_exist() -> None:
+    assert "--config-dir /no/such/dir: there is no such folder" in refusal(
+        source=Source(extra="/no/such/dir")
+    )
+
+
+def test_every_setting_suggests_itself() -> None:
+    for key in setting_keys():
+        assert suggest_key(key + "_") != "", key

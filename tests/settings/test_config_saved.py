@@ -1,0 +1,171 @@
+"""`resume=` and `eval run=`: which settings of a saved run may change, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from agenttrain.settings.compose import Composed, Source, compose_run, hydra_session
+from agenttrain.settings.saved import done_steps, evaluated, finished_steps, resumed, run_of, viewed
+from agenttrain.types import ConfigError
+
+SOURCE = Source()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with non-default settings, and a checkpoint of step 3."""
+    with hydra_session(SOURCE):
+        plain = compose_run(["algorithm=rloo", "steps=9", "tracker.rollouts=5"], SOURCE).plain
+    folder = tmp_path / "shop" / "first"
+    (folder / "checkpoints" / "step-000003").mkdir(parents=True)
+    (folder / "checkpoints" / "latest").symlink_to("step-000003")
+    (folder / "checkpoints" / "step-000003" / "config.json").write_text("{}")
+    text = OmegaConf.to_yaml(OmegaConf.create({**plain, "provenance": {"git_revision": "abc"}}))
+    (folder / "config.yaml").write_text(text)
+    return folder
+
+
+def resume(folder: Path, *overrides: str) -> Composed:
+    with hydra_session(SOURCE):
+        return resumed(folder, overrides, SOURCE)
+
+
+def evaluate(folder: Path, *overrides: str) -> Composed:
+    with hydra_session(SOURCE):
+        return evaluated(folder, overrides, SOURCE)
+
+
+def test_a_resumed_run_has_its_own_settings(run: Path) -> None:
+    composed = resume(run)
+    assert (composed.config.algorithm.name, composed.config.steps) == ("rloo", 9)
+    assert composed.config.resume == str(run)
+    # config.yaml says what the run is, not how it was started last.
+    assert composed.plain["resume"] is None
+
+
+def test_a_resumed_run_may_change_some_settings(run: Path) -> None:
+    composed = resume(run, "steps=20", "eval.questions=3", "checkpoint.every=null", "tracker=none")
+    config = composed.config
+    assert (config.steps, config.eval.questions, config.checkpoint.every) == (20, 3, None)
+    # Choosing a group anew takes its option as it is: rollouts=5 was the other option's.
+    assert (config.tracker.name, config.tracker.rollouts) == ("none", "all")
+    assert composed.plain["steps"] == 20
+
+
+def test_a_value_stands_on_top_of_a_group_chosen_anew(run: Path) -> None:
+    config = resume(run, "tracker.rollouts=7", "tracker=none").config
+    assert (config.tracker.name, config.tracker.rollouts) == ("none", "7")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.group_size=4", "algorithm.group_size=4: cannot be combined with resume="),
+        ("algorithm=grpo", "what may change is: steps, eval, checkpoint, tracker, engine"),
+        ("seed=1", "seed=1: cannot be combined with resume="),
+        ("debug=tiny", "debug=tiny: cannot be combined with resume="),
+        ("hydra.run.dir=x", "hydra.run.dir=x: cannot be combined with resume="),
+        ("~tracker", "~tracker: cannot be combined with resume="),
+        ("stps=4", "(did you mean 'steps'?)"),
+        ("steps=many", "steps=many: expected a whole number"),
+        ("steps=1,2", "steps=1,2: a saved run takes one value"),
+        ("eval.qestions=3", "(did you mean 'eval.questions'?)"),
+        ("tracker=trakio", "(did you mean 'trackio'?)"),
+        ("steps", "settings are written key=value"),
+    ],
+)
+def test_other_settings_are_refused(run: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resume(run, override)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("summary", [{"verb": "eval"}, {"status": "finished", "steps": 0}])
+def test_an_evaluation_does_not_go_on(run: Path, summary: dict[str, object]) -> None:
+    (run / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match=f"resume={run}: holds an evaluation"):
+        resume(run)
+    with hydra_session(SOURCE):
+        assert viewed(run, SOURCE).config.steps == 9
+
+
+def test_a_run_does_not_go_back(run: Path) -> None:
+    assert done_steps(run) == 3  # its newest checkpoint
+    assert resume(run, "steps=3").config.steps == 3
+    with pytest.raises(ConfigError, match=r"steps=2: the run in .* has done 3 steps already"):
+        resume(run, "steps=2")
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 8}))
+    with pytest.raises(ConfigError, match=r"leave steps out, or raise it above 8"):
+        resume(run, "steps=7")
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no run folder: there is no config\.yaml in it"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["algorithm: {group_sise: 3}", "steps: many", "a: [", ""])
+def test_a_config_that_does_not_fit(run: Path, content: str) -> None:
+    (run / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=f"resume={run}"):
+        resume(run)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"- seed: 1\n", "it holds a list, and a run's settings are a mapping of names"),
+        (b"tools: &a\n  b: *a\n", "a value in it contains itself"),
+        (b"seed: ${steps}\nsteps: ${seed}\n", "Recursive interpolation detected"),
+        (b"seed: 1  # \xe4\n", "it is not UTF-8 text: invalid continuation byte at byte 11"),
+    ],
+)
+def test_a_config_that_is_no_mapping_of_settings_is_told_in_a_sentence(run, content, told) -> None:
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        resume(run)
+    message = str(caught.value)
+    assert message.startswith(f"resume={run}: its config.yaml does not fit: {told}")
+    assert message.endswith("; put back the file that the run wrote") and "\n" not in message
+
+
+def test_an_evaluation_takes_the_newest_checkpoint(run: Path) -> None:
+    composed = evaluate(run, "data.test.split=test_phrasing", "eval.samples=4")
+    expected = str((run / "checkpoints" / "step-000003").resolve())
+    assert composed.config.model.path == composed.plain["model"]["path"] == expected
+    assert composed.config.data.test["split"] == "test_phrasing"
+    assert composed.config.resume is None
+
+
+def test_an_evaluation_takes_the_checkpoint_it_is_given(run: Path) -> None:
+    (run / "checkpoints" / "step-000002").mkdir()
+    folder = run / "checkpoints" / "step-000002"
+    assert evaluate(folder).config.model.path == str(folder.resolve())
+    assert (run_of(folder), run_of(run)) == (run, run)
+
+
+def test_an_evaluation_may_choose_other_data_but_no_other_agent(run: Path) -> None:
+    config = evaluate(run, "data=file", "data.train.path=a.csv", "data.test.path=b.csv").config
+    assert config.data.test == {"_target_": "agenttrain.data.files.FileRows", "path": "b.csv"}
+    with pytest.raises(ConfigError, match="chat_template=none: cannot be combined with run="):
+        evaluate(run, "chat_template=none")
+
+
+def test_an_evaluation_of_a_run_without_a_checkpoint(run: Path) -> None:
+    (run / "checkpoints" / "latest").unlink()
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
+        evaluate(run)
+
+
+def test_finished_steps(run: Path) -> None:
+    assert finished_steps(run) is None
+    (run / "summary.json").write_text(json.dumps({"status": "running", "steps": 4}))
+    assert finished_steps(run) is None
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 9}))
+    assert finished_steps(run) == 9
+    (run / "summary.json").write_text('{"status": "fini')
+    assert finished_steps(run) is None

@@ -1,0 +1,332 @@
+"""metrics.jsonl and rollout files."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from array import array
+from dataclasses import replace
+from datetime import date
+
+import pytest
+from tracking_rollouts import new, say, three
+
+from agenttrain.tracking.config import TrackerConfig
+from agenttrain.tracking.rollouts import (
+    read_rollout,
+    read_step,
+    rollout_record,
+    step_path,
+    write_step,
+)
+from agenttrain.tracking.run_folder import (
+    FolderInUse,
+    held,
+    read_summary,
+    update_summary,
+    write_atomically,
+)
+from agenttrain.tracking.tracker import MetricsFile, Tracker, cut, read_metrics
+from agenttrain.types import Completion, Finish, Task
+from agenttrain.utils.json_lines import dumps
+
+
+def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
+    rollout = new(0, 1.0)
+    say(rollout, (5, 2))
+    old = rollout_record(rollout)
+    assert "entropies" not in old["trajectories"][0]
+    again = read_rollout(old, rollout.task)
+    assert (
+        again.trajectories[0].trainer_logprobs is None and again.trajectories[0].entropies is None
+    )
+    rollout.trajectories[0].trainer_logprobs = array("f", [-0.1, -12.3456789])
+    rollout.trajectories[0].entropies = array("f", [0.0, math.nan])
+    write_step(tmp_path, 1, [rollout])
+    (record,) = read_step(tmp_path, 1)
+    (trajectory,) = record["trajectories"]
+    assert trajectory["trainer_logprobs"] == [-0.1, -12.345679]
+    assert trajectory["entropies"] == [0.0, None]
+    again = read_rollout(record, rollout.task)
+    assert list(again.trajectories[0].trainer_logprobs) == pytest.approx([-0.1, -12.345679])
+    assert again.trajectories[0].entropies[0] == 0.0 and math.isnan(
+        again.trajectories[0].entropies[1]
+    )
+
+
+def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(1, {"reward": 0.1 + 0.2})
+        assert path.read_text() == '{"step":1,"reward":0.30000000000000004}\n'
+        metrics.write(2, {"reward": 0.5})
+    with MetricsFile(path) as metrics:
+        metrics.write(3, {"reward": 1.0})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(1, {"kl": math.nan, "loss": math.inf, "reward": 0.5})
+    assert path.read_text() == '{"step":1,"kl":null,"loss":null,"reward":0.5}\n'
+
+
+def test_cut_keeps_the_bytes_of_earlier_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step},  "reward":0.{step}}}\n' for step in (1, 2, 3, 4)]
+    path.write_text("".join(lines))
+    cut(path, 2)
+    assert path.read_text() == "".join(lines[:2])
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    cut(path, 0)
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00\n", b"nonsense\n", b"[3]\n", b'{"rew'])
+def test_cut_takes_anything_away_that_follows(tmp_path, garbage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1}\n{"step":2}\n' + garbage + b'\n{"step":3}\n')
+    cut(path, 2)
+    assert path.read_bytes() == b'{"step":1}\n{"step":2}\n'
+
+
+def test_cut_tells_of_garbage_before_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    content = b'{"step":1}\n\xff\n{"step":2}\n'
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*Mend or remove that line"):
+        cut(path, 2)
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(OSError):
+        write_atomically(tmp_path / "summary.json", "text")
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("content", ["{torn", "[]", "\xff"])
+def test_a_broken_summary_is_told_and_replaced(tmp_path, capsys, content):
+    path = tmp_path / "summary.json"
+    path.write_text(content, encoding="latin-1")
+    update_summary(tmp_path, status="failed")
+    assert f"warning: {path}: not readable, it will be replaced" in capsys.readouterr().err
+    assert read_summary(tmp_path) == {"status": "failed"}
+
+
+def test_a_folder_is_held_by_one_process(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from agenttrain.tracking.run_folder import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    refused = pytest.raises(FolderInUse, match=r"run: another process .*hydra\.run\.dir")
+    with refused, held(tmp_path / "run"):
+        pass
+    other.kill()
+    other.communicate()
+    with held(tmp_path / "run"):
+        pass
+
+
+def test_cut_leaves_a_missing_file_missing(tmp_path):
+    cut(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":2,"rew')
+    assert read_metrics(path) == [{"step": 1}]
+    with MetricsFile(path) as metrics:
+        metrics.write(2, {})
+    assert path.read_text() == '{"step":1}\n{"step":2}\n'
+
+
+def test_a_broken_line_is_told_with_its_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":\n{"step":3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        read_metrics(path)
+
+
+def test_rollout_file_round_trip(tmp_path):
+    rollouts = three()
+    write_step(tmp_path, 1, rollouts)
+    assert step_path(tmp_path, 1) == tmp_path / "rollouts" / "step-000001.jsonl"
+    records = list(read_step(tmp_path, 1))
+    for whole, rollout in zip(records, rollouts, strict=True):
+        (record,) = whole["trajectories"]
+        assert record["token_ids"] == list(rollout.trajectories[0].token_ids)
+        assert record["logprobs"] == rollout.trajectories[0].rollout_logprobs
+        mask = [
+            int(span["origin"] == "sampled")
+            for span in record["spans"]
+            for _ in range(span["start"], span["end"])
+        ]
+        assert mask == rollout.trajectories[0].loss_mask
+    #             <user> What… </turn> <assistant> | add(x=3) </turn> | <tool> | no… | </turn> <as…
+    (second,) = records[1]["trajectories"]
+    assert second["token_ids"] == [1, 3, 2, 4, 6, 2, 7, 9, 2, 4, 10]
+    names = ("origin", "start", "end", "turn", "policy_version", "advantage")
+    assert second["spans"][:3] == [
+        dict(zip(names, ("prompt", 0, 4, 0, None, None), strict=True)),
+        {**dict(zip(names, ("sampled", 4, 6, 0, 7, 0.5), strict=True)), "finish": "stop"},
+        dict(zip(names, ("template", 6, 7, 0, None, None), strict=True)),
+    ]
+    assert (second["role"], second["parent"]) == ("main", None)
+    assert records[1]["tool_calls"] == [
+        {
+            "id": "call_0_0",
+            "name": "add",
+            "arguments": {"a": 3},
+            "error": "invalid_arguments",
+            "seconds": 0.0,
+        }
+    ]
+    assert records[1]["stop_reason"] == "max_tokens"
+
+
+def test_rollout_record_has_exactly_the_documented_keys():
+    assert " ".join(rollout_record(three()[0])) == (
+        "task_id group_id rollout_id stop_reason tool_calls rewards reward columns trajectories"
+    )
+    (trajectory,) = rollout_record(three()[0])["trajectories"]
+    assert " ".join(trajectory) == "role parent messages token_ids spans logprobs"
+
+
+def test_columns_are_in_the_file_and_what_json_does_not_have_is_text():
+    columns = {"answer": "Oslo", "day": date(2026, 1, 31), "scores": (1, 0.5), 7: {"seven": None}}
+    rollout = new(0, 1.0)
+    rollout.task = replace(rollout.task, columns=columns)
+    assert json.loads(dumps(rollout_record(rollout)))["columns"] == {
+        "answer": "Oslo",
+        "day": "2026-01-31",
+        "scores": [1, 0.5],
+        "7": {"seven": None},
+    }
+
+
+FIRST_EDITION = """
+{"task_id":"sum-1","group_id":"train-3-1","rollout_id":"train-3-1-2",
+"messages":[{"role":"user","content":"What is 3 + 4?"},{"role":"assistant","content":"",
+"tool_calls":[{"id":"call_0_0","type":"function","function":{"name":"add","arguments":{"a":3}}}]},
+{"role":"tool","tool_call_id":"call_0_0","content":"7"},
+{"role":"assistant","content":"It is 7."}],
+"token_ids":[1,3,2,4,5,2,7,8,2,4,10,2],
+"spans":[{"origin":"prompt","start":0,"end":4,"turn":0,"policy_version":null},
+{"origin":"sampled","start":4,"end":6,"turn":0,"policy_version":7,"finish":"stop"},
+{"origin":"template","start":6,"end":7,"turn":0,"policy_version":null},
+{"origin":"tool","start":7,"end":8,"turn":0,"policy_version":null},
+{"origin":"template","start":8,"end":10,"turn":0,"policy_version":null},
+{"origin":"sampled","start":10,"end":12,"turn":1,"policy_version":7,"finish":"stop"}],
+"logprobs":[0.0,0.0,0.0,0.0,-0.5,-0.25,0.0,0.0,0.0,0.0,-0.125,-1.0],"stop_reason":"completed",
+"tool_calls":[{"id":"call_0_0","name":"add","arguments":{"a":3},"error":null,"seconds":0.25}],
+"rewards":{"answer":1.0},"reward":1.0,"advantage":0.75,
+"trainer_logprobs":[-0.5,-0.25,-0.125,-1.5],"entropies":[0.5,0.0,0.25,1.0]}
+"""
+
+
+def test_a_line_of_the_first_edition_is_read_as_todays(tmp_path):
+    path = step_path(tmp_path, 3)
+    path.parent.mkdir()
+    path.write_text(FIRST_EDITION.strip().replace("\n", "") + "\n")
+    (record,) = read_step(tmp_path, 3)
+    assert " ".join(record) == (
+        "task_id group_id rollout_id stop_reason tool_calls rewards reward columns trajectories"
+    )
+    assert record["columns"] is None
+    (written,) = record["trajectories"]
+    assert " ".join(written) == (
+        "role parent messages token_ids spans logprobs trainer_logprobs entropies"
+    )
+    #        prompt  sampled  template  tool  template  sampled
+    assert [span["advantage"] for span in written["spans"]] == [None, 0.75, None, None, None, 0.75]
+    rollout = read_rollout(record, Task(task_id="sum-1", messages=()))
+    (trajectory,) = rollout.trajectories
+    assert (rollout.advantage, rollout.reward, rollout.turns, rollout.sample) == (0.75, 1.0, 2, 2)
+    assert rollout.tool_results[0].content == "7"
+    assert list(trajectory.token_ids) == [1, 3, 2, 4, 5, 2, 7, 8, 2, 4, 10, 2]
+    assert trajectory.loss_mask == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert trajectory.rollout_logprobs[4:6] == [-0.5, -0.25]
+    assert list(trajectory.trainer_logprobs) == [-0.5, -0.25, -0.125, -1.5]
+    assert [message["role"] for message in trajectory.added_messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+
+
+def test_spans_of_a_completion_across_a_weight_update_cover_its_tokens():
+    rollout = new(0, 1.0)
+    completion = Completion(
+        token_ids=(5, 10, 2), logprobs=(-1.0, -2.0, -3.0), finish=Finish.stop,
+        versions=((7, 1), (8, 2)),
+    )  # fmt: skip
+    rollout.trajectories[0].append_sampled(completion, rollout.trajectories[0].token_ids)
+    spans = rollout_record(rollout)["trajectories"][0]["spans"]
+    assert [(s["start"], s["end"], s["policy_version"]) for s in spans] == [
+        (0, 4, None),
+        (4, 5, 7),
+        (5, 7, 8),
+    ]
+
+
+def test_rollouts_are_written_by_group_and_sample_up_to_the_limit(tmp_path):
+    arrived = [(1, "g1"), (0, "g0"), (0, "g1"), (1, "g0")]
+    rollouts = [new(sample, 0.0, group) for sample, group in arrived]
+    write_step(tmp_path, 1, rollouts)
+    write_step(tmp_path, 2, rollouts, 3)
+    write_step(tmp_path, 3, rollouts, 0)
+    names = ["g1-0", "g1-1", "g0-0", "g0-1"]
+    assert [record["rollout_id"] for record in read_step(tmp_path, 1)] == names
+    assert [record["rollout_id"] for record in read_step(tmp_path, 2)] == names[:3]
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
+        "step-000001.jsonl",
+        "step-000002.jsonl",
+    ]
+
+
+def test_text_that_is_no_unicode_survives_the_file(tmp_path):
+    rollout = new(0, 0.0)
+    say(rollout, (10, 2))
+    rollout.trajectories[0].messages.append(
+        {"role": "tool", "content": "half a pair \ud83d, a line\u2028, NUL \x00"}
+    )
+    rollout.rewards = {"answer": math.nan}
+    write_step(tmp_path, 1, [rollout])
+    (record,) = read_step(tmp_path, 1)
+    assert record["trajectories"][0]["messages"] == rollout.trajectories[0].messages
+    assert record["rewards"] == {"answer": None}
+
+
+def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
+    config = TrackerConfig(name="none", rollouts="none")
+    settings = {"project": "shop", "name": "run", "total_steps": 4}
+    with Tracker(tmp_path, config, **settings) as tracker:
+        for step in (1, 2, 3):
+            tracker.step(step, {"reward": step / 10}, three())
+    with Tracker(tmp_path, config, **settings, resume_step=2) as tracker:
+        tracker.step(3, {"reward": 0.7}, three())
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.7)]
+    assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("setting", ["some", "-1", "1.5", ""])
+def test_a_bad_number_of_rollouts_is_told(tmp_path, setting):
+    config = TrackerConfig(name="none", rollouts=setting)
+    with pytest.raises(ValueError, match=r"tracker\.rollouts=.*`all`, `none` or a number"):
+        Tracker(tmp_path, config, project="shop", name="run", total_steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_tracker_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"tracker\.name='wandb': give `trackio` or `none`"):
+        Tracker(tmp_path, TrackerConfig(name="wandb"), project="p", name="r", total_steps=1)

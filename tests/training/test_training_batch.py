@@ -1,0 +1,119 @@
+"""Packing: literal layouts, budgets, order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_cases import rollout, with_tool
+
+from agenttrain.training.batch import (
+    Bundle,
+    Microbatch,
+    Row,
+    Segment,
+    make_blocks,
+    make_rows,
+    one_after_the_other,
+    split,
+)
+from agenttrain.training.batch import pack as pack_bundles
+from agenttrain.types import LedgerError, Origin
+
+CPU = torch.device("cpu")
+
+
+def pack(rows: list[Row], token_budget: int, device: torch.device = CPU) -> list[Microbatch]:
+    return pack_bundles([Bundle((row,)) for row in rows], token_budget, device)
+
+
+def of_length(length: int, sample: int = 0):
+    return make_rows(
+        rollout([(Origin.prompt, [7] * (length - 1)), (Origin.sampled, [8])], sample=sample)
+    )[0]
+
+
+def test_targets_are_the_positions_before_sampled_tokens() -> None:
+    row = make_rows(with_tool())[0]
+    # ids       7 8 9 10  20 21 2  30 31  40 41 42  30 3   22 2
+    # position  0 1 2 3   4  5  6  7  8   9  10 11  12 13  14 15
+    assert row.targets_S.tolist() == [3, 4, 5, 13, 14]
+    assert row.token_ids_T[row.targets_S + 1].tolist() == [20, 21, 2, 22, 2]
+    assert row.length == 16
+    assert row.sampled_length == 5
+
+
+def test_a_packed_microbatch() -> None:
+    short = make_rows(rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5))[0]
+    long = make_rows(with_tool(logprob=-0.25))[0]
+    (microbatch,) = pack([short, long], token_budget=100, device=CPU)
+    # 16 tokens of the longer rollout first, then 5 6 9 2
+    assert microbatch.segments == (Segment(0, 16), Segment(16, 4))
+    assert microbatch.token_ids_T[16:].tolist() == [5, 6, 9, 2]
+    assert microbatch.targets_S.tolist() == [3, 4, 5, 13, 14, 17, 18]
+    assert microbatch.labels_S.tolist() == [20, 21, 2, 22, 2, 9, 2]
+    assert microbatch.row_S.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert microbatch.behaviour_S.tolist() == [-0.25] * 5 + [-0.5] * 2
+
+
+def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
+    rows = [of_length(length) for length in (5, 60, 45, 50, 120)]
+    microbatches = pack(rows, token_budget=100, device=CPU)
+    # longest first: 120 alone (over the budget), 60, then 50 + 45 + 5 = 100, which outweighs 60
+    lengths = [[row.length for row in microbatch.rows] for microbatch in microbatches]
+    assert lengths == [[120], [50, 45, 5], [60]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80))
+def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> None:
+    rows = [of_length(length, sample) for sample, length in enumerate(lengths)]
+    microbatches = pack(rows, budget, CPU)
+    packed = [row for microbatch in microbatches for row in microbatch.rows]
+    assert sorted(row.rollout.sample for row in packed) == list(range(len(lengths)))
+    for microbatch in microbatches:
+        tokens = microbatch.token_ids_T.numel()
+        assert tokens == microbatch.segments[-1].end == sum(row.length for row in microbatch.rows)
+        assert tokens <= budget or len(microbatch.rows) == 1
+        lengths = [row.length for row in microbatch.rows]
+        assert microbatch.segments == one_after_the_other(lengths)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_blocks_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
+    segments = one_after_the_other(lengths)
+    packed = torch.arange(sum(lengths))
+    blocks = make_blocks(segments, CPU)
+    parts = packed.split([block.tokens for block in blocks])
+    pairs = zip(blocks, parts, strict=True)
+    back = torch.cat([part[block.gather][block.scatter] for block, part in pairs])
+    assert back.tolist() == packed.tolist()
+    assert sum(block.segments for block in blocks) == len(lengths)
+    for block in blocks:
+        assert block.gather.numel() == block.segments * block.length
+
+
+def test_a_prefix_may_stand_in_the_middle_of_a_block() -> None:
+    # p p p of the second block's segment are the last three tokens of the first block
+    segments = [Segment(0, 3), Segment(3, 3), Segment(6, 2, 3, 3), Segment(8, 1, 3, 3)]
+    first, second, third = make_blocks(segments, CPU)
+    assert (first.start, first.tokens, first.segments) == (0, 6, 2)
+    for block in (second, third):
+        assert (block.prefix_block, block.prefix, block.prefix_length) == (0, 3, 3)
+    one, two = make_blocks([Segment(0, 8), Segment(8, 7)], CPU)[0], make_blocks(segments, CPU)[0]
+    assert (one.padding.tolist(), two.padding.tolist()) == ([15], [])
+    assert one.gather.tolist() == [*range(15), 14]
+    assert one.scatter.tolist() == [*range(15)]
+
+
+def test_groups_are_split_whole() -> None:
+    assert split("abcde", 2) == ["abc", "de"]
+    assert split("ab", 3) == ["a", "b", ""]
+    assert split("", 2) == ["", ""]
+
+
+def test_a_sampled_token_needs_one_before_it() -> None:
+    with pytest.raises(LedgerError, match="position 0"):
+        make_rows(rollout([(Origin.sampled, [9, 2])]))[0]

@@ -1,0 +1,177 @@
+"""Adapters: what is trained, the reference, checkpoints of adapters alone, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from training_cases import policy, random_groups, weights
+from transformers import AutoModelForCausalLM
+
+from agenttrain.commands.export import export
+from agenttrain.trainer import update
+from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.config import LoraSettings
+from agenttrain.training.lora import adapter_weights, add_lora, save_adapter
+
+
+def base(folder: Path, **settings: object) -> Path:
+    """The tiny model on disk, as a user's."""
+    tiny.model(**settings).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def adapted(folder: Path, rank: int = 4, **settings: object):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    add_lora(model, LoraSettings(rank=rank, **settings))
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[7, 8, 9, 20, 2]])).logits
+
+
+def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path)), lr=1e-2)
+    before = weights(trained)
+    update(trained, random_groups(0))
+    changed = {n for n, t in weights(trained).items() if not torch.equal(t, before[n])}
+    # B is zero at first, so that A has no gradient in the first update.
+    assert changed and all("lora_B" in name for name in changed)
+    assert not any("lm_head" in name or "embed" in name for name in changed)
+
+
+def test_the_reference_is_the_model_without_adapters(tmp_path: Path) -> None:
+    algorithm = {"beta": 0.1}
+    trained = policy(adapted(base(tmp_path / "m")), algorithm=algorithm, lr=1e-2)
+    full = policy(tiny.model(), algorithm=algorithm, lr=1e-9)
+    first = update(trained, random_groups(0))
+    assert first["kl"] == pytest.approx(0, abs=1e-7), "an adapter starts as nothing"
+    moved = update(trained, random_groups(1))
+    assert moved["kl"] > 1e-6
+    assert update(trained, random_groups(2))["grad_norm"] > 0, "training goes on with adapters"
+    assert update(full, random_groups(0))["kl"] == pytest.approx(0, abs=1e-7)
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    folder = base(tmp_path / "m")
+
+    def saver() -> Checkpoints:
+        return Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+
+    whole = policy(adapted(folder), lr=1e-2)
+    for seed in range(3):
+        update(whole, random_groups(seed))
+    first = policy(adapted(folder), lr=1e-2)
+    update(first, random_groups(0))
+    path = saver().save(first, step=1)
+    assert not (path / "model.safetensors").exists()
+    sizes = [
+        (path / name).stat().st_size
+        for name in ("adapter_model.safetensors", "adapter_config.json")
+    ]
+    assert sizes[0] < (folder / "model.safetensors").stat().st_size
+    resumed = policy(adapted(folder), lr=1e-2)
+    saver().load_latest(resumed)
+    for seed in (1, 2):
+        update(resumed, random_groups(seed))
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_checkpoint_of_adapters_loads_in_plain_transformers(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    update(trained, random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    loaded = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert torch.equal(logits(loaded), logits(trained.model))
+    assert not torch.equal(logits(loaded), logits(tiny.model()))
+    add_lora(loaded, LoraSettings(rank=4))
+    assert torch.equal(logits(loaded), logits(trained.model)), "adapters that are there stay"
+    assert all(p.requires_grad == ("lora_" in n) for n, p in loaded.named_parameters())
+
+
+def test_export_merges_adapters_into_a_plain_model(tmp_path: Path) -> None:
+    trained = policy(adapted(base(tmp_path / "m")), lr=1e-1)
+    update(trained, random_groups(0))
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    export(path, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in names and "tokenizer.json" in names
+    assert not names & {"adapter_config.json", "policy.pt", "rng-0.pt", "manifest.json"}
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
+def test_export_converts_the_format_of_full_weights(tmp_path: Path) -> None:
+    trained = policy()
+    path = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1).save(trained, step=1)
+    export(path, tmp_path / "out", dtype="bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert plain.dtype is torch.bfloat16
+    for name, tensor in weights(trained).items():
+        assert torch.equal(plain.state_dict()[name], tensor.bfloat16()), name
+
+
+def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.lora.targets=\['query'\]"):
+        adapted(base(tmp_path), targets=["query"])
+
+
+def test_one_target_that_the_model_does_not_have_is_refused_beside_one_that_it_has(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"has no module v_prj \(did you mean 'v_proj'\?\)"):
+        adapted(base(tmp_path), targets=["q_proj", "v_prj"])
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_weight_that_two_layers_share_is_refused(
+    target: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="embedding and head of Qwen3ForCausalLM are one weight"):
+        adapted(base(tmp_path), targets=["q_proj", target])
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_adapters_of_embedding_and_head_are_saved_resumed_and_exported(tmp_path: Path) -> None:
+    folder = base(tmp_path / "m", tie_word_embeddings=False)
+    targets = ["embed_tokens", "lm_head", "v_proj"]
+    checkpoints = Checkpoints(tmp_path / "c", tokenizer=tiny.tokenizer(), keep=1)
+    trained = policy(adapted(folder, targets=targets), lr=1e-2)
+    for seed in range(2):
+        update(trained, random_groups(seed))
+    path = checkpoints.save(trained, step=1)
+    resumed = policy(adapted(folder, targets=targets), lr=1e-2)
+    checkpoints.load_latest(resumed)
+    assert torch.equal(logits(resumed.model), logits(trained.model))
+    assert not torch.equal(
+        logits(resumed.model), logits(AutoModelForCausalLM.from_pretrained(folder))
+    )
+    export(path, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(merged), logits(trained.model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": 8}, {"rank": 4, "alpha": 8.0}])
+def test_loaded_adapters_are_not_taken_for_others(settings: dict, tmp_path: Path) -> None:
+    model = adapted(base(tmp_path / "base"))
+    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
+    expected = r"set model.lora.rank=4 model.lora.alpha=32 to go on"
+    with pytest.raises(ValueError, match=expected):
+        adapted(tmp_path / "adapters", **settings)
+    assert any(p.requires_grad for p in adapted(tmp_path / "adapters", rank=4).parameters())
+
+
+def test_loaded_adapters_of_other_modules_than_asked_for_are_refused(tmp_path: Path) -> None:
+    model = adapted(base(tmp_path / "base"), targets=["q_proj", "v_proj"])
+    save_adapter(model, tmp_path / "adapters", adapter_weights(model))
+    with pytest.raises(ValueError, match=r"holds adapters of q_proj, v_proj; leave it out"):
+        adapted(tmp_path / "adapters", targets=["k_proj"])
+    for targets in (["v_proj", "q_proj"], ["all-linear"]):
+        adapted(tmp_path / "adapters", targets=targets)
