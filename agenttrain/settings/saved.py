@@ -19,6 +19,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
+from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
 
 RESUMABLE = (
@@ -253,7 +254,9 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
             raise ValueError("it holds a list, and a run's settings are a mapping of names")
         own = is_own(cast(dict[str, Any], OmegaConf.to_container(plain)))
         plain.pop("provenance", None)
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
+        # Only now: the signature of a run of the first edition covers the paths as it wrote them.
+        settings = in_this_layout(OmegaConf.to_container(plain))
+        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agenttrain.utils.moved import MOVED
 from agenttrain.utils.names import did_you_mean
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -53,6 +54,8 @@ def look_up(path: object) -> Target:
     """Look up ``my_pkg.my_module.my_name`` in the source files."""
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         return Target(problem="expected a dotted path such as my_pkg.my_module.my_name")
+    if path in MOVED:
+        return Target(problem=f"is {MOVED[path]} now")
     parts = path.split(".")
     spec, used = _longest_module(parts)
     if spec is None:

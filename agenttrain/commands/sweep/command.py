@@ -29,6 +29,7 @@ from agenttrain.settings.messages import explained
 from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
+from agenttrain.utils.moved import override_in_this_layout
 
 NUMBERED = "${hydra.job.num}"
 """Default of hydra.sweep.subdir."""
@@ -118,7 +119,8 @@ def _go_on(
             validate(config)
             check_structured(record.verb, config)
         elif one.unfinished:
-            compose([*one.job.overrides, *changes], command)
+            recorded = map(override_in_this_layout, one.job.overrides)
+            compose([*recorded, *changes], command)
     if not any(one.unfinished for one in jobs):
         if command.overrides:
             raise ConfigError(
@@ -126,7 +128,8 @@ def _go_on(
                 f"alone: agenttrain resume={jobs[0].folder if jobs else '…'} steps=…"
             )
         return concluded(folder, 0)
-    shared = [text for text in record.shared if not chosen([text]).keys() & chosen(hydras).keys()]
+    recorded_shared = [override_in_this_layout(text) for text in record.shared]
+    shared = [text for text in recorded_shared if not chosen([text]).keys() & chosen(hydras).keys()]
     overrides, name = [*shared, *hydras], command.source.name
     sweep = Sweep(
         folder=folder,

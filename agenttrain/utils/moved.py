@@ -1,0 +1,79 @@
+"""Where components of the first edition's layout are now.
+
+Runs that were recorded before the package was laid out by capability name tools, rewards and data
+by these dotted paths. Saved runs are read through `in_this_layout`; on the command line an old path
+is refused with the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOVED = {
+    "agenttrain.data.calculator.row": "agenttrain.data.bundled.calculator.row",
+    "agenttrain.data.code.row": "agenttrain.data.bundled.code.row",
+    "agenttrain.data.demonstrations.row": "agenttrain.data.bundled.demonstrations.row",
+    "agenttrain.data.encyclopedia.row": "agenttrain.data.bundled.encyclopedia.row",
+    "agenttrain.data.hub.HubRows": "agenttrain.data.files.HubRows",
+    "agenttrain.data.shop.connect": "agenttrain.data.bundled.shop.connect",
+    "agenttrain.data.shop.row": "agenttrain.data.bundled.shop.row",
+    "agenttrain.rewards.contains.Contains": "agenttrain.rewards.builtin.answers.Contains",
+    "agenttrain.rewards.environment.environment": "agenttrain.rewards.builtin.tools.environment",
+    "agenttrain.rewards.exact_match.ExactMatch": "agenttrain.rewards.builtin.answers.ExactMatch",
+    "agenttrain.rewards.format.Format": "agenttrain.rewards.builtin.format.Format",
+    "agenttrain.rewards.jmespath.JMESPath": "agenttrain.rewards.builtin.format.JMESPath",
+    "agenttrain.rewards.json_schema.JsonSchema": "agenttrain.rewards.builtin.format.JsonSchema",
+    "agenttrain.rewards.judge.Judge": "agenttrain.rewards.builtin.judge.Judge",
+    "agenttrain.rewards.length_penalty.LengthPenalty": (
+        "agenttrain.rewards.builtin.tools.LengthPenalty"
+    ),
+    "agenttrain.rewards.math_verify.MathVerify": (
+        "agenttrain.rewards.builtin.math_verify.MathVerify"
+    ),
+    "agenttrain.rewards.numeric_close.NumericClose": (
+        "agenttrain.rewards.builtin.answers.NumericClose"
+    ),
+    "agenttrain.rewards.reward_model.RewardModel": (
+        "agenttrain.rewards.builtin.reward_model.RewardModel"
+    ),
+    "agenttrain.rewards.stop_tool_called.stop_tool_called": (
+        "agenttrain.rewards.builtin.tools.stop_tool_called"
+    ),
+    "agenttrain.rewards.tool_calls.ToolPenalty": "agenttrain.rewards.builtin.tools.ToolPenalty",
+    "agenttrain.rewards.tool_calls.tool_success": "agenttrain.rewards.builtin.tools.tool_success",
+    "agenttrain.tools.calculator.add": "agenttrain.tools.builtin.calculator.add",
+    "agenttrain.tools.calculator.calculator": "agenttrain.tools.builtin.calculator.calculator",
+    "agenttrain.tools.calculator.multiply": "agenttrain.tools.builtin.calculator.multiply",
+    "agenttrain.tools.calculator.subtract": "agenttrain.tools.builtin.calculator.subtract",
+    "agenttrain.tools.final_answer.final_answer": (
+        "agenttrain.tools.builtin.final_answer.final_answer"
+    ),
+    "agenttrain.tools.interpreter.Bash": "agenttrain.tools.sandbox.tool.Bash",
+    "agenttrain.tools.interpreter.Python": "agenttrain.tools.sandbox.tool.Python",
+    "agenttrain.tools.interpreter.interpreter": "agenttrain.tools.sandbox.tool.interpreter",
+    "agenttrain.tools.mcp.McpServer": "agenttrain.tools.mcp.server.McpServer",
+    "agenttrain.tools.search.Search": "agenttrain.tools.builtin.search.Search",
+    "agenttrain.tools.sql.Sql": "agenttrain.tools.builtin.sql.Sql",
+}
+"""Dotted path of the first edition -> that of today."""
+
+
+def in_this_layout(settings: Any) -> Any:
+    """Return settings with every dotted path of the first edition replaced by today's.
+
+    Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
+    ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``. Exact paths only: a name
+    inside a module that has moved stays as it is, and is refused where it is looked up.
+    """
+    if isinstance(settings, Mapping):
+        return {key: in_this_layout(value) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [in_this_layout(value) for value in settings]
+    return MOVED.get(settings, settings) if isinstance(settings, str) else settings
+
+
+def override_in_this_layout(override: str) -> str:
+    """Return an override such as ``tools.db._target_=<path>`` with today's path."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{MOVED.get(value, value)}"
