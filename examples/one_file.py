@@ -4,8 +4,8 @@
 
 A language model of 635,000 parameters is asked short stories about numbers, calls tools to compute
 and hands in an answer. It knows how to call a tool, but often the wrong one: half of its answers
-are right. Half a minute of GRPO on one CPU core takes it to more than eight in ten, on questions
-that it has not seen before.
+are right. Under a minute of GRPO on one CPU core takes it to about eight in ten, on questions that
+it has not seen before.
 
 Read this from top to bottom. Everything is made of the package's own parts; `agenttrain train` adds
 settings, checkpoints, evaluation, several GPUs and much checking, and goes through the same steps:
@@ -36,10 +36,10 @@ from agenttrain.data.bundled.calculator import row
 from agenttrain.engines.config import EngineConfig
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.rollout.loop import run_rollout
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.training.batch import make_row
+from agenttrain.training.batch import make_rows
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Rollout, Sampling, Task
 from agenttrain.utils.model_path import model_folder
@@ -159,18 +159,7 @@ async def train() -> list[float]:
     scorer = Scorer(model, temperature=LIMITS.temperature, logits_budget_mb=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
 
-    async def sample(task: Task, step: int, place: int, number: int) -> Rollout:
-        return await run_rollout(
-            task,
-            engine=engine,
-            chat=chat,
-            toolbox=toolbox,
-            limits=LIMITS,
-            sampling=Sampling(seed=derive_seed(SEED, step, place, number)),
-            rollout_id=f"{step}-{place}-{number}",
-            group_id=f"{step}-{place}",
-            sample=number,
-        )
+    context = RolloutContext(engine=engine, chat=chat, toolbox=toolbox, limits=LIMITS)
 
     history = []
     for step in range(STEPS):
@@ -179,13 +168,20 @@ async def train() -> list[float]:
         # 5. Rollouts: G for each of P tasks, all at once. In each, the model writes, its calls
         #    are run, their replies are appended, until it calls `final_answer` or hits a limit.
         #    The model's own token ids are kept; nothing is decoded and tokenised again.
-        tasks = make_tasks(step * TASKS_PER_STEP, TASKS_PER_STEP)
-        attempts = [(p, number) for p in range(len(tasks)) for number in range(GROUP_SIZE)]
+        requests = [
+            RolloutRequest(
+                task=task,
+                rollout_id=f"{step}-{place}-{sample}",
+                group_id=f"{step}-{place}",
+                sample=sample,
+                sampling=Sampling(seed=derive_seed(SEED, step, place, sample)),
+            )
+            for place, task in enumerate(make_tasks(step * TASKS_PER_STEP, TASKS_PER_STEP))
+            for sample in range(GROUP_SIZE)
+        ]
         # The engine decodes these together, in this order: the run repeats bit for bit.
-        engine.expect([f"{step}-{p}-{number}" for p, number in attempts])
-        rollouts = await asyncio.gather(
-            *(sample(tasks[p], step, p, number) for p, number in attempts)
-        )
+        engine.expect([request.rollout_id for request in requests])
+        rollouts = await asyncio.gather(*(run_rollout(request, context) for request in requests))
 
         # 6. Advantages: how much better a rollout did than the others of its group. Where all of
         #    a group are right, or all wrong, they are zero: there is nothing to learn from it.
@@ -235,7 +231,7 @@ def update(
     for rollout, advantage, weight in zip(rollouts, credit, weights_B.tolist(), strict=True):
         rollout.advantage = advantage
         if advantage != 0:
-            rows.append(replace(make_row(rollout), weight=weight))
+            rows += [replace(row, weight=weight) for row in make_rows(rollout)]
     batches = scorer.pack(rows, TOKEN_BUDGET, torch.device("cpu"))
 
     # 8. The loss looks at sampled tokens only: prompts, template and tool replies are context.

@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from agenttrain.cli import main
+from agenttrain.utils.locate import locate
+from agenttrain.utils.moved import MOVED
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "first_edition_run"
 PLAIN_SERVER = Path(__file__).parents[1] / "mcp_plain_server.py"
@@ -235,3 +237,36 @@ def test_every_bundled_data_set_of_the_first_edition_has_its_name(folder, train,
         data={"train": train, "test": test},
     )
     assert main([*CHECK, "eval.group_by=null"]) == 0
+
+
+@pytest.mark.parametrize("path", MOVED.values())
+def test_the_table_of_moved_names_leads_to_components(path):
+    assert callable(locate(path, key="path"))
+
+
+def test_an_old_path_on_the_command_line_is_answered_with_the_new_one(capsys):
+    assert main(["check", "+tools.db._target_=agenttrain.tools.sql.Sql"]) == 2
+    assert "agenttrain.tools.sql.Sql: is agenttrain.tools.builtin.sql.Sql now" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_recorded_name_that_no_table_has_is_refused_with_its_key(capsys):
+    tools = {"db": {"_target_": "agenttrain.tools.sqlx.Sql"}}
+    change_settings(RUN, tools=tools)
+    assert main([f"resume={RUN}", "steps=3", "trust=true"]) == 2
+    assert "tools.db._target_=agenttrain.tools.sqlx.Sql: agenttrain.tools has no 'sqlx'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_job_that_never_started_runs_with_todays_names():
+    record = json.loads(Path("sweep/sweep.json").read_text())
+    record["jobs"][1]["overrides"].append(
+        "+reward.more._target_=agenttrain.rewards.exact_match.ExactMatch"
+    )
+    Path("sweep/sweep.json").write_text(json.dumps(record))
+    shutil.rmtree("sweep/1")
+    assert main(["-m", "resume=sweep", "trust=true"]) == 0
+    settings = yaml.safe_load(Path("sweep/1/config.yaml").read_text())
+    assert settings["reward"]["more"]["_target_"] == "agenttrain.rewards.builtin.answers.ExactMatch"

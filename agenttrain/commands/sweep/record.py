@@ -28,6 +28,7 @@ from typing import Any
 from agenttrain.settings.trust import sign, verifies
 from agenttrain.tracking.run_folder import NO_LOCKS, read_summary, write_atomically
 from agenttrain.types import ConfigError
+from agenttrain.utils.moved import override_in_this_layout
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"
@@ -76,7 +77,8 @@ class SweepRecord:
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
         """Return the arguments of `agenttrain` that start a job that has no run yet."""
         folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
-        return [self.verb, *self.options, *job.overrides, *extra, folder]
+        overrides = map(override_in_this_layout, job.overrides)
+        return [self.verb, *self.options, *overrides, *extra, folder]
 
 
 def quoted(path: Path) -> str:

@@ -54,7 +54,6 @@ from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
 from agenttrain.utils import exit_codes
-from agenttrain.utils.moved import override_in_this_layout
 from agenttrain.utils.signals import leave_terminal
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -305,11 +304,7 @@ def run_listed(sweep: Sweep) -> int:
             # By name: Hydra numbers the jobs of one launch, and a sweep that goes on has gaps.
             overrides = [
                 [
-                    *(
-                        override_in_this_layout(text)
-                        for text in one.job.overrides
-                        if not text.startswith("hydra.")
-                    ),
+                    *(text for text in one.job.overrides if not text.startswith("hydra.")),
                     f"hydra.sweep.subdir={quoted(Path(one.job.folder))}",
                 ]
                 for _, one in batch
