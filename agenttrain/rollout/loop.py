@@ -74,7 +74,7 @@ def refusals(
             plural = "" if limit == 1 else "s"
             refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
         else:
-            ran[call.name] += 1
+            ran[call.name] += call.malformed is None  # one that cannot run uses nothing up
             refused.append(None)
     return refused
 

@@ -92,7 +92,7 @@ class RolloutSource:
             raise NoRewards(
                 f"step {step}: not one rollout has a reward, so that there is nothing to learn; "
                 f"the first: {reason}",
-                Collected(),
+                drawn.collected,
             )
         return SampledBatch(
             groups=drawn.trained,

@@ -236,10 +236,9 @@ def prepare(config: RunConfig, verb: str = "train") -> Components:
     from agenttrain.runs.loading import check_model, verify_model  # torch comes with it
 
     components = Components(config, verb)
+    verify_model(config)
     if verb == "sft":
         check_model(config, sampled=False)
-    else:
-        verify_model(config)
     components.certificate.raise_if_refused()
     complete(components)
     return components

@@ -18,6 +18,7 @@ from agenttrain.rewards.builtin.format import JsonSchema
 from agenttrain.rewards.builtin.tools import stop_tool_called
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnMalformedCall
+from agenttrain.rollout.loop import refusals
 from agenttrain.tools.config import ToolLimits
 from agenttrain.types import (
     Completion,
@@ -28,6 +29,7 @@ from agenttrain.types import (
     PromptTooLong,
     StopReason,
     Task,
+    ToolCall,
     ToolError,
     ToolFailure,
     ToolUnavailable,
@@ -585,6 +587,14 @@ def test_a_tools_own_limit_on_calls_is_told_and_the_rollout_goes_on():
     assert [r.content for r in done.tool_results[1:]] == ["7", over, "ok", over]
     assert [r.error for r in done.tool_results[2:]] == [ToolError.limit, None, ToolError.limit]
     assert done.stop_reason is StopReason.completed
+
+
+@pytest.mark.parametrize("malformed_first", [True, False])
+def test_a_malformed_call_does_not_use_up_its_tools_limit(malformed_first):
+    good = ToolCall(id="c0", name="search", arguments={})
+    malformed = ToolCall(id="c1", name="search", arguments={}, malformed="no JSON", text="{")
+    calls = [malformed, good] if malformed_first else [good, malformed]
+    assert refusals(calls, [], most=None, own_limit=lambda name: 1) == [None, None]
 
 
 def test_both_limits_on_calls_in_one_turn():

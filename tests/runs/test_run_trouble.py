@@ -186,6 +186,15 @@ def test_a_torn_checkpoint_is_not_evaluated(run, tmp_path, capsys):
     assert "model.safetensors: its content is not what was written" in capsys.readouterr().err
 
 
+def test_supervised_learning_does_not_begin_from_a_torn_checkpoint(run, tmp_path, capsys):
+    model = shutil.copytree((run / "checkpoints" / "latest").resolve(), tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    words = ["sft", "debug=tiny", f"model.path={model}", f"hydra.run.dir={tmp_path / 'sft'}"]
+    assert main(words) == 1
+    assert "model.safetensors: its content is not what was written" in capsys.readouterr().err
+
+
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, capsys):
     folder = with_summary(tmp_path / "run", status="running")
     with held(folder):
