@@ -169,7 +169,7 @@ def recorded_tools(
     *,
     over: Callable[[], bool],
 ) -> tuple[Toolbox, Environments]:
-    """What answers the calls of a record's rollout, and says what its environment said.
+    """Return the tools that answer a record's calls, and the environments that repeat its own.
 
     `over` tells whether the rollout is in its last turn.
     """
@@ -207,7 +207,7 @@ class RecordedEngine:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last completion has been given."""
+        """True once the last completion has been given."""
         return not self._left
 
     async def generate(
@@ -235,7 +235,7 @@ class RecordedEngine:
         """Nothing is kept."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What was recorded stays what it was."""
+        """Ignore new weights: completions are recorded ones."""
 
     async def aclose(self) -> None:
         """Nothing to free."""

@@ -156,7 +156,7 @@ def curriculum_problems(config: Any) -> Iterator[str]:
 
 
 class OnBadRow(StrEnum):
-    """What a row that cannot become a task does."""
+    """Consequence of a row that cannot become a task."""
 
     error = "error"
     """Stop the run before it begins, naming the first such rows."""

@@ -39,7 +39,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 ENGINE, TOOL, OTHER = "engine", "tool", "other"
-"""What a rollout can wait for; `other` is its environment, or our own code."""
+"""Things that a rollout can wait for; `other` is its environment, or our own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class NotedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """As the engine's."""
+        """Sample from the engine, counted as waiting for it meanwhile."""
         self._in_flight.asks(self._flight, asks=True)
         try:
             return await self._engine.generate(
@@ -151,15 +151,15 @@ class NotedEngine:
             self._in_flight.asks(self._flight, asks=False)
 
     async def release(self, session: str) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.release(session)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.update(weights, version)
 
     async def aclose(self) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.aclose()
 
 
@@ -275,7 +275,7 @@ YOUNG = 20_000
 
 
 class _Heap:
-    """What is known of this process's heap."""
+    """State of this process's heap."""
 
     ours = False
     """It is frozen by a `short_collections`."""

@@ -51,7 +51,7 @@ ROW_TOOL_SETS = 4
 
 
 class Components:
-    """What a run is made of, each part built when it is first asked for.
+    """Components of a run, each built when it is first asked for.
 
     Example: ``components = prepare(config)`` builds and checks everything that training needs;
     ``Components(config).chat`` builds the tools and the chat, and no task and no reward.

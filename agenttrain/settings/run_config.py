@@ -32,7 +32,7 @@ from agenttrain.training.config import (
 
 
 class RunPart(StrEnum):
-    """What a run is made of besides its settings."""
+    """Parts of a run besides its settings."""
 
     data = "data"
     """The rows of data.train and data.test."""
@@ -99,4 +99,4 @@ class RunConfig:
     resume: str | None = None
     """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
     resume_changed: list[RunPart] = field(default_factory=list)
-    """What may have changed since a resumed run was stopped; the rest is compared."""
+    """Parts that may have changed since a resumed run was stopped; all others are compared."""

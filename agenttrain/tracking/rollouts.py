@@ -285,7 +285,7 @@ def prompt_messages(trajectory: Record) -> list[Message]:
 
 
 def tool_results(record: Record) -> list[ToolResult]:
-    """What each call of a record was answered, in their order."""
+    """Return the results of a record's calls, in their order."""
     added = [m for t in record["trajectories"] for m in t["messages"][len(prompt_messages(t)) :]]
     shown, written = replies(added), _written(added)
     results = []

@@ -94,7 +94,7 @@ def cut(path: Path, step: int) -> None:
 TRACE_EVERY = 10
 """Steps between the rollouts that the dashboard shows; the first step's are among them."""
 ENDS = ("_low", "_high")
-"""Of metrics that are the ends of another's confidence interval."""
+"""Suffixes of metrics that are the ends of another's confidence interval."""
 TRACES = 4
 """Rollouts the dashboard shows of such a step."""
 
@@ -179,7 +179,7 @@ class Tracker:
 
     @property
     def has_dashboard(self) -> bool:
-        """Whether trackio was asked for and has not failed."""
+        """True if trackio was asked for and has not failed."""
         return self._trackio is not None and not self._trackio.failed
 
     def begin(self) -> None:
@@ -238,7 +238,7 @@ class Tracker:
         update_summary(self._folder, warnings=[*warnings, text])
 
     def phase(self, name: str) -> None:
-        """What the run does now: `rollout`, `train`, `eval`."""
+        """Show the name of the run's phase: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -123,7 +123,7 @@ class ModelConfig:
 
 
 class WeightSyncMode(StrEnum):
-    """What happens to rollouts in flight when weights change."""
+    """Treatment of rollouts in flight when weights change."""
 
     drain = "drain"
     """They end first."""
