@@ -1,11 +1,9 @@
 """The loss of a microbatch: aggregate(correction * surrogate + beta * KL) - bonus * entropy.
 
+Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
+
 Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S names each token's.
 Tokens that the policy did not sample (prompt, template, tool) are not among the S at all.
-
-Metrics of a microbatch as parts that combine over microbatches, updates and processes.
-
-Shapes: S sampled tokens of B rollouts; row_S names each token's.
 """
 
 from __future__ import annotations

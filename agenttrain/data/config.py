@@ -1,6 +1,6 @@
-"""Sources of rows: checks of one before it is read.
+"""Settings of the rows and the curriculum, and checks of a source of rows before it is read.
 
-Settings of the curriculum: which tasks are drawn, by what was measured of them.
+The curriculum chooses the tasks of a step by the success that was measured of them.
 """
 
 from __future__ import annotations

@@ -2,17 +2,6 @@
 
 The n-th task of a run is a function of (seed, n), so that a cursor is one number: how many tasks
 the finished steps drew.
-
-The column `tools` of a row: the tools that its model has.
-
-A list of names of the run's and its environment's tools, and of tools of the row's own::
-
-    ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
-             "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
-                            "required": ["name"]}}]
-
-The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have one
-type per column, so there the list, or a tool's parameters, may be JSON text.
 """
 
 from __future__ import annotations
@@ -31,6 +20,16 @@ KEYS = ("name", "description", "parameters", "executor")
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     """Return the tools of a row; None for a row that does not list any.
+
+    Its column `tools` is a list of names of the run's and its environment's tools, and of tools of
+    the row's own::
+
+        ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
+                 "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
+                                "required": ["name"]}}]
+
+    The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have
+    one type per column, so there the list, or a tool's parameters, may be JSON text.
 
     Raises ValueError naming the row and what is wrong.
     """

@@ -1,4 +1,4 @@
-"""Checks of the engine's settings, and whether it is installed here."""
+"""Settings of the engine that samples, and of vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rollouts of one step: groups in flight, no barrier between rollouts, ordered results.
 
-What is told of a step's rollouts besides what is learnt from them.
+`step_figures` makes metrics of them.
 """
 
 from __future__ import annotations

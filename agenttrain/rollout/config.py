@@ -1,4 +1,4 @@
-"""The size of a run, in one vocabulary: tasks, groups, rollouts, tokens, updates."""
+"""Settings of rollouts and of evaluation, and the number of tasks of a round."""
 
 from __future__ import annotations
 

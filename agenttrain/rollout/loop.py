@@ -2,10 +2,6 @@
 
 The model's sampled ids go into the ledger as they are and are never decoded and tokenised again.
 A rollout does not raise for what the model, a tool or the engine does: it ends with a stop reason.
-
-Limits on a rollout's calls: which are refused, and which repeat themselves.
-
-A rollout's prompt: rendered, or taken from its group, and never longer than the context.
 """
 
 from __future__ import annotations
@@ -113,7 +109,7 @@ def append_prompt(
 ) -> None:
     """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
 
-    Raises PromptTooLong as `check_room`.
+    A group shares its rendered prompt. Raises PromptTooLong as `check_room`.
     """
     task, trajectory = rollout.task, rollout.trajectories[0]
     trajectory.messages.extend(dict(message) for message in task.messages)

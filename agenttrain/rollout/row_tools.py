@@ -1,10 +1,7 @@
-"""The tools of one row: what its model sees of the run's, its environment's, and its own.
+"""The tools of one row, and checks of rows against a run's tools before anything is sampled.
 
-What the engine is asked for one turn.
-
-Rows against the tools and environments of a run, before anything is sampled.
-
-Grammars of a run's tools, before anything is sampled (`rollout.structured_calls`).
+A row's model sees tools of the run's, its environment's, and its own (`RowTools`). `turn_sampling`
+makes the request of a turn, with the grammar of its calls under `rollout.structured_calls`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The tasks of a step over all processes: each runs its share alone, then all tell each other.
+"""The tasks of a step over all processes: each runs its share alone, then they exchange notes.
 
-Between the dealing and the telling no process waits for another.
-
-Which process runs which task: whole groups, so that all of them finish together.
-
-A pure function of the tasks and of what earlier ones cost, which every process evaluates alike:
-nothing is asked, nothing waits, and who came first decides nothing.
+`deal` assigns whole groups, so that all processes finish together. It is a pure function of the
+tasks and of what earlier ones cost, which every process evaluates alike: nothing is asked, nothing
+waits, and the order of arrival decides nothing. No process waits for another before the exchange.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What decides a run's future besides its settings: rows, template, tools, rewards, model.
+"""Fingerprints of a run's parts besides its settings: rows, template, tools, rewards, model.
 
 fingerprints.json in the run folder holds a digest of each thing, so that a resumed run can say what
 has changed since. What cannot change a run is in no digest: comments, other functions of a module,
@@ -6,8 +6,6 @@ agenttrain's own code, which has a version.
 
     {"data": {"rows of data.train": "93a1…", …}, "tools": {"schema of find": "07be…",
      "code of tools.find": "5c0d…"}, …}
-
-The text of a user's function, or class, and of what it uses of its own module.
 """
 
 from __future__ import annotations

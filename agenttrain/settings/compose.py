@@ -1,7 +1,4 @@
-"""YAML files and overrides -> RunConfig, through Hydra's compose API.
-
-The folder in which Hydra puts a run, and a check that a folder can be written.
-"""
+"""YAML files and overrides -> RunConfig, through Hydra's compose API; and the folder of the run."""
 
 from __future__ import annotations
 

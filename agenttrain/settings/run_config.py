@@ -1,7 +1,8 @@
-"""Every setting of agenttrain, typed. Hydra checks names and types, `validate.py` combinations.
+"""The settings of a run, typed: a table of contents of every `<capability>/config.py`.
 
-Sections become constructor arguments of the components that they configure: a component gets its
-own section and never the whole. OmegaConf takes enum members by name, so names equal values.
+Hydra checks names and types, `checks.py` combinations. Sections become constructor arguments of the
+components that they configure: a component gets its own section and never the whole. OmegaConf
+takes enum members by name, so names equal values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Everything a run tells the world, behind one object.
 
-metrics.jsonl: one object per step, the run's record whatever else is tracked.
-
-The tracker of a process that is not the run's main one: the main one tells for all.
+metrics.jsonl is the run's record whatever else is tracked: one object per step.
 """
 
 from __future__ import annotations
@@ -275,7 +273,7 @@ def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
 
 class Silent(Tracker):
-    """Writes nothing and shows nothing."""
+    """Tracker of a process that is not the run's main one: writes nothing and shows nothing."""
 
     def __init__(self) -> None:
         # Not Tracker's, which makes files.

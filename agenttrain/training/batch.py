@@ -8,20 +8,15 @@ rollouts ``p p s s t s`` and ``p s s`` (p prompt, s sampled, t tool)::
     targets_S        1 2   4   | 6 7        positions whose NEXT token was sampled
     row_S            0 0   0   | 1 1
 
-Rollouts of a group may share their prompt, whose tokens then stand once: see `layout.py`.
-
-Where rollouts stand in a packed microbatch, and which of them attention takes in one call.
-
-A group's rollouts may share their prompt: its tokens then stand once, and each rollout's own tokens
-attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their own, and a third one::
+A group's rollouts may share their prompt (`bundle_rows`): its tokens then stand once, and each
+rollout's own tokens attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their
+own, and a third one::
 
     tokens       a a a a a | p p p | s s | s
     segments     Segment(0, 5)  Segment(5, 3)  Segment(8, 2, 5, 3)  Segment(10, 1, 5, 3)
     positions    0 1 2 3 4   0 1 2   3 4   3
 
-Which rollouts of a group are computed with their common prompt once.
-
-Shapes as in `batch.py`.
+Attention takes segments of one shape in one call (`make_blocks`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Bytes of a run, part by part, at each of its moments: of a GPU, and of a node's own memory.
 
-With distributed=ddp everything is on every GPU; fsdp2 divides weights, gradients, optimizer state
-and reference by their number, and gathers one layer at a time. An engine=vllm takes its share of
-the GPU whole: weights, what its own forward passes need, and the rest for keys and values. vLLM
-refuses to start where the rest does not hold one sequence of engine.max_context.
-
-Sizes of a run's model: read from its config.json, traced without weights.
+The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
+everything is on every GPU; fsdp2 divides weights, gradients, optimizer state and reference by their
+number, and gathers one layer at a time. An engine=vllm takes its share of the GPU whole: weights,
+what its own forward passes need, and the remainder for keys and values. vLLM refuses to start where
+that does not hold one sequence of engine.max_context.
 """
 
 from __future__ import annotations

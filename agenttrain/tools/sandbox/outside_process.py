@@ -1,6 +1,7 @@
 """Outside: the processes of one sandbox, from their start to their end.
 
-Outside: the settings, the environment and the command that start a sandbox's process.
+`inside`, `environment` and `bwrap_command` make the settings, the environment and the command that
+start one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agenttrain.tools.sandbox.config import SandboxSettings
 def inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
-    """Collect the settings that `start.py` gets."""
+    """Collect the settings that `inside_setup.py` gets."""
     limits = asdict(settings)
     for name in ("sandbox", "call_s", "max_chars"):
         del limits[name]
