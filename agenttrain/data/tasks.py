@@ -186,7 +186,7 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
 def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
     """Make a Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
 
-    `tools` lists names, and tools of the row's own (see `agenttrain/data/tasks.py`).
+    `tools` lists names, and tools of the row's own (see `read_tools`).
 
     A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
     and each occurrence is a group of its own.

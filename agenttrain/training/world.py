@@ -217,7 +217,7 @@ class World:
         """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
 
         An error of one process, which the others cannot know of, so ends the work of all.
-        `patient`: wait for a process as long as it shows life (`pulse.py`); whether its work leads
+        `patient`: wait for a process as long as it shows life (`Pulse`); whether its work leads
         anywhere is its watchdog's business.
         """
         limit_s = math.inf if patient else None

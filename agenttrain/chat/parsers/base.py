@@ -101,7 +101,7 @@ class Parts:
 
 
 class ResponseSpec(Protocol):
-    """How completions are read; `specs.py` makes them from YAML and from tokenizers."""
+    """A family's parser of completions; `chat/loading.py` makes it from YAML or a tokenizer."""
 
     @property
     def call_id(self) -> str:

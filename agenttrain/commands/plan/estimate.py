@@ -170,7 +170,7 @@ BATCHED_TOKENS = 2048
 """Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
 `LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
 BATCHED_ON_CPU = 8192
-"""The same on a CPU, at least: `engine/vllm_setup.py`."""
+"""The same on a CPU, at least: `engines/vllm/setup.py`."""
 HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
 """At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
 row: logits in float32, and copies of them that sampling makes. Estimated."""

@@ -65,7 +65,7 @@ def environment(work: str) -> dict[str, str]:
 
 
 def bwrap_command(user: int | None) -> list[str]:
-    """Return bubblewrap's command, for namespaces only: `start.py` sets up all else inside."""
+    """Return bubblewrap's command, for namespaces only: `inside_setup.py` does all else inside."""
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("bwrap is not installed")
