@@ -1,7 +1,7 @@
 """The `agenttrain` command: verbs, overrides, and what can be refused before anything heavy.
 
 A command is composed and checked first, so that a mistake costs a second and leaves no folder;
-then Hydra takes over, makes the run folder (or those of a sweep) and calls `launch`. Nothing here
+then Hydra takes over, makes the run folder (or those of a sweep) and calls `_launch`. Nothing here
 imports torch before that.
 """
 
@@ -82,7 +82,7 @@ SHORT_ANSWERS = {"--help", "-h", "--version"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code (`config/exit_codes.py`)."""
+    """Run a command; its exit code (`utils/exit_codes.py`)."""
     protect()
     end_with_sweep()
     arguments = list(sys.argv[1:] if argv is None else argv)

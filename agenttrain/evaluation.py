@@ -196,7 +196,7 @@ class Best:
         return None if self.found is None else self.found["step"]
 
     def look(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
-        """Whether these are better than all before; of equals the first stays."""
+        """Return True if these are better than all before; of equals the first stays."""
         first = evaluations[0]
         if not isinstance(first, Scores):
             return False

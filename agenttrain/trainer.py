@@ -2,7 +2,7 @@
 
 This is the file to read first, with `types.py` and `rollout/loop.py`. Reinforcement learning and
 supervised learning are the same loop: they differ in where a step's rollouts come from
-(`rollout/source.py`) and in how the policy is evaluated (`evaluate.py`). In a run of several
+(`rollout/source.py`) and in how the policy is evaluated (`evaluation.py`). In a run of several
 processes each has a Trainer, and they do the same steps: each samples its share of a step's tasks
 alone and trains on it together with the others.
 """

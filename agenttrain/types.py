@@ -100,7 +100,7 @@ class ToolFailure(AgenttrainError):
 
 
 class ToolUnavailable(AgenttrainError):
-    """What a tool needs is broken (its server, its sandbox), which is not the model's fault.
+    """A broken tool (its server, its sandbox failed), which is not the model's fault.
 
     A tool raises it instead of answering: the rollout ends as `error` and is never scored.
     """
@@ -150,7 +150,7 @@ class Task:
     """The tools this task may use: names of the run's and its environment's, and its own; None:
     all of the run's and its environment's."""
     user_turns: tuple[str, ...] = ()
-    """What the user says next, each time the model answers without calling a tool."""
+    """The user's next messages, one each time the model answers without calling a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request.
+    """Tokens that an engine sampled for one request.
 
     Example: ``Completion(token_ids=(41, 2), logprobs=(-0.1, -0.3), finish=Finish.stop,
     versions=((7, 2),))`` has both tokens sampled under policy version 7.
@@ -200,7 +200,7 @@ class ToolCall:
     """Empty when a malformed call has none."""
     arguments: dict[str, Any]
     malformed: str | None = None
-    """What is wrong with the call's text, told to the model; None for a well-formed call."""
+    """The fault of the call's text, which the model reads; None for a well-formed call."""
     text: str = ""
     """The text of the call as the model wrote it."""
     lenient: bool = False
@@ -251,11 +251,11 @@ class ToolError(StrEnum):
     parallel = "parallel"
     """The chat template renders one call per turn, and this was not the first."""
     unavailable = "unavailable"
-    """What the tool needs is broken, after all retries; ends the rollout as `error`."""
+    """The tool is broken, after all retries; ends the rollout as `error`."""
 
     @property
     def invalid_call(self) -> bool:
-        """Whether the call itself was wrong, so that no tool ran: counts in max_invalid_calls."""
+        """True if the call itself was wrong, so that no tool ran: counts in max_invalid_calls."""
         return self in (ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments)
 
 
@@ -265,7 +265,7 @@ class ToolResult:
 
     call: ToolCall
     content: str
-    """What the model reads: the tool's text, or the error's."""
+    """Text that the model reads: the tool's, or the error's."""
     error: ToolError | None = None
     seconds: float = 0.0
     """Wall time of the call."""
@@ -279,7 +279,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a tool returns to end the episode (`environment_done`) after this reply.
+    """Return value with which a tool ends the episode (`environment_done`) after this reply.
 
     Example: ``return Done("You reached the exit.")``
     """
@@ -289,7 +289,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """What a tool may know about the rollout that calls it."""
+    """Facts about the calling rollout that a tool may know."""
 
     rollout_id: str
     task: Task
@@ -480,10 +480,9 @@ class Rollout:
     tool_results: list[ToolResult] = field(default_factory=list)
     stop_reason: StopReason | None = None
     error: str | None = None
-    """What failed, when stop_reason is `error`; or why a reward function could not score it."""
+    """The failure, when stop_reason is `error`; or why a reward function could not score it."""
     environment_reward: float | None = None
-    """What the environment's own `reward` gave, perhaps NaN; None: not applicable, or it has
-    none."""
+    """Value of the environment's `reward`, perhaps NaN; None: not applicable, or it has none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
     """By reward function; None: not applicable."""
     reward: float | None = None
@@ -512,7 +511,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit cut the rollout, by stop reason and not by its last token."""
+        """True if a token limit cut the rollout, by stop reason and not by its last token."""
         return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
 
 

@@ -1,6 +1,6 @@
 """The settings of the learning algorithm: axes that combine freely, presets in `conf/algorithm/`.
 
-What does not combine is refused in `algorithm_checks.py`.
+What does not combine is refused in `settings/algorithm_checks.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The loss of a microbatch: aggregate(correction * surrogate + beta * KL) - bonus * entropy.
 
+Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
+
 Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S names each token's.
 Tokens that the policy did not sample (prompt, template, tool) are not among the S at all.
-
-Metrics of a microbatch as parts that combine over microbatches, updates and processes.
-
-Shapes: S sampled tokens of B rollouts; row_S names each token's.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def clip_metrics(
 
 
 def metric_names(config: AlgorithmConfig) -> list[str]:
-    """What an update with this configuration measures besides its loss and gradient."""
+    """Return the metrics that an update with this configuration has besides loss and gradient."""
     ratio = "sampling/importance_sampling_ratio"
     clip = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max")]
     optional: list[tuple[bool, list[str]]] = [
@@ -152,25 +150,25 @@ def _value(name: str, part: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss of a microbatch depends on."""
+    """Inputs of the loss of a microbatch."""
 
     logprobs_S: Tensor
-    """Of the policy being trained; carries the gradient."""
+    """Logprobs under the policy being trained; they carry the gradient."""
     behaviour_S: Tensor
-    """What the ratio is divided by: the engine's, or the trainer's before the first update."""
+    """Denominator of the ratio: the engine's logprobs, or the policy's before the first update."""
     row_S: Tensor
     """Index of the token's rollout, 0 … B-1."""
     advantages_B: Tensor
     weights_B: Tensor
-    """Of each of the rollout's tokens, from `token_weights`."""
+    """Weight of each of the rollout's tokens, from `token_weights`."""
     engine_S: Tensor | None = None
-    """The engine's, where they are corrected or masked by."""
+    """The engine's logprobs, where a correction or a mask reads them."""
     ref_logprobs_S: Tensor | None = None
-    """Of the reference, where the loss has a KL term."""
+    """Logprobs under the reference, where the loss has a KL term."""
     entropy_S: Tensor | None = None
-    """Of the policy being trained, with a gradient, where the loss has an entropy bonus."""
+    """Entropies of the policy being trained, with a gradient, where there is a bonus for them."""
     kept_S: Tensor | None = None
-    """Whether the token is among those of top entropy; None: all are."""
+    """True for the tokens of top entropy, which alone are trained; None: all are."""
     bonus: float = 0.0
     """Weight of a token's entropy: the coefficient over the tokens of the update it acts on."""
 

@@ -1,22 +1,8 @@
-"""Policy-gradient surrogates and the ratio that they read.
+"""Terms of the loss: the ratio and its surrogates, KL estimators, token weights, entropy.
 
-Every function returns the loss of each token, [S]. Shapes: S sampled tokens of B rollouts, one
-rollout after the other; row_S names each token's.
-
-Estimators of KL(policy || reference) from sampled tokens.
-
-John Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
-
-Sums over the tokens of each rollout, in packed form.
-
-Shapes: S sampled tokens of B rollouts; row_S names each token's.
-
-How the losses of tokens become one number: the weight of a rollout's tokens.
-
-The weights depend on the whole optimizer update, over all microbatches and processes, so that the
-weighted sums of the parts add up to exactly the loss of the whole.
-
-Entropy: which tokens are trained, and how strongly it is kept up.
+A surrogate returns the loss of each token, [S]; `token_weights` says how these become one number.
+Shapes: S sampled tokens of B rollouts, one rollout after the other; row_S names each token's. N
+tokens of an optimizer update.
 """
 
 from __future__ import annotations
@@ -34,7 +20,8 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
     """KL of each sampled token, [S].
 
     With d = logprobs - ref_logprobs: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, low
-    variance), k3 = exp(-d) - 1 + d (unbiased, never negative).
+    variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
+    divergence", http://joschu.net/blog/kl-approx.html
 
     As a term of the loss, the expected gradient of k1 is zero: it belongs into the reward, or times
     the ratio, with which its gradient is that of the KL (https://arxiv.org/abs/2512.02556).
@@ -178,6 +165,9 @@ def token_weights(
     lengths_B: Tensor, aggregation: Aggregation, *, tokens: int, rollouts: int, fixed_length: int
 ) -> Tensor:
     """Weight of each token of rollout b in the loss, [B].
+
+    The weights depend on the whole optimizer update, over all microbatches and processes, so that
+    the weighted sums of the parts add up to exactly the loss of the whole.
 
     lengths_B counts sampled tokens; `tokens` and `rollouts` count the whole update, with those that
     have no gradient; `fixed_length` is the limit on a completion's tokens.

@@ -1,16 +1,14 @@
-"""Where the assistant's own text ends in a rendering, and what the template makes of replies.
+"""The boundary between a completion and the next one: its place in a rendering, and its tokens.
 
-The seam is found in the rendering of a minimal conversation that has the shape of the real one:
-calls named and numbered as the real ones, a placeholder at the end of the assistant's text and one
-for each reply. Nothing counts end-of-turn tokens, so it does not matter which they are, or whether
-there are any.
+`Seam` finds the boundary in the rendering of a minimal conversation that has the shape of the real
+one: calls named and numbered as the real ones, a placeholder at the end of the assistant's text and
+one for each reply. Nothing counts end-of-turn tokens, so it does not matter which they are, or
+whether there are any.
 
-Text that a template writes between the end of a completion and the next one.
-
-`seam.py` gives the text that follows a turn of one shape, with a placeholder for each reply. What
-surrounds the placeholders is constant and is tokenised once; per call only the replies are, each
-from the nearest control token before it to the nearest one after it, so that merges across its
-edges are those of the full rendering::
+`build` and `fill` make the text behind the boundary into tokens. What surrounds the placeholders is
+constant and is tokenised once; per call only the replies are, each from the nearest control token
+before it to the nearest one after it, so that merges across its edges are those of the full
+rendering::
 
     <|im_end|>                              end of turn: added when the completion lacks it
     \\n<|im_start|>user\\n<tool_response>     constant ids

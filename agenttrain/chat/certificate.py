@@ -1,6 +1,6 @@
 """Proof, on the user's own template and tools, that the ledger is the template's rendering.
 
-The conversations that a certificate tries a template with.
+`conversations` are the probes: every shape of turn and reply that a rollout may have.
 """
 
 from __future__ import annotations

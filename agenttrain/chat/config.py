@@ -1,4 +1,4 @@
-"""Settings of the policy: its weights, adapters, chat template and response format."""
+"""Settings of the chat template and of the response format."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ vocabulary is one, special or not, unless `Encoder.ordinary` says why not. Messa
 *marked* before they are rendered: each control token in them is wrapped in two Unicode
 noncharacters, which templates pass through and which no text of others may hold (`clean` sees to
 that). In a rendering, what is not wrapped was written by the template.
-
-Cut a text to a number of tokens, visibly.
 """
 
 from __future__ import annotations

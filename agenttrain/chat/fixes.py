@@ -1,9 +1,9 @@
-"""A model's own template, changed by the edits of its family; and what they changed, as text.
+"""Model families as data, and the fixes that they make to a model's own template.
 
-Model families as data: how their templates are known, fixed and parsed.
-
-A family is one file in ``conf/chat_template/``, whose key `family` holds the fields of `Family`;
-a user's own file in ``<--config-dir>/chat_template/`` is read the same way.
+A family is one file in ``conf/chat_template/``, whose key `family` holds the fields of `Family`:
+how its templates are known, fixed and parsed. A user's own file in
+``<--config-dir>/chat_template/`` is read the same way. `Fix` holds a changed template and the
+reasons of the changes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Family:
     fixes: tuple[tuple[Edit, ...], ...] = ()
     """Ways of fixing its revisions; the first whose every edit applies is taken."""
     originals: tuple[str, ...] = ()
-    """Names of its templates in `originals.py`."""
+    """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
     """Special tokens, for `agenttrain templates`: end of sequence first."""
     added: tuple[str, ...] = ()

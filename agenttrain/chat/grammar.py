@@ -4,13 +4,12 @@ The grammar is a structural tag of xgrammar, which vLLM takes
 (https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Everything is free, any
 token at all, but what follows a call's opening mark: that is a call of one of the tools, as the
 chat template writes calls, up to its closing mark. As `MarkedSpec` reads a completion, a mark
-inside the reasoning opens nothing, and reasoning behind a call is none.
+inside the reasoning opens nothing, and reasoning behind a call is none. vLLM's compiler tries a
+grammar before there is an engine.
 
 Some calls stay for the parser and the tool to refuse: a number beyond a float's range, half of a
 surrogate pair, a key given twice in an object whose keys the schema leaves open, over 16 marks in a
 string; and what xgrammar leaves out of a schema, such as `multipleOf` or `allOf` of several.
-
-A check that vLLM's grammar compiler takes a grammar, before there is an engine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""From a tokenizer and two configuration groups to a `Chat`.
+"""A `Chat` from a tokenizer and two configuration groups: fixed template and response schema.
 
-Where a template comes from before any fix: a tokenizer that may carry several, or a file.
-
-Response schemas by name, from a file, and from what a tokenizer carries.
-
-A schema is a mapping in one of three forms, told apart by their keys:
+The template is a file's, or one of those that the tokenizer carries. A response schema comes by
+name, from a file, or from what the tokenizer carries. It is a mapping in one of three forms, told
+apart by their keys:
 
 - ours (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
 - `response_template` as transformers >= 5.13 reads it: the key `fields`;

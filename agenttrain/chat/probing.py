@@ -1,7 +1,4 @@
-"""How a chat template behaves, found out by rendering: what it reads, refuses and leaves out.
-
-The text that a chat template makes of messages.
-"""
+"""Renderings of a chat template, and its behaviour as they show it: reads, refusals, omissions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Verbs that take a folder and a few words of their own: `replay <run> step=3 rollout=ID`.
+"""Arguments of the verbs that take a folder, and the text of `agenttrain --help`.
 
-The text of `agenttrain --help`.
+Such a verb has a few words of its own: `replay <run> step=3 rollout=ID`.
 """
 
 from __future__ import annotations

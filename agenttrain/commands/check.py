@@ -15,7 +15,7 @@ from agenttrain.utils.model_path import BUNDLED
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
 """Their settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
-"""Of train.yaml."""
+"""The default of train.yaml."""
 
 
 def check(command: Command, runs: Sequence[Composed]) -> int:
@@ -113,7 +113,7 @@ def _prompts(lengths: Mapping[str, Sequence[int]]) -> str:
 
 
 def _hint(command: Command, runs: Sequence[Composed]) -> str | None:
-    """What to say where the bundled agent's settings would train somebody's own model."""
+    """Return advice where the bundled agent's settings would train a model of the user's."""
     names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
     experiment = names[-1] if names else DEFAULT_EXPERIMENT
     bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)

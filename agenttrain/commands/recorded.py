@@ -1,6 +1,6 @@
 """The rollouts of a run's folder, together with the tasks that they are attempts at.
 
-The tasks of recorded rollouts: they are in the data, not in the rollouts' files.
+The tasks are in the data, not in the rollouts' files.
 """
 
 from __future__ import annotations

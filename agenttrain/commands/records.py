@@ -25,7 +25,7 @@ RESCORE = (
 )
 TOOLS = ("recorded", "live")
 STAGES = {"weights": (), "logprobs": (), "update": (), "reward": ("reward", "data")}
-"""What may fail in a step, and the sections whose code doing it again calls."""
+"""Stages of a step that may fail -> the sections whose code a repetition calls."""
 
 
 def replay(arguments: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _crash_stage(folder: Path) -> str | None:
-    """What failed in the run that left this bundle; None where the folder is none."""
+    """Return the stage that failed, of a crash bundle; None for any other folder."""
     file = folder / "crash.json"
     if not file.is_file():
         return None

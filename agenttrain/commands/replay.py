@@ -3,29 +3,40 @@
 The same prompt, parser, limits and template glue must give the same ids, mask, messages and stop
 reason; where they do not, a template, a tool's schema or the loop has changed since.
 
-`RecordedToolbox`: answers calls with what tools answered once, and runs none.
-
-`RecordedKind`: an environment that says again what it said once, and keeps no world.
-
-A recorded rollout's tools and environment, as the loop wants them.
-
-`RecordedEngine`: says again what was sampled once, token for token.
+The recorded parts stand in for the run's: `RecordedEngine` samples the recorded tokens,
+`RecordedToolbox` answers calls with their recorded results and runs no tool, and `RecordedKind` is
+an environment that repeats its recorded messages and holds no state.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agenttrain.commands.recorded import EVALUATED, Record, recorded_tasks, step_records
 from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.environments.environment import EnvironmentKind, Episode, Instance, Reward, Start
 from agenttrain.environments.environments import Environments
+from agenttrain.evaluation import limits_of, restricted
+from agenttrain.rollout.config import OnToolFailure
+from agenttrain.rollout.declared import read_declared
+from agenttrain.rollout.demonstration import BadDemonstration
+from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
+from agenttrain.runs.setup import Components, context_of
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.tracking.rollouts import prompt_messages, tool_results
+from agenttrain.tracking.rollouts import completions, prompt_messages, rollout_record, tool_results
+from agenttrain.tracking.run_folder import read_summary
 from agenttrain.types import (
     Completion,
+    ConfigError,
     Message,
+    Origin,
     Rollout,
     Sampling,
     StopReason,
@@ -35,28 +46,12 @@ from agenttrain.types import (
     ToolResult,
     ToolUnavailable,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-import asyncio
-import json
-import sys
-from pathlib import Path
-
-from agenttrain.commands.recorded import EVALUATED, recorded_tasks, step_records
-from agenttrain.evaluation import limits_of, restricted
-from agenttrain.rollout.config import OnToolFailure
-from agenttrain.rollout.declared import read_declared
-from agenttrain.rollout.demonstration import BadDemonstration
-from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
-from agenttrain.runs.setup import Components, context_of
-from agenttrain.settings.run_config import RunConfig
-from agenttrain.tracking.rollouts import completions, rollout_record
-from agenttrain.tracking.run_folder import read_summary
-from agenttrain.types import ConfigError, Origin
 from agenttrain.utils.json_lines import dumps
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.seeds import seeds_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RecordedToolbox(Toolbox):
@@ -146,9 +141,6 @@ class RecordedEpisode(Episode):
         """Do nothing: nothing was begun."""
 
 
-RolloutRecord = Mapping[str, Any]
-
-
 class RecordedEnvironments(Environments):
     """The environment of one rollout; its methods are tools of the recorded toolbox."""
 
@@ -162,14 +154,14 @@ class RecordedEnvironments(Environments):
 
 
 def recorded_tools(
-    record: RolloutRecord,
+    record: Record,
     task: Task,
     toolbox: Toolbox,
     environments: Environments,
     *,
     over: Callable[[], bool],
 ) -> tuple[Toolbox, Environments]:
-    """What answers the calls of a record's rollout, and says what its environment said.
+    """Return the tools that answer a record's calls, and the environments that repeat its own.
 
     `over` tells whether the rollout is in its last turn.
     """
@@ -181,7 +173,7 @@ def recorded_tools(
     return tools, RecordedEnvironments(RecordedKind(kind, _said(record, task, over)))
 
 
-def _said(record: RolloutRecord, task: Task, over: Callable[[], bool]) -> Said:
+def _said(record: Record, task: Task, over: Callable[[], bool]) -> Said:
     main = record["trajectories"][0]
     before = prompt_messages(main)
     asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
@@ -207,7 +199,7 @@ class RecordedEngine:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last completion has been given."""
+        """True once the last completion has been given."""
         return not self._left
 
     async def generate(
@@ -235,13 +227,12 @@ class RecordedEngine:
         """Nothing is kept."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What was recorded stays what it was."""
+        """Ignore new weights: completions are recorded ones."""
 
     async def aclose(self) -> None:
         """Nothing to free."""
 
 
-Record = Mapping[str, Any]
 UNREPEATABLE = (StopReason.timeout, StopReason.error)
 """Ends by the clock or by a fault, whose moment no file holds: the tokens before are compared."""
 BEFORE, AFTER = 8, 24

@@ -90,4 +90,4 @@ STAGES: Mapping[str, Callable[[RunConfig, Path, dict[str, Any]], None]] = {
     "reward": _reward,
     "update": _update,
 }
-"""What failed -> how to do it again."""
+"""Stage that failed -> function that repeats it."""

@@ -39,7 +39,7 @@ class Rescored:
     new: Rollout
 
     def line(self) -> str:
-        """As a line of the `to=` file."""
+        """Return a line of the `to=` file."""
         record = {
             "step": self.step,
             "rollout_id": self.old.rollout_id,

@@ -1,12 +1,9 @@
-"""The table of known families: what `agenttrain templates` prints and the README shows.
+"""`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
 
-Stock templates of known families to look at, and small tokenizers to try them with.
-
-The templates are those that the test dependency `trl` carries as data (it is read, not imported),
-and for Mistral those that `mistral_common` makes. For families whose templates come with no package
-there are templates of ours that write the same turns (`OWN`).
-
-`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
+README shows the table too. It certifies stock templates with small tokenizers. The templates are
+those that the test dependency `trl` carries as data (it is read, not imported), and for Mistral
+those that `mistral_common` makes. For families whose templates come with no package there are
+templates of ours that write the same turns (`OWN`).
 """
 
 from __future__ import annotations
@@ -303,7 +300,9 @@ def main(arguments: Sequence[str]) -> int:
 
     Example: ``agenttrain templates my_model --chat-template hermes``
     """
-    parser = argparse.ArgumentParser(prog="agenttrain templates", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
     parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
     parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")

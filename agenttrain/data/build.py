@@ -1,7 +1,4 @@
-"""The `data:` section of a configuration -> tasks.
-
-Check that the rows have the columns that a run's rewards read.
-"""
+"""Tasks of the `data:` section, and a check for the columns that a run's rewards read."""
 
 from __future__ import annotations
 

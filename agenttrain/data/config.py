@@ -1,6 +1,6 @@
-"""Sources of rows: checks of one before it is read.
+"""Settings of the rows and the curriculum, and checks of a source of rows before it is read.
 
-Settings of the curriculum: which tasks are drawn, by what was measured of them.
+The curriculum chooses the tasks of a step by the success that was measured of them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def curriculum_problems(config: Any) -> Iterator[str]:
 
 
 class OnBadRow(StrEnum):
-    """What a row that cannot become a task does."""
+    """Consequence of a row that cannot become a task."""
 
     error = "error"
     """Stop the run before it begins, naming the first such rows."""

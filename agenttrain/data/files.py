@@ -1,8 +1,7 @@
-"""Rows from a file (JSON lines, JSON, CSV, parquet) or from a folder that `save_to_disk` wrote.
+"""Rows as `datasets` reads them, made plain: of a local file or folder, or of the Hugging Face hub.
 
-Rows as `datasets` has them, made plain.
-
-Rows of a dataset on the Hugging Face hub, or of a local folder of data files.
+`FileRows` reads JSON lines, JSON, CSV, parquet, or a folder that `save_to_disk` wrote; `HubRows` a
+dataset of the hub, or a local folder of data files.
 """
 
 from __future__ import annotations

@@ -2,17 +2,6 @@
 
 The n-th task of a run is a function of (seed, n), so that a cursor is one number: how many tasks
 the finished steps drew.
-
-The column `tools` of a row: the tools that its model has.
-
-A list of names of the run's and its environment's tools, and of tools of the row's own::
-
-    ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
-             "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
-                            "required": ["name"]}}]
-
-The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have one
-type per column, so there the list, or a tool's parameters, may be JSON text.
 """
 
 from __future__ import annotations
@@ -31,6 +20,16 @@ KEYS = ("name", "description", "parameters", "executor")
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
     """Return the tools of a row; None for a row that does not list any.
+
+    Its column `tools` is a list of names of the run's and its environment's tools, and of tools of
+    the row's own::
+
+        ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
+                 "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
+                                "required": ["name"]}}]
+
+    The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have
+    one type per column, so there the list, or a tool's parameters, may be JSON text.
 
     Raises ValueError naming the row and what is wrong.
     """
@@ -187,7 +186,7 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
 def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
     """Make a Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
 
-    `tools` lists names, and tools of the row's own (see `agenttrain/data/tasks.py`).
+    `tools` lists names, and tools of the row's own (see `read_tools`).
 
     A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
     and each occurrence is a group of its own.

@@ -1,6 +1,7 @@
-"""The rows of a dataset that can become tasks, and why the others cannot.
+"""Rows of a dataset on their way to tasks: changed by the settings, tried, split.
 
-Apply `data.map`, `data.prompt` and `data.system` to a row.
+`Change` applies `data.map`, `data.prompt` and `data.system` to a row; `look_through` separates the
+rows that can become tasks from the others, with reasons.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Separate(Protocol):
     """An engine with weights of its own: they are sent to it, and what it holds is checked."""
 
     takes_adapters: bool
-    """Whether `update` wants a model's adapters as they are, by peft's names, and no other weights;
-    else all weights, with the adapters merged into them."""
+    """True: `update` takes a model's adapters as they are, by peft's names, and no other weights;
+    False: it takes all weights, with the adapters merged into them."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every id after the first, given those before it, at temperature 1."""
@@ -104,7 +104,7 @@ class Forgetful(Protocol):
     """A `Separate` engine that takes adapters, and gives back the weights under them in `rest`."""
 
     lacks_base: bool
-    """Whether the next update has to bring the weights under the adapters too, before these."""
+    """True: the next update has to bring the weights under the adapters too, before these."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Checks of the engine's settings, and whether it is installed here."""
+"""Settings of the engine that samples, and of vLLM."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import StrEnum
 
 @dataclass
 class VllmSettings:
-    """What only vLLM knows."""
+    """Settings that only vLLM has."""
 
     memory_share: float = 0.5
-    """Of a GPU's memory, or the machine's on vLLM's build for CPUs, for weights and cache; the rest
-    is the trainer's."""
+    """Share of a GPU's memory for weights and cache (of the machine's, on vLLM's build for CPUs);
+    the trainer has the remainder."""
     kv_cache_mb: int | None = None
     """Size of the cache of keys and values; None: what memory_share leaves."""
     tensor_parallel_size: int = 1
     """GPUs that share the engine's weights, each with a process of its own if there are several;
     weights reach these through memory."""
     quantization: str | None = None
-    """Of the engine's weights, by vLLM's names, e.g. fp8."""
+    """Quantization of the engine's weights, by vLLM's names, e.g. fp8."""
     merge_adapters: bool = False
     """Send all weights with the adapters of model.lora merged into them, instead of the adapters
     alone: samples a little faster, but rounds in bfloat16."""
@@ -41,7 +41,7 @@ class EngineDtype(StrEnum):
 
 @dataclass
 class EngineConfig:
-    """What samples. `transformers` runs in this process on the policy's own weights."""
+    """Settings of the engine; `transformers` runs in this process on the policy's own weights."""
 
     name: str = "transformers"
     dtype: EngineDtype = EngineDtype.auto

@@ -1,4 +1,4 @@
-"""Settings of ours that stand beside a `_target_`: of tools, environments and rewards."""
+"""Settings of an environment that stand beside its `_target_`."""
 
 from __future__ import annotations
 

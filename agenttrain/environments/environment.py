@@ -12,8 +12,6 @@ A class may have, sync or async, all optional::
         def close(self): ...                 # once, whatever happened
 
 Its other public methods are tools.
-
-One live object of a user's environment class: made, called one at a time, closed once.
 """
 
 from __future__ import annotations
@@ -68,9 +66,10 @@ def _discard(task: asyncio.Future[Any]) -> None:
 
 
 class Instance:
-    """Blocking methods run off the event loop, one after the other, in one and the same thread.
+    """One live object of a user's environment class: made, called one at a time, closed once.
 
-    So an object may hold what belongs to a thread (an SQLite connection, a browser). Only where a
+    Blocking methods run off the event loop, one after the other, in one and the same thread, so an
+    object may hold what belongs to a thread (an SQLite connection, a browser). Only where a
     call was given up while it ran does the next one get another thread, and waits for it there.
     """
 

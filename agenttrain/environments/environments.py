@@ -1,7 +1,4 @@
-"""The environments of a run: which one a task has, and its methods as tools.
-
-The `environment:` section of a configuration -> environment kinds.
-"""
+"""The environments of a run, built from `environment:`: a task's own, and its methods as tools."""
 
 from __future__ import annotations
 

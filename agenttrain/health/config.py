@@ -1,6 +1,6 @@
-"""Settings of the guards: signs of a run that goes wrong, and the action on each.
+"""Settings of the guards, which act on signs of a run that goes wrong, and of the watchdog.
 
-Settings of the watchdog: seconds without progress after which a run ends with evidence.
+The watchdog ends a run with evidence after so many seconds without progress.
 """
 
 from __future__ import annotations

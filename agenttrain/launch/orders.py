@@ -1,11 +1,8 @@
-"""How many processes a run has, and who started them.
+"""The processes of a run: how many there are, who started them, and their messages to each other.
 
 They come from `launcher.py`, or from torchrun and its like, which say so in the environment
-(RANK, WORLD_SIZE, MASTER_ADDR, …).
-
-Messages between the processes of a run, in files and text: what to do, and why they stopped.
-
-A launcher and its workers share a folder, the exchange.
+(RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the exchange: an
+`Order` says what to do, a crash file why a rank stopped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The ranks that torchrun, or one of its like, has started: the first composes for all of them.
+"""The start of a checked command: one process that runs it, several, or a share of those there are.
 
-They meet at the store of MASTER_ADDR and MASTER_PORT, before there is a process group: how long
-that waits is a setting.
-
-A checked command becomes a process that runs it, several of them, or a share of some that are
-there. What is heavy is imported last.
+Ranks that torchrun, or one of its like, has started meet at the store of MASTER_ADDR and
+MASTER_PORT, before there is a process group (a setting says how long that waits), and the first
+composes for all of them. Heavy modules are imported last.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""A reward function of either kind, called on many rollouts: one value each, in their order.
+"""Reward functions of either kind, called on many rollouts: one value each, in their order.
 
-Reward functions, and how the columns that they read reach them.
-
-Reward functions written for TRL: ``(prompts, completions, **columns) -> list[float | None]``.
-
-TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as lists,
-`trainer_state`, `log_extra` and `log_metric`.
-
-Copies for code that is not ours: a tool's task, and the rollout that a reward function reads.
-
-What is trained is what was verified, and what one function sees is what every other one sees. So a
-reward function gets a copy that shares nothing that can be changed. Changing it is an error:
-whatever the function meant by that would not happen.
+A function asks by its signature for columns (`Columns`), or is one written for TRL. It gets copies
+that share nothing that can be changed: what is trained is what was verified, and what one function
+sees is what every other one sees. Changing a copy is an error: whatever the function meant by that
+would not happen.
 """
 
 from __future__ import annotations
@@ -160,13 +152,16 @@ TRLS = ("prompts", "completions", "completion_ids")
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Return whether its parameters are TRL's: some of `TRLS`, and no `rollout`."""
+    """Return True if its parameters are TRL's: some of `TRLS`, and no `rollout`."""
     names = inspect.signature(function).parameters
     return any(name in names for name in TRLS) and "rollout" not in names
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return what TRL would pass for these rollouts.
+    """Return what TRL would pass for these rollouts to ``(prompts, completions, **columns)``.
+
+    TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as
+    lists, `trainer_state`, `log_extra` and `log_metric`, and reads ``list[float | None]``.
 
     `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
     ids after the prompt's, tool results included, both of its last trajectory. Functions that log

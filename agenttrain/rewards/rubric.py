@@ -1,7 +1,4 @@
-"""Reward functions and their weights: rollouts -> rewards.
-
-The `reward:` section of a configuration -> a Rubric.
-"""
+"""Reward functions and their weights, built from the `reward:` section: rollouts -> rewards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The rollouts of one step: groups in flight, no barrier between rollouts, ordered results.
 
-What is told of a step's rollouts besides what is learnt from them.
+`step_figures` makes metrics of them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class NoRewards(NoRollouts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector(RolloutContext):
-    """What rollouts are made with and scored by; between calls nothing of it is in flight."""
+    """Context and rubric of a run's rollouts; between calls nothing of it is in flight."""
 
     rubric: Rubric
     stop: StopRequest = field(default_factory=StopRequest)
-    """What cuts a collection short."""
+    """Request that cuts a collection short."""
     in_flight: InFlight = field(default_factory=InFlight)
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(finished, total)`` after every rollout of a call of `collect`."""
@@ -95,7 +95,7 @@ class Collected:
     groups: list[list[Rollout]] = field(default_factory=list)
     """In task order; the rollouts of a group in sample order."""
     places: list[int] = field(default_factory=list)
-    """Of each group, the position of its task among those of the step."""
+    """Position of each group's task among those of the step."""
     overlong: int = 0
     """Tasks whose prompt leaves no room to sample."""
     dropped: int = 0
@@ -131,7 +131,7 @@ class Collected:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     place: int
-    """Of its task among those of the call."""
+    """Position of its task among those of the call."""
     request: RolloutRequest
 
 
@@ -334,7 +334,7 @@ async def _attempt(
 def _without_overlong(
     attempts: Sequence[_Attempt], results: Sequence[Rollout | _Left], collected: Collected
 ) -> tuple[list[_Attempt], list[Rollout | _Left]]:
-    """What is left without groups that hold an overlong prompt, which are counted."""
+    """Leave out, and count, the groups that hold an overlong prompt."""
     pairs = list(zip(attempts, results, strict=True))
     overlong = {attempt.place for attempt, result in pairs if result is _Left.overlong}
     collected.overlong += len(overlong)
@@ -343,13 +343,13 @@ def _without_overlong(
 
 
 def _uneven(group: Sequence[Rollout]) -> bool:
-    """Whether the rollouts of a group began with different prompts."""
+    """Return True if the rollouts of a group began with different prompts."""
     prompts = {r.trajectories[0].spans[0].token_ids for r in group if r.length}
     return len(prompts) > 1
 
 
 def may_be_scored(rollout: Rollout) -> bool:
-    """Whether a rollout may be scored: a failure that is not the model's is no reward of zero."""
+    """Return True unless something besides the model failed, which is no reward of zero."""
     failed = rollout.stop_reason in (StopReason.error, StopReason.aborted)
     return rollout.turns > 0 and not failed
 

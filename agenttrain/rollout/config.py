@@ -1,4 +1,4 @@
-"""The size of a run, in one vocabulary: tasks, groups, rollouts, tokens, updates."""
+"""Settings of rollouts and of evaluation, and the number of tasks of a round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class OnBreak(StrEnum):
-    """What a broken ledger invariant does."""
+    """Consequence of a broken ledger invariant."""
 
     error = "error"
     """Stop the run."""
@@ -17,18 +17,18 @@ class OnBreak(StrEnum):
 
 
 class OnMalformedCall(StrEnum):
-    """What a call that cannot be parsed does."""
+    """Consequence of a call that cannot be parsed."""
 
     reply = "reply"
     """The model reads what was wrong."""
     stop = "stop"
     """The rollout ends (`max_invalid_calls`)."""
     ignore = "ignore"
-    """As if it had not been written."""
+    """The call counts as not written."""
 
 
 class OnParallelCalls(StrEnum):
-    """What several calls in a turn do where the chat template renders only one."""
+    """Consequence of several calls in a turn where the chat template renders only one."""
 
     error_reply = "error_reply"
     """The first is run; the reply to it says so of the others."""
@@ -37,7 +37,7 @@ class OnParallelCalls(StrEnum):
 
 
 class OnToolFailure(StrEnum):
-    """What a fault of a tool's infrastructure does, once it has been retried in vain."""
+    """Consequence of a fault of a tool's infrastructure, once it has been retried in vain."""
 
     drop = "drop"
     """The rollout ends as `error`, is not scored and counted (`rollout/dropped`)."""

@@ -1,4 +1,4 @@
-"""What a run's tools and environments declare, kept with the run as tools.json.
+"""Declarations of a run's tools and environments, kept with the run as tools.json.
 
 A replay of recorded replies needs schemas and limits and calls nothing, so that the code behind the
 tools need not be imported, nor an MCP server started.
@@ -24,7 +24,7 @@ from agenttrain.types import ToolContext, ToolUnavailable
 
 FILE = "tools.json"
 DECLARED_HOOKS = ("reset", "user", "reward")
-"""Of an environment's class; the loop asks which of them there are."""
+"""Hooks of an environment's class; the loop asks which of them there are."""
 LIMITS = tuple(field.name for field in fields(ToolLimits))
 
 

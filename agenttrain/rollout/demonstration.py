@@ -59,7 +59,7 @@ class Demonstrator:
     chat: Chat
     toolbox: Toolbox
     limits: RolloutConfig
-    """Of these only `max_result_tokens` has a meaning for a demonstration."""
+    """Limits, of which only `max_result_tokens` has a meaning for a demonstration."""
     environments: Environments = field(default_factory=Environments)
 
     def __call__(self, task: Task, rollout_id: str) -> Rollout:
@@ -248,7 +248,7 @@ def _in_order(message: Message, replies: Sequence[Message]) -> list[str]:
 
 
 def _plain(turn: AssistantTurn) -> tuple[Any, ...]:
-    """What must come back from a turn's tokens: all but blanks around its texts."""
+    """Return the part of a turn that its tokens must give back: all but blanks around its texts."""
     calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
     return turn.content.strip(), (turn.reasoning or "").strip(), calls
 

@@ -17,7 +17,7 @@ Place = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Readings:
-    """What the loop has parsed which ids as, so that `verify` need not parse the same ids again.
+    """Turns that the loop has parsed, so that `verify` need not parse the same ids again.
 
     One may serve many rollouts, whose ids differ. It keeps a digest and not the message, which
     others may change later.
@@ -53,7 +53,7 @@ class Readings:
 
 
 def _digest(message: Message) -> bytes:
-    """Of messages that compare equal some digests differ (1 and 1.0), but never the reverse."""
+    """Hash a message; some that compare equal differ (1 and 1.0), but never the reverse."""
     return blake2b(repr(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

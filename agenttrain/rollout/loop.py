@@ -2,10 +2,6 @@
 
 The model's sampled ids go into the ledger as they are and are never decoded and tokenised again.
 A rollout does not raise for what the model, a tool or the engine does: it ends with a stop reason.
-
-Limits on a rollout's calls: which are refused, and which repeat themselves.
-
-A rollout's prompt: rendered, or taken from its group, and never longer than the context.
 """
 
 from __future__ import annotations
@@ -80,18 +76,18 @@ def refusals(
 
 
 def limit_result(call: ToolCall, text: str) -> ToolResult:
-    """What the model reads in place of a call that may not run."""
+    """Return the error result that the model reads in place of a call that may not run."""
     return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
 
 
 def _counts(result: ToolResult) -> bool:
-    """Whether the tool ran; only those calls use up its own limit."""
+    """Return True if the tool ran; only those calls use up its own limit."""
     error = result.error
     return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
 
 
 def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
-    """Whether more than `limit` calls in a row are the same, the order of arguments aside."""
+    """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
     return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
 
 
@@ -113,7 +109,7 @@ def append_prompt(
 ) -> None:
     """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
 
-    Raises PromptTooLong as `check_room`.
+    A group shares its rendered prompt. Raises PromptTooLong as `check_room`.
     """
     task, trajectory = rollout.task, rollout.trajectories[0]
     trajectory.messages.extend(dict(message) for message in task.messages)
@@ -153,7 +149,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What rollouts are made with: the same for all that are in flight together."""
+    """Parts that rollouts are made with, shared by all that are in flight together."""
 
     engine: Engine
     chat: Chat
@@ -400,7 +396,7 @@ class _Loop:
         return self._full() if wrapper + 1 > self._room() else None
 
     def _stops(self, calls: Sequence[ToolCall]) -> bool:
-        """Whether a stop tool is among them; one that is not this task's is an unknown tool."""
+        """Return True if one calls a stop tool; one that is not this task's is an unknown tool."""
         return any(call.name in self.tools.stop_tools for call in calls)
 
     def _repeats(self, calls: list[ToolCall]) -> bool:
@@ -409,7 +405,7 @@ class _Loop:
         return limit is not None and repeated(self._calls_made, limit)
 
     def _too_many(self, calls: list[ToolCall]) -> bool:
-        """Whether the template cannot render the calls of this turn together."""
+        """Return True if the template cannot render the calls of this turn together."""
         return self.chat.one_call_per_turn and len(calls) > 1
 
     async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
@@ -460,7 +456,7 @@ class _Loop:
         )
 
     def _raise_if_unavailable(self, results: list[ToolResult]) -> None:
-        """What a broken tool says is no reply: the model must not learn from it."""
+        """Raise ToolUnavailable for a broken tool: the model must not learn from its answer."""
         for result in results:
             if result.error is ToolError.unavailable:
                 raise ToolUnavailable(f"tool {result.call.name}: {result.content}")

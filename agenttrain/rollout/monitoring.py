@@ -1,27 +1,22 @@
-"""The rollouts that are on their way, and what each waits for: written on the event loop, read by
-any thread, also when the loop stands still.
+"""The event loop while rollouts are in flight: what each waits for, and what holds the loop up.
 
-Does something hold the event loop? An async tool that blocks stalls every rollout at once.
-
-So that ten thousand rollouts that can go on at once do not stop the event loop for seconds.
-
-A turn's own work takes a fraction of a millisecond, but an engine or a tool may answer thousands of
-rollouts between two looks at the clock. Were they all to go on in one pass of the event loop, time
-limits would pass meanwhile although what they limit is done.
-
-Python's cyclic garbage collector while rollouts are in flight: it stops the event loop.
-
-A full collection visits every object of the process, a third of a second with torch and
-transformers imported, and rollouts make so many objects that it comes every second or so.
+`InFlight` reports the rollouts, `LoopMonitor` measures how long the loop stands still, `Pace` and
+`short_collections` keep it from standing still.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from agenttrain.engines.base import Engine
@@ -30,16 +25,9 @@ from agenttrain.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
-import gc
-import sys
-import threading
-import warnings
-from collections import deque
-from collections.abc import Callable
-from types import TracebackType
 
 ENGINE, TOOL, OTHER = "engine", "tool", "other"
-"""What a rollout can wait for; `other` is its environment, or our own code."""
+"""Things that a rollout can wait for; `other` is its environment, or our own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +64,10 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The rollouts of a collector."""
+    """The rollouts of a collector that are on their way, and what each waits for.
+
+    Written on the event loop, read by any thread, also when the loop stands still.
+    """
 
     progress: int = 0
     """Rises with every completion that is asked for or had, and every rollout that ends."""
@@ -141,7 +132,7 @@ class NotedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """As the engine's."""
+        """Sample from the engine, counted as waiting for it meanwhile."""
         self._in_flight.asks(self._flight, asks=True)
         try:
             return await self._engine.generate(
@@ -151,15 +142,15 @@ class NotedEngine:
             self._in_flight.asks(self._flight, asks=False)
 
     async def release(self, session: str) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.release(session)
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.update(weights, version)
 
     async def aclose(self) -> None:
-        """As the engine's."""
+        """Pass on to the engine."""
         await self._engine.aclose()
 
 
@@ -170,7 +161,8 @@ BEAT_S = 0.05
 class LoopMonitor:
     """Measures, while it is entered, how long the event loop stands still, and says what holds it.
 
-    A thread watches, so that a loop that never comes back is told too. Example::
+    An async tool that blocks stalls every rollout at once. A thread watches, so that a loop that
+    never comes back is reported too. Example::
 
         async with LoopMonitor(1.0, toolbox.blocking) as monitor:
             …
@@ -236,7 +228,12 @@ AT_ONCE = 64
 
 
 class Pace:
-    """Lets rollouts go on first come, first served, so many in one pass; for one event loop."""
+    """Throttle: resumes at most `AT_ONCE` rollouts per pass of its event loop, in their order.
+
+    A turn's own work takes a fraction of a millisecond, but an engine or a tool may answer
+    thousands of rollouts between two looks at the clock. Were they all to go on in one pass, time
+    limits would pass meanwhile although what they limit is done.
+    """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._at_once = at_once
@@ -275,7 +272,7 @@ YOUNG = 20_000
 
 
 class _Heap:
-    """What is known of this process's heap."""
+    """State of this process's heap."""
 
     ours = False
     """It is frozen by a `short_collections`."""
@@ -286,10 +283,14 @@ class _Heap:
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Within, the collector looks at new objects only, and less often; all is as before after it.
+    """Within, Python's cyclic garbage collector looks at new objects only, and less often.
 
-    What existed before is set aside, at no cost and not for good. A process that has frozen its
-    heap itself, and a `short_collections` inside another, are left alone.
+    It stops the event loop: a full collection visits every object of the process, a third of a
+    second with torch and transformers imported, and rollouts make so many objects that it comes
+    every second or so. All is as before afterwards.
+
+    Objects that existed before are set aside, at no cost and not for good. A process that has
+    frozen its heap itself, and a `short_collections` inside another, are left alone.
     """
     _Heap.theirs = _Heap.theirs or (not _Heap.ours and gc.get_freeze_count() > 0)
     if _Heap.ours or _Heap.theirs:

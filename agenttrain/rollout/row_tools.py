@@ -1,10 +1,7 @@
-"""The tools of one row: what its model sees of the run's, its environment's, and its own.
+"""The tools of one row, and checks of rows against a run's tools before anything is sampled.
 
-What the engine is asked for one turn.
-
-Rows against the tools and environments of a run, before anything is sampled.
-
-Grammars of a run's tools, before anything is sampled (`rollout.structured_calls`).
+A row's model sees tools of the run's, its environment's, and its own (`RowTools`). `turn_sampling`
+makes the request of a turn, with the grammar of its calls under `rollout.structured_calls`.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class RowTools:
         _check_names(self.names, listed, declared)
         self._arguments = {name: self._read_schema(tool) for name, tool in self.own.items()}
         self.schemas = [self._schema(name) for name in self.names]
-        """As the model sees them, in the row's order."""
+        """Schemas as the model sees them, in the row's order."""
         stops = toolbox.stop_tools | self._methods.stop_tools
         self.stop_tools = frozenset(n for n in self.names if self._runs(n) in stops)
 
@@ -100,7 +97,7 @@ class RowTools:
         return toolbox.limits(runs)
 
     def _prepare(self, call: ToolCall) -> _Step | ToolResult:
-        """What to run for a call, or its error result."""
+        """Return the step to run for a call, or its error result."""
         if call.malformed is not None:
             return _Step(call=call, passed=call, method=False)
         if call.name not in self.names:
@@ -286,7 +283,7 @@ def check_collisions(toolbox: Toolbox, environments: Environments) -> None:
 
 
 def tool_sets(toolbox: Toolbox, environments: Environments) -> list[Schemas]:
-    """What rows see that list no tools: the run's with each environment's."""
+    """Return the tools of rows that list none: the run's with each environment's."""
     run = toolbox.schemas()
     return [run + methods.schemas() for methods in environments.toolboxes.values()] or [run]
 
@@ -294,7 +291,7 @@ def tool_sets(toolbox: Toolbox, environments: Environments) -> list[Schemas]:
 def row_tool_sets(
     key: str, source: TaskSource, toolbox: Toolbox, environments: Environments
 ) -> Iterator[Schemas]:
-    """What the rows of `source` see that list their tools, each set once, the first rows' first.
+    """Yield the tools of rows of `source` that list theirs: each set once, the first rows' first.
 
     Of rows that are generated without end only the first are looked at. Raises RowError that
     begins with `key` (data.train) and names the row.

@@ -35,7 +35,7 @@ class Drawn:
     """Other groups that are not trained on."""
 
     def metrics(self) -> dict[str, float]:
-        """What became of the groups of all processes."""
+        """Return counts of the tasks and groups of all processes."""
         return {
             "data/tasks": float(self.tasks),
             "resample/rounds": float(self.rounds),
@@ -109,7 +109,7 @@ async def draw(
 def informative(
     group: Sequence[Rollout], rewards: Rewards, weights: Mapping[str, float] | None = None
 ) -> bool:
-    """Whether some rewards of a group differ; those of single functions, where each counts alone.
+    """Return True if a group's rewards differ; where each function counts alone, those of any one.
 
     A function of weight 0 is only measured; one that `weights` lacks has weight 1. Example: rewards
     1, 1, None do not differ; 1, 0, None do; one alone does not.

@@ -1,11 +1,8 @@
-"""The tasks of a step over all processes: each runs its share alone, then all tell each other.
+"""The tasks of a step over all processes: each runs its share alone, then they exchange notes.
 
-Between the dealing and the telling no process waits for another.
-
-Which process runs which task: whole groups, so that all of them finish together.
-
-A pure function of the tasks and of what earlier ones cost, which every process evaluates alike:
-nothing is asked, nothing waits, and who came first decides nothing.
+`deal` assigns whole groups, so that all processes finish together. It is a pure function of the
+tasks and of what earlier ones cost, which every process evaluates alike: nothing is asked, nothing
+waits, and the order of arrival decides nothing. No process waits for another before the exchange.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from agenttrain.types import Rollout, Sampling, Task
 from agenttrain.utils.signals import Preempted
 
 CHARACTERS = 4
-"""Of a prompt's text for a token, roughly: the order of the tasks is all that it decides."""
+"""Characters of a prompt's text per token, roughly: it decides only the order of the tasks."""
 UNKNOWN = 256.0
 """Tokens after the prompt that a rollout is taken to need before one was seen."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """What rollouts of each kind of task took, as tokens after the prompt.
+    """Cost of the rollouts of each kind of task, as tokens after the prompt.
 
     All processes are told the same, so that they expect the same. Example: after
     ``learn([("maze", 300.0), ("maze", 500.0)])`` a maze is expected to take 400 and its prompt.
@@ -38,7 +35,7 @@ class Costs:
     _seen: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def kind(self, task: Task) -> str:
-        """What a task has in common with others that cost as much."""
+        """Return the name of the tasks that are expected to cost as much as this one."""
         environment = task.columns.get("environment")
         return f"{environment}/{task.columns.get(self.column) if self.column else None}"
 
@@ -55,7 +52,7 @@ class Costs:
         return apart
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt; JSON."""
+        """Return the costs of all kinds as JSON."""
         return {"seen": {kind: list(seen) for kind, seen in self._seen.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -144,15 +141,15 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What every process knows of a group, whoever has it."""
+    """A group as every process knows it, whichever of them has its rollouts."""
 
     place: int
     owner: int
     kind: str
     tokens: float
-    """Of a rollout after its prompt, on average."""
+    """Tokens of a rollout after its prompt, on average."""
     seen: Any
-    """What `look` says of it."""
+    """Result of `look` for the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +230,7 @@ def _notes(
 
 
 def merge(shares: Sequence[Collected]) -> Collected:
-    """What all processes collected, in task order; seconds are the slowest one's."""
+    """Merge the shares of all processes in task order; seconds are the slowest one's."""
     whole = Collected()
     for share in shares:
         longest_s = max(whole.reward_s, share.reward_s)

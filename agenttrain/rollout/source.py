@@ -44,7 +44,7 @@ class SampledBatch(Batch):
     stuck: int
     """Abandoned tool calls of this process that still run."""
     metrics: Metrics
-    """What became of the groups of all processes."""
+    """Metrics of the groups of all processes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RolloutSource:
     """Chooses among the tasks; None: they are taken in their order."""
     peers: Peers = field(default_factory=Alone)
     costs: Costs = field(default_factory=Costs)
-    """Of finished rollouts: which process gets which task is the same after a resume."""
+    """Costs of finished rollouts: which process gets which task is the same after a resume."""
     cursor: int = 0
 
     async def groups(self, step: int) -> Batch:
@@ -149,7 +149,7 @@ class DemonstrationBatch(Batch):
     """Rollouts made of rows, and counts of the rows that gave none."""
 
     places: list[int]
-    """Of each rollout the position of its row."""
+    """Position of each rollout's row."""
     overlong: int = 0
     bad: int = 0
 
@@ -169,7 +169,7 @@ class Demonstrations:
     """Rows of a step, of all processes."""
     on_bad_row: OnBadRow = OnBadRow.error
     max_tokens: int = 2**31
-    """Of a conversation; longer ones are left out."""
+    """Most tokens of a conversation; longer ones are left out."""
     peers: Peers = field(default_factory=Alone)
 
     async def groups(self, step: int) -> Batch:

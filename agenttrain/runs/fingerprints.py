@@ -1,4 +1,4 @@
-"""What decides a run's future besides its settings: rows, template, tools, rewards, model.
+"""Fingerprints of a run's parts besides its settings: rows, template, tools, rewards, model.
 
 fingerprints.json in the run folder holds a digest of each thing, so that a resumed run can say what
 has changed since. What cannot change a run is in no digest: comments, other functions of a module,
@@ -6,8 +6,6 @@ agenttrain's own code, which has a version.
 
     {"data": {"rows of data.train": "93a1…", …}, "tools": {"schema of find": "07be…",
      "code of tools.find": "5c0d…"}, …}
-
-The text of a user's function, or class, and of what it uses of its own module.
 """
 
 from __future__ import annotations
@@ -79,10 +77,10 @@ ROWS = 20_000
 """Rows of a dataset that are looked at, evenly spaced; the first ones of one without end."""
 ENDLESS_ROWS = 16
 BLOCKS, BLOCK_BYTES = 64, 2**16
-"""Of each file of weights, evenly spaced: whatever trains a model changes all of it."""
+"""Blocks of each file of weights that are hashed, evenly spaced: training changes all of them."""
 OURS = "agenttrain."
 FILE_ARGUMENTS = ("path", "database")
-"""Of the bundled tools: files and folders that they read and never write."""
+"""Arguments of bundled tools that name files and folders which they read and never write."""
 CODE_ARGUMENTS = ("_target_", "connect")
 
 Fingerprints = dict[str, dict[str, str]]
@@ -151,12 +149,12 @@ def check_resumed(components: Components) -> None:
 
 
 def write(folder: Path, now: Fingerprints) -> None:
-    """Keep what the run is from now on."""
+    """Write the fingerprints of the run from now on."""
     write_atomically(folder / FILE, json.dumps(now, indent=1) + "\n")
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """What the run was; None, with a warning, where that cannot be read or is not there."""
+    """Return a run's fingerprints; None, with a warning, where they are missing or not readable."""
     path = folder / FILE
     try:
         found: Fingerprints = json.loads(path.read_text(encoding="utf-8"))
@@ -179,7 +177,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _rows(source: TaskSource) -> str:
-    """Of the number of rows and their content, in their order."""
+    """Digest of the number of rows and their content, in their order."""
     total = len(source)
     endless = total == sys.maxsize
     count = ENDLESS_ROWS if endless else min(total, ROWS)
@@ -188,7 +186,7 @@ def _rows(source: TaskSource) -> str:
 
 
 def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
-    """Of the user's own functions and classes."""
+    """Digests of the user's own functions and classes."""
     found = {}
     for name, section in sections.items():
         for argument in CODE_ARGUMENTS:
@@ -203,7 +201,7 @@ def _code(key: str, sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _files(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Of the files that bundled tools read."""
+    """Digests of the files that bundled tools read."""
     found = {}
     for name, section in sections.items():
         if not isinstance(section, Mapping) or not str(section.get("_target_")).startswith(OURS):
@@ -217,7 +215,7 @@ def _files(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tree(path: Path) -> str:
-    """Of a file, or of the names and contents of all files in a folder."""
+    """Digest of a file, or of the names and contents of all files in a folder."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     texts = []
     for file in files:
@@ -228,8 +226,8 @@ def _tree(path: Path) -> str:
 
 
 def _model(config: RunConfig) -> dict[str, str]:
-    """Of the first weights, where a resumed run still reads them: the reference of the KL penalty,
-    the model under adapters."""
+    """Digest of the first weights, where a resumed run still reads them: the reference of the KL
+    penalty, the model under adapters."""
     if not (config.algorithm.beta or config.model.lora.rank):
         return {}
     files = sorted(model_folder(config.model.path).glob("*.safetensors"))
@@ -237,7 +235,7 @@ def _model(config: RunConfig) -> dict[str, str]:
 
 
 def _blocks(file: Path) -> str:
-    """Of the size and of blocks of a file that may have many gigabytes."""
+    """Digest of the size and of some blocks of a file that may have many gigabytes."""
     size = file.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
@@ -252,7 +250,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know; never an address in memory, which differs in every process."""
+    """Make plain a value that JSON lacks; never an address in memory, which differs per process."""
     for name in ("isoformat", "tolist", "hex"):
         method: Callable[[], Any] | None = getattr(value, name, None)
         if callable(method):

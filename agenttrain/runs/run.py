@@ -71,7 +71,7 @@ CROSS_ENTROPY = AlgorithmConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Who takes part in a phase of a step, besides the work itself."""
+    """Parts of a run that take part in a phase of a step, besides the work itself."""
 
     shown: bool = False
     """The console shows its name."""

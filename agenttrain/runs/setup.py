@@ -1,6 +1,6 @@
-"""What a run is made of before there are weights: tokenizer, chat, tools, data, rewards.
+"""Components of a run, before there are weights: tokenizer, chat, tools, data, rewards.
 
-`prepare` builds and checks all of it, so that a tool that cannot be built, a template that is
+`prepare` builds and checks all of them, so that a tool that cannot be built, a template that is
 refused or a row that asks for too much stops the run before anything expensive starts. The policy
 and its engine are built afterwards, in `loading.py`.
 """
@@ -51,7 +51,7 @@ ROW_TOOL_SETS = 4
 
 
 class Components:
-    """What a run is made of, each part built when it is first asked for.
+    """Components of a run, each built when it is first asked for.
 
     Example: ``components = prepare(config)`` builds and checks everything that training needs;
     ``Components(config).chat`` builds the tools and the chat, and no task and no reward.

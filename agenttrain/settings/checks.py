@@ -1,13 +1,9 @@
-"""Checks of `data:` beside its two sections of rows.
+"""Checks that span sections of the settings, before anything heavy is imported.
 
-Checks across settings, before anything heavy is imported.
-
-Each check yields what it finds wrong as one line, ``key=value: problem; remedy``; all lines
-are raised at once.
-
-Checks of `rollout.structured_calls`: the gradient must be that of the policy.
-
-Settings that a verb reads: `agenttrain sft` and reinforcement learning differ.
+Each check yields what is wrong as one line, ``key=value: problem; remedy``; all lines are raised at
+once. Among them: `data:` beside its two sections of rows, `rollout.structured_calls` (the gradient
+must be that of the policy), and settings that a verb does not read (`agenttrain sft` and
+reinforcement learning differ).
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Checks of the components that a run is made of: tools, rewards and data.
+"""Checks of a run's components: tools, environments, rewards and data.
 
-Nothing of other people's is imported: what a `_target_` takes is read from its source.
-
-Settings of environments, and the reward function that their `reward` is.
-
-Tools that a run declares, read from sources: a typo must not import torch.
+Nothing of other people's is imported, and a typo must not import torch: the arguments that a
+`_target_` takes, and the names of tools that a run declares, are read from its source.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""YAML files and overrides -> RunConfig, through Hydra's compose API.
-
-The folder in which Hydra puts a run, and a check that a folder can be written.
-"""
+"""YAML files and overrides -> RunConfig, through Hydra's compose API; and the folder of the run."""
 
 from __future__ import annotations
 
@@ -120,7 +117,7 @@ def _check_emptied(overrides: Sequence[str], composed: Composed) -> None:
             name
             for name, part in getattr(composed.config, section).items()
             # Not what the command line itself says: reward=[] +reward.environment.weight=2
-            if isinstance(part, Mapping)  # what else stands there, validate.py refuses
+            if isinstance(part, Mapping)  # what else stands there, checks.py refuses
             and f"{section}.{name}._target_" not in typed
             and not {f"{section}.{name}.{key}" for key in part} <= set(typed)
         ]
@@ -147,7 +144,7 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
     typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
     config = cast(RunConfig, OmegaConf.to_object(typed))
-    # OmegaConf has lists only; validate.py counts.
+    # OmegaConf has lists only; checks.py counts.
     config.optimizer.betas = cast(tuple[float, float], tuple(config.optimizer.betas))
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0

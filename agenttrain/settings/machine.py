@@ -55,7 +55,7 @@ def process_count_problem(section: DistributedConfig, gpus: int) -> str | None:
 
 
 def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Yield lines ``key=value: problem; remedy``, as the checks of `validate.py` do."""
+    """Yield lines ``key=value: problem; remedy``, as the checks of `checks.py` do."""
     if config.distributed.name is not DistributedName.single:
         problem = process_count_problem(config.distributed, machine.gpus)
         if problem is not None:

@@ -1,6 +1,6 @@
-"""Checks of the optimizer, its schedule, and the formats and adapters of the weights.
+"""Checks of the optimizer, its schedule, the weights' formats and adapters, and of the engine.
 
-Checks of the engine's settings, and whether it is installed here.
+The engine's check asks whether it is installed here, too.
 """
 
 from __future__ import annotations

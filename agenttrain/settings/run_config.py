@@ -1,7 +1,8 @@
-"""Every setting of agenttrain, typed. Hydra checks names and types, `validate.py` combinations.
+"""The settings of a run, typed: a table of contents of every `<capability>/config.py`.
 
-Sections become constructor arguments of the components that they configure: a component gets its
-own section and never the whole. OmegaConf takes enum members by name, so names equal values.
+Hydra checks names and types, `checks.py` combinations. Sections become constructor arguments of the
+components that they configure: a component gets its own section and never the whole. OmegaConf
+takes enum members by name, so names equal values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from agenttrain.training.config import (
 
 
 class RunPart(StrEnum):
-    """What a run is made of besides its settings."""
+    """Parts of a run besides its settings."""
 
     data = "data"
     """The rows of data.train and data.test."""
@@ -99,4 +100,4 @@ class RunConfig:
     resume: str | None = None
     """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
     resume_changed: list[RunPart] = field(default_factory=list)
-    """What may have changed since a resumed run was stopped; the rest is compared."""
+    """Parts that may have changed since a resumed run was stopped; all others are compared."""

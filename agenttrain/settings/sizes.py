@@ -1,6 +1,6 @@
 """The size of a run, in one vocabulary: tasks, groups, rollouts, tokens, updates.
 
-A configuration in a few lines, for `agenttrain check`.
+`describe` writes a configuration in a few lines, for `agenttrain check`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Values that a model wrote almost right, made to fit a JSON schema without losing anything.
+"""A call's arguments: copied, made to fit their JSON schema, checked, faults put in words.
 
-A string that is the JSON text of a value of the wanted type becomes that value; a number or a
-boolean becomes its JSON text where a string is wanted; 3.0 becomes 3 where an integer is::
+`coerce` changes values that a model wrote almost right, without losing anything. A string that is
+the JSON text of a value of the wanted type becomes that value; a number or a boolean becomes its
+JSON text where a string is wanted; 3.0 becomes 3 where an integer is::
 
     {"type": "integer"}   "3" -> 3      3.0 -> 3     "007", "3.5", True: as they are
     {"type": "boolean"}   "true", "True" -> True     1, "yes": as they are
@@ -9,8 +10,6 @@ boolean becomes its JSON text where a string is wanted; 3.0 becomes 3 where an i
     {"type": "array"}     "[1, 2]" -> [1, 2]
 
 What does not fit stays as it is, for validation to name. A value that fits is never changed.
-
-A call's arguments: copied, coerced, checked against the tool's schema, faults put in words.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""MCP servers: checks of one before it is started or called.
+"""Settings that stand beside a tool's `_target_`, and checks of them before anything is started.
 
-Settings of ours that stand beside a `_target_`: of tools, environments and rewards.
-
-Checks of a tool's settings, which stand beside its `_target_` in `tools.<name>`.
-
-Texts to search: checks of a folder or file of them before it is read.
+Limits and `stop` of any tool (`ToolSettings`), MCP servers, and texts to search.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A Python function's signature and Google docstring -> the JSON schema that the model sees.
+"""The `Tool` protocol, and Python functions and the public methods of a class as tools.
 
-The `Tool` protocol, and Python functions as tools.
-
-The public methods of a class as tools.
+`function_schema` makes the JSON schema that the model sees from a signature and its Google
+docstring.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The tools of a run: their schemas, and their calls run at once, bounded, answered in order.
 
-Ends of a rollout, and of the run, for tools that hold something: bounded, and never fatal.
-
-Whose turn is it on the event loop? An async tool that blocks stalls every rollout.
-
-The calls of tools that run this moment, for reports of what rollouts wait for.
+`Endings` ends a rollout, or the run, for tools that hold something, `Steps` knows whose turn it is
+on the event loop, and `Running` lists the calls that run this moment.
 """
 
 from __future__ import annotations
@@ -39,7 +36,10 @@ from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, bloc
 
 
 class Endings:
-    """Calls `release` and `close` of tools, blocking ones in threads, and warns when they fail."""
+    """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
+
+    A failure is a warning.
+    """
 
     def __init__(self) -> None:
         self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
@@ -89,7 +89,10 @@ class Endings:
 
 
 class Steps:
-    """Runs awaitables of tools and knows, from any thread, which of them runs this moment."""
+    """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
+
+    An async tool that blocks stalls every rollout; this names it.
+    """
 
     def __init__(self) -> None:
         self._now: tuple[str, float] | None = None
@@ -140,7 +143,10 @@ class RunningCall:
 
 
 class Running:
-    """The calls of a toolbox; the event loop writes, any thread may read."""
+    """The calls of a toolbox that run, for reports of what rollouts wait for.
+
+    The event loop writes, any thread may read.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, RunningCall] = {}

@@ -1,8 +1,4 @@
-"""Every setting of agenttrain, typed. Hydra checks names and types, `validate.py` combinations.
-
-Sections become constructor arguments of the components that they configure: a component gets its
-own section and never the whole. OmegaConf takes enum members by name, so names equal values.
-"""
+"""Settings of the tracker: the dashboard, the rollouts on disk, the console."""
 
 from __future__ import annotations
 

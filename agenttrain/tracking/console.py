@@ -1,6 +1,6 @@
 """Progress in the terminal: a live line where there is one, plain lines in logs.
 
-Text that a model or a tool wrote, made safe for a terminal.
+`printable` makes text that a model or a tool wrote safe for a terminal.
 """
 
 from __future__ import annotations

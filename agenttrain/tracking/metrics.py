@@ -1,9 +1,7 @@
-"""Metrics of a step's rollouts, as one flat dict of floats.
+"""Metrics of a step's rollouts, as one flat dict of floats, and estimates with their uncertainty.
 
 Names follow TRL where the meaning is TRL's. Figures that depend on the clock, and so differ between
-two runs of one seed, all end in ``_s``.
-
-Estimates with their uncertainty, for evaluation tables.
+two runs of one seed, all end in ``_s``. The estimates are for evaluation tables.
 """
 
 from __future__ import annotations

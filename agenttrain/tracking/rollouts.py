@@ -1,12 +1,13 @@
-"""Objects of a rollouts file -> Rollouts, and what the engine and the tools had said.
-
-rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
+"""rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
 
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
 trajectories`, and where there is one `error` and `environment_reward`. Those of a trajectory are
 `role, parent, messages, token_ids, spans, logprobs`; `trainer_logprobs` and `entropies` stand where
 the trainer computed them: it skips rollouts that have no gradient, as all of a group whose rewards
-are equal. `rollouts_read.py` makes Rollouts of them again.
+are equal.
+
+`read_rollout` makes a Rollout of an object again, `completions` and `tool_results` what the engine
+and the tools had said.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ def prompt_messages(trajectory: Record) -> list[Message]:
 
 
 def tool_results(record: Record) -> list[ToolResult]:
-    """What each call of a record was answered, in their order."""
+    """Return the results of a record's calls, in their order."""
     added = [m for t in record["trajectories"] for m in t["messages"][len(prompt_messages(t)) :]]
     shown, written = replies(added), _written(added)
     results = []

@@ -1,8 +1,6 @@
 """Everything a run tells the world, behind one object.
 
-metrics.jsonl: one object per step, the run's record whatever else is tracked.
-
-The tracker of a process that is not the run's main one: the main one tells for all.
+metrics.jsonl is the run's record whatever else is tracked: one object per step.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def cut(path: Path, step: int) -> None:
 TRACE_EVERY = 10
 """Steps between the rollouts that the dashboard shows; the first step's are among them."""
 ENDS = ("_low", "_high")
-"""Of metrics that are the ends of another's confidence interval."""
+"""Suffixes of metrics that are the ends of another's confidence interval."""
 TRACES = 4
 """Rollouts the dashboard shows of such a step."""
 
@@ -179,7 +177,7 @@ class Tracker:
 
     @property
     def has_dashboard(self) -> bool:
-        """Whether trackio was asked for and has not failed."""
+        """True if trackio was asked for and has not failed."""
         return self._trackio is not None and not self._trackio.failed
 
     def begin(self) -> None:
@@ -238,7 +236,7 @@ class Tracker:
         update_summary(self._folder, warnings=[*warnings, text])
 
     def phase(self, name: str) -> None:
-        """What the run does now: `rollout`, `train`, `eval`."""
+        """Show the name of the run's phase: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
 
     def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -275,7 +273,7 @@ def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
 
 
 class Silent(Tracker):
-    """Writes nothing and shows nothing."""
+    """Tracker of a process that is not the run's main one: writes nothing and shows nothing."""
 
     def __init__(self) -> None:
         # Not Tracker's, which makes files.

@@ -26,7 +26,7 @@ LONGEST_CHARACTER = 4
 def render(
     rollouts: Iterable[Mapping[str, Any]], decode: Decode, *, title: str = "agenttrain rollouts"
 ) -> str:
-    """The page for rollout records as `rollouts_file.read_step` gives them.
+    """The page for rollout records as `rollouts.read_step` gives them.
 
     Example: ``render(read_step(Path("outputs/shop/run"), 10), tokenizer.decode)``
     """

@@ -3,23 +3,11 @@
 Two ways that transformers offers are silently wrong on its `sdpa` attention: `cu_seq_lens` keywords
 are ignored, and packing is not detected from position ids while `use_cache` is on. This attention
 takes the layout explicitly, honours sliding windows, soft caps and sinks, and refuses every keyword
-and mask that it does not know.
+and mask that it does not know. On a GPU that has the kernel it is one call per layer for all
+rollouts of a microbatch (`attend_varlen`), elsewhere one per block of segments (`attend`).
 
-Shapes: 1 x heads x T x head size for queries, keys and values; T tokens of all rollouts.
-
-Causal attention of a few sequences whose queries may begin after a prefix of their keys.
-
-Shapes: B sequences, h heads (k for keys and values), m queries, n keys, d head size. The queries
-are the last m of the n positions.
-
-One attention call per layer for all rollouts of a microbatch, on a GPU that has the kernel.
-
-torch's `varlen_attn` (FlashAttention) takes sequences of any lengths one after the other. It is for
-plain causal attention in 16 bits; windows, soft caps, sinks and float32 go block by block, as on a
-CPU, for which torch has no such kernel.
-
-Shapes: T packed tokens, U keys with shared prefixes repeated, B segments, h heads (k of keys and
-values), d head size.
+Shapes: T packed tokens of all rollouts, U keys with shared prefixes repeated, B segments (sequences
+of a block), h heads (k of keys and values), m queries, n keys, d head size.
 """
 
 from __future__ import annotations
@@ -62,7 +50,10 @@ class Scoring:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Causal attention of the last m positions to all n, [B, h, m, d of values]."""
+    """Causal attention of a few sequences whose queries may begin after a prefix of their keys.
+
+    Returns [B, h, m, d of values]. The queries are the last m of the n positions.
+    """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
     size = QUERIES if in_parts else queries
@@ -238,6 +229,10 @@ def attend_varlen(
     varlen_kernel: VarlenKernel,
 ) -> Tensor:
     """Causal attention of each segment to its prefix and itself, [T, h, d].
+
+    torch's `varlen_attn` (FlashAttention) takes sequences of any lengths one after the other. It is
+    for plain causal attention in 16 bits; windows, soft caps, sinks and float32 go block by block,
+    as on a CPU, for which torch has no such kernel.
 
     Where a segment has more keys than queries the last of both stand together, as FlashAttention
     aligns them.

@@ -8,20 +8,15 @@ rollouts ``p p s s t s`` and ``p s s`` (p prompt, s sampled, t tool)::
     targets_S        1 2   4   | 6 7        positions whose NEXT token was sampled
     row_S            0 0   0   | 1 1
 
-Rollouts of a group may share their prompt, whose tokens then stand once: see `layout.py`.
-
-Where rollouts stand in a packed microbatch, and which of them attention takes in one call.
-
-A group's rollouts may share their prompt: its tokens then stand once, and each rollout's own tokens
-attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their own, and a third one::
+A group's rollouts may share their prompt (`bundle_rows`): its tokens then stand once, and each
+rollout's own tokens attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their
+own, and a third one::
 
     tokens       a a a a a | p p p | s s | s
     segments     Segment(0, 5)  Segment(5, 3)  Segment(8, 2, 5, 3)  Segment(10, 1, 5, 3)
     positions    0 1 2 3 4   0 1 2   3 4   3
 
-Which rollouts of a group are computed with their common prompt once.
-
-Shapes as in `batch.py`.
+Attention takes segments of one shape in one call (`make_blocks`).
 """
 
 from __future__ import annotations
@@ -72,7 +67,7 @@ class Block:
     tokens: int
     segments: int
     length: int
-    """Of the longest segment."""
+    """Tokens of the longest segment."""
     prefix_block: int
     """Which of all blocks holds the prefix, and at which of its tokens it starts."""
     prefix: int
@@ -169,13 +164,13 @@ class Row:
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
     ref_logprobs_S: Tensor | None = None
-    """Of the reference, once it has scored the rollout."""
+    """Logprobs under the reference, once it has scored the rollout."""
     old_logprobs_S: Tensor | None = None
-    """Of the policy before the step's first update, where the algorithm asks for them."""
+    """Logprobs under the policy before the step's first update, if the algorithm asks for them."""
     old_entropy_S: Tensor | None = None
     """Its entropies there, likewise."""
     weight: float = 0.0
-    """Of each sampled token in the loss; 0: no gradient from this rollout."""
+    """Weight of each sampled token in the loss; 0: no gradient from this rollout."""
 
     @property
     def key(self) -> RowKey:
@@ -364,7 +359,7 @@ class _Layout:
         return [found.get(index) for index in range(len(bundles))]
 
     def add_continuations(self, bundle: Bundle, prefix: Segment | None) -> None:
-        """What the rows of a bundle do not share."""
+        """Append the tokens that the rows of a bundle do not share."""
         if prefix is not None:
             for row in bundle.rows:
                 own = row.token_ids_T[prefix.length :]
@@ -395,11 +390,11 @@ def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
 
 
 CALL_FLOPS = 18e6
-"""What one more attention call per layer costs, forward and backward, in the arithmetic that a CPU
+"""Cost of one more attention call per layer, forward and backward, in the arithmetic that a CPU
 core does meanwhile. Measured at hidden size 128, groups of 6 and 90 tokens after the prompt: shared
 prompts of 10 / 20 / 40 tokens take 1.08 / 0.92 / 0.83 times as long as prompts that are not."""
 TOKEN_FLOPS = 72
-"""Of a token in a layer, forward and backward, per squared hidden size: 12 H^2 weights, 2 each
+"""Cost of a token in a layer, forward and backward, per squared hidden size: 12 H^2 weights, 2 each
 forward and 4 backward."""
 
 

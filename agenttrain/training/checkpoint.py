@@ -8,8 +8,6 @@ checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable b
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
 checkpoints/best           link to the best by its evaluation, which stays (checkpoint.keep_best)
-
-The states of every random generator that training, tools and rewards draw from.
 """
 
 from __future__ import annotations
@@ -58,7 +56,10 @@ from agenttrain.training.sharding import (
 
 
 def random_states() -> dict[str, Any]:
-    """States of this process; plain values and tensors, which torch loads with weights_only."""
+    """States of every random generator that training, tools and rewards draw from, in this process.
+
+    They are plain values and tensors, which torch loads with weights_only.
+    """
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
     name, keys, *position = state

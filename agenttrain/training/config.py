@@ -1,4 +1,4 @@
-"""Settings of an update: the optimizer, its schedule, and how a batch is computed."""
+"""Settings of the policy and its updates: weights, adapters, optimizer, batches, checkpoints."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ModelConfig:
 
 
 class WeightSyncMode(StrEnum):
-    """What happens to rollouts in flight when weights change."""
+    """Treatment of rollouts in flight when weights change."""
 
     drain = "drain"
     """They end first."""

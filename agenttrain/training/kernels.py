@@ -34,7 +34,7 @@ class Kernel(StrEnum):
     """Implementation that computes attention."""
 
     varlen = "varlen"
-    """torch's `varlen_attn`, FlashAttention for sequences of any lengths: `varlen.py`."""
+    """torch's `varlen_attn`, FlashAttention for sequences of any lengths: `attention.py`."""
     flash = "flash"
     cudnn = "cudnn"
     efficient = "efficient"

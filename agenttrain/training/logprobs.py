@@ -1,17 +1,9 @@
 """Log-probabilities and entropies of sampled tokens, without a logit anywhere else.
 
-Hidden states are gathered at the positions whose next token was sampled, and only they meet the
-language-model head. Shapes: T all tokens of a microbatch, S sampled tokens, H hidden, V vocabulary.
-
-Last hidden states of packed rollouts, in one forward pass or in one per rollout.
-
-Shapes: T tokens of all rollouts, H hidden.
-
-Rotary frequencies that follow the length of a sequence: which rollouts share a forward pass.
-
-LongRoPE (Phi) has a set of frequencies up to the length of the pretraining and another beyond it,
-dynamic scaling one for each length beyond. transformers chooses by the last position of a forward
-pass: a short rollout beside a long one would silently be another than alone.
+Last hidden states of packed rollouts come from one forward pass, or from one per rollout where
+packing would change them. They are gathered at the positions whose next token was sampled, and only
+they meet the language-model head. Shapes: T all tokens of a microbatch, S sampled tokens, H hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -185,7 +177,13 @@ def _mixes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Lengths up to which a model has its own frequencies."""
+    """Lengths up to which a model has its own rotary frequencies.
+
+    LongRoPE (Phi) has a set of frequencies up to the length of the pretraining and another beyond
+    it, dynamic scaling one for each length beyond. transformers chooses by the last position of a
+    forward pass: a short rollout beside a long one would silently be another than alone. So only
+    rollouts of one kind share a forward pass.
+    """
 
     long: tuple[int, ...] = ()
     """One set for all that is longer."""

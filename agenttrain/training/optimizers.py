@@ -1,6 +1,6 @@
-"""Optimizers: AdamW, Muon beside AdamW, SGD, and float32 copies of weights in a shorter format.
+"""Optimizers and their learning rate: AdamW, Muon beside AdamW, SGD, and float32 master weights.
 
-The learning rate of a step: a pure function, so that a resumed run needs no saved schedule.
+`MasterWeights` holds float32 copies of weights in a shorter format.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class MasterWeights(_Wrapper):
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Learning rate of step 1 … steps, by one of transformers' schedules.
+
+    A pure function, so that a resumed run needs no saved schedule.
 
     transformers gives the first step a rate of 0, which wastes its rollouts: step n has the rate
     that transformers gives the step after it. The warm-up rises from 1 / warmup_steps, and a decay

@@ -94,7 +94,7 @@ class Policy:
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
         self.reward_weights = dict(reward_weights or {})
-        """Of the rubric, for algorithms that look at each reward function."""
+        """Weights of the rubric, for algorithms that look at each reward function."""
         self._bonus = EntropyBonus(algorithm.entropy_bonus)
         self._scorer = Scorer(
             self.model,
@@ -133,7 +133,7 @@ class Policy:
 
     @property
     def kernel(self) -> str:
-        """What computes attention: ``varlen``, or several, ``efficient,flash``."""
+        """Kernels that compute attention: ``varlen``, or several, ``efficient,flash``."""
         return named(self._scorer.kernels)
 
     def kernel_metrics(self) -> dict[str, float]:
@@ -338,7 +338,7 @@ class Policy:
             refresh(self.sampler, self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next update depends on, besides the weights."""
+        """Return the state that the next update depends on, besides the weights."""
         scaler = self.accelerator.scaler
         return {
             "step": self.step,

@@ -7,7 +7,7 @@ group of their own that stays whole from the forward to the end of the backward 
 
 Processes gather together: all of them run the same number of forward passes.
 
-A sharded policy in a checkpoint: each process writes its part, any number reads them.
+In a checkpoint each process writes its part of the policy, and any number of processes reads them.
 
 policy-0.pt, policy-1.pt, …   what policy.pt holds of a policy that is not sharded; a tensor that
                               the process has a part of is ``{"part": tensor, "shape": [all]}``

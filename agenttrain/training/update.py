@@ -104,11 +104,11 @@ class Minibatch:
     bonus: float = 0.0
     """Weight of the entropy of one of them."""
     losses: list[Tensor] = field(default_factory=list)
-    """Of each microbatch."""
+    """Loss of each microbatch."""
     scores: list[tuple[Microbatch, Tensor, Tensor]] = field(default_factory=list)
     """Each microbatch with its logprobs and entropies before the update, [S] each."""
     entropy: list[Tensor] = field(default_factory=list)
-    """Of each microbatch the sum of entropies over the tokens that the bonus acts on."""
+    """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
     def trained(self, config: AlgorithmConfig) -> list[Row]:
         """Return the rows that change the policy; the others need no forward pass."""

@@ -1,14 +1,8 @@
 """The processes of a run, and everything that crosses between them besides gradients.
 
-Every call below is made by all processes or by none, in the same order. Late and dead processes are
-detected through the key-value store that the processes met at, which needs no device: each writes
-down how far it has come, so that a waiting process can name those that it waits for.
-
-Heartbeats: a process that waits without a deadline notices when the process it waits for has
-died.
-
-Each process counts up in the store from a thread of its own, which stands still with the process:
-when it is stopped, its machine hangs, or C code keeps the interpreter to itself.
+Every call of `World` is made by all processes or by none, in the same order. Late and dead
+processes are detected through the key-value store that the processes met at, which needs no device:
+each writes down how far it has come, so that a waiting process can name those that it waits for.
 """
 
 from __future__ import annotations
@@ -40,7 +34,11 @@ LEAVE_S = 5.0
 
 
 class Pulse:
-    """This process's counter, and a view of the others'."""
+    """Heartbeats: a process that waits without a deadline notices when the other has died.
+
+    Each process counts up in the store from a thread of its own, which stands still with the
+    process: when it is stopped, its machine hangs, or C code keeps the interpreter to itself.
+    """
 
     def __init__(self, store: Any, rank: int, limit_s: float) -> None:
         """A process whose counter stands still for `limit_s` is silent. The store (of torch's)
@@ -219,7 +217,7 @@ class World:
         """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
 
         An error of one process, which the others cannot know of, so ends the work of all.
-        `patient`: wait for a process as long as it shows life (`pulse.py`); whether its work leads
+        `patient`: wait for a process as long as it shows life (`Pulse`); whether its work leads
         anywhere is its watchdog's business.
         """
         limit_s = math.inf if patient else None

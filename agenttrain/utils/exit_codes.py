@@ -1,7 +1,7 @@
 """Exit codes of `agenttrain`: numbers that a shell, a scheduler or a launcher may rely on.
 
-A scheduler puts a job back into its queue on PREEMPTED; `slurm/core.sh` also where a signal came
-before the run listened for it.
+A scheduler puts a job back into its queue on PREEMPTED; `commands/slurm/core.sh` also where a
+signal came before the run listened for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Source of a `_target_`, read without an import: finding a typo must not import torch.
+"""`_target_`: a dotted path in a YAML -> the Python object that it names, or its source.
 
-What cannot be known this way (compiled modules, names made at run time) is given the benefit of the
-doubt; `target.locate` imports it later.
-
-`_target_`: a dotted path in a YAML -> the Python object that it names.
+`look_up` reads the source without an import, because finding a typo must not import torch. It gives
+the benefit of the doubt to what cannot be known this way (compiled modules, names made at run
+time); `locate` imports it later.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ text that no call can be seen in            content
 calls beyond the 1,024th                    one malformed call
 ==========================================  ======================================================
 
-Results of a parser of completions, and the protocol that it follows.
+`ResponseSpec` is the protocol of the families' parsers, `Parts` their result; `parse_response`
+makes the turn of it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Parts:
 
 
 class ResponseSpec(Protocol):
-    """How completions are read; `specs.py` makes them from YAML and from tokenizers."""
+    """A family's parser of completions; `chat/loading.py` makes it from YAML or a tokenizer."""
 
     @property
     def call_id(self) -> str:

@@ -36,7 +36,7 @@ class MarkedSpec(Syntax):
     call_close: str | None = None
     """None: a call ends where its arguments do."""
     syntax: str = "json"
-    """Syntax of the text between the marks; one of `response_calls.READERS`."""
+    """Syntax of the text between the marks; one of `calls.READERS`."""
     separator: str = ""
     """A character that may stand between calls, part of neither them nor the content."""
     ignored: tuple[str, ...] = ()

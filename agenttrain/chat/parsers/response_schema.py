@@ -10,7 +10,7 @@ completions that transformers raises on or returns nothing for:
    stands before the first call is read by it, and the calls are looked for one by one;
 3. parameters are typed by the tool's schema before any guess at what their text might be.
 
-One node of a `response_schema`: how its text is taken apart, and what type comes of it.
+A `Node` is one node of the schema: it takes its text apart and gives the result its type.
 """
 
 from __future__ import annotations

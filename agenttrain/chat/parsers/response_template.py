@@ -10,7 +10,8 @@ transformers raises on or loses text of:
 3. regions of a field that does not repeat are joined, where transformers keeps the last;
 4. `optional: false` asks for nothing: a missing field is empty.
 
-Content of the regions of a `response_template`, and the shape that it is given.
+A region's text is read by its field's `content` parser (`CONTENT`) and given the field's shape by
+`reshaped`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Values in the near-JSON that some families write: Gemma's strings, Python's literals.
+"""JSON values as models write them, of bounded depth, with a reason where one is wrong.
 
-JSON as a model may write it: strict, of bounded depth, with a reason where it is wrong.
+`read_json` is strict. `read_literal` reads the near-JSON of some families by a `Dialect`: Gemma's
+strings, Python's literals.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Bytes of a run, part by part, at each of its moments: of a GPU, and of a node's own memory.
 
-With distributed=ddp everything is on every GPU; fsdp2 divides weights, gradients, optimizer state
-and reference by their number, and gathers one layer at a time. An engine=vllm takes its share of
-the GPU whole: weights, what its own forward passes need, and the rest for keys and values. vLLM
-refuses to start where the rest does not hold one sequence of engine.max_context.
-
-Sizes of a run's model: read from its config.json, traced without weights.
+The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
+everything is on every GPU; fsdp2 divides weights, gradients, optimizer state and reference by their
+number, and gathers one layer at a time. An engine=vllm takes its share of the GPU whole: weights,
+what its own forward passes need, and the remainder for keys and values. vLLM refuses to start where
+that does not hold one sequence of engine.max_context.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ BATCHED_TOKENS = 2048
 """Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
 `LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
 BATCHED_ON_CPU = 8192
-"""The same on a CPU, at least: `engine/vllm_setup.py`."""
+"""The same on a CPU, at least: `engines/vllm/setup.py`."""
 HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
 """At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
 row: logits in float32, and copies of them that sampling makes. Estimated."""

@@ -1,8 +1,7 @@
-"""The batch script of a job: what SLURM is asked for, what runs, and how it goes on.
+"""The batch script of a job: its request to SLURM, its command, and how a stopped run goes on.
 
-SLURM's command: asked whether it would take a script, and given one.
-
-Which of a job's files other machines may not see.
+`lint` asks sbatch whether it would take the script, `submit` gives it one, and `unshared` names
+paths that the job's machine may not see.
 """
 
 from __future__ import annotations

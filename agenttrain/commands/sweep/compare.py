@@ -1,6 +1,6 @@
-"""A sweep as a picture: learning curves and results, by configuration; matplotlib draws.
+"""`agenttrain compare <sweep folder>`: a sweep's results, and the jobs that are missing.
 
-`agenttrain compare <sweep folder>`: a sweep's results, and the jobs that are missing.
+`plot=<file>` draws them with matplotlib: learning curves and results, by configuration.
 """
 
 from __future__ import annotations

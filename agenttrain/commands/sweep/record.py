@@ -10,8 +10,7 @@
 
 A job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
 SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
-
-How the jobs of a sweep stand, read from their folders.
+`standings` reads the states of all.
 """
 
 from __future__ import annotations

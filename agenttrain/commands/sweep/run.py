@@ -1,9 +1,8 @@
 """The jobs of a sweep: each in a process of its own, by whichever launcher Hydra has.
 
 Hydra's launchers (basic, joblib, submitit) call `run_job` here, in this process, in a worker or on
-another machine; it starts `agenttrain` for the job and waits. So no job finds anything of another.
-
-One job in a process of its own, which gets the signals that this one gets.
+another machine; it starts `agenttrain` for the job, passes on the signals that it gets, and waits.
+So no job finds anything of another.
 """
 
 from __future__ import annotations

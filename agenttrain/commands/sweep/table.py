@@ -1,6 +1,6 @@
 """A sweep's results: its configurations against their figures, as text, Markdown or JSON.
 
-Results of a sweep's jobs: figures of their summary.json and metrics.jsonl.
+The figures come from the jobs' summary.json and metrics.jsonl.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Keys and values of many sequences in place: one row a sequence, no copy per decoded token.
 
+The active sessions are on rows 0 … n-1, the idle ones behind, so that a forward pass reads one
+stretch of rows and computes over no idle one. What has to move for that moves in one copy per
+layer.
+
 R rows, C capacity (tokens of a row), N rows of a forward pass, T its tokens, L the longest row's
 tokens after it, K key/value heads, D head dimension.
-
-Rows of sessions in the cache: the active ones on rows 0 … n-1, the idle ones behind.
-
-So a forward pass reads one stretch of rows and computes over no idle one. What has to move for that
-moves in one copy per layer.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def final_capacity(first: int, longest: int, max_length: int) -> int:
 
 
 class Rows:
-    """Keeps `seat.row` and the cache's rows in agreement."""
+    """The rows of the sessions: keeps `seat.row` and the cache's rows in agreement."""
 
     def __init__(self, cache: RowCache) -> None:
         self.cache = cache

@@ -67,7 +67,7 @@ class TransformersEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """As `Engine.generate`; prefills only what the session's cache does not hold.
+        """Implement `Engine.generate`; prefill only the tokens that the session's cache lacks.
 
         The budget ends at `max_context`. Raises EngineError for an empty prompt, ids outside of
         the vocabulary, a prompt that leaves no room, a sampling setting out of range, a session
@@ -122,7 +122,7 @@ class TransformersEngine:
             )
 
     def expect(self, sessions: Sequence[str]) -> None:
-        """As `Lockstep.expect`, to be called before their first `generate`.
+        """Implement `Lockstep.expect`; call it before the sessions' first `generate`.
 
         Every one of them has to call `generate` or `release` without waiting for another to end:
         the engine stands still until the sessions whose turn it is were heard. While any is left,
@@ -131,7 +131,7 @@ class TransformersEngine:
         self._post(partial(self._worker.scheduler.expect, tuple(sessions)))
 
     async def release(self, session: str) -> None:
-        """As `Engine.release`; a session that is not known is ignored."""
+        """Implement `Engine.release`; a session that is not known is ignored."""
         if self._thread is not None and not self._closed:
             self._post(partial(self._worker.release, session))
 

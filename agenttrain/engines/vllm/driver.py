@@ -1,9 +1,7 @@
-"""vLLM's engine as its stepping thread sees it: requests in, finished ones back to their loops.
+"""vLLM's engine and its stepping thread: requests in, finished ones back to their loops.
 
-One thread that builds an engine and advances it step by step; nothing else touches it.
-
-CUDA's current device and stream belong to a thread: an engine that is built in one thread and
-stepped in another launches kernels on two devices, in two orders.
+`Driver` is the engine as the thread sees it; `Stepper` is the one thread that builds an engine and
+advances it step by step. Nothing else touches it.
 """
 
 from __future__ import annotations
@@ -230,7 +228,9 @@ Engine = TypeVar("Engine", bound=Steppable)
 class Stepper(Generic[Engine]):
     """Builds an engine, and runs commands between its steps in the order of their arrival.
 
-    All of it in one thread, on the GPU of the thread that made the Stepper.
+    All of it in one thread, on the GPU of the thread that made the Stepper. CUDA's current device
+    and stream belong to a thread: an engine that is built in one thread and stepped in another
+    launches kernels on two devices, in two orders.
     """
 
     engine: Engine

@@ -112,7 +112,7 @@ class VllmEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """As `Engine.generate`; the prefix cache holds the session's earlier turns.
+        """Implement `Engine.generate`; the prefix cache holds the session's earlier turns.
 
         Raises EngineError for a request that vLLM refuses, ImagesRefused, and EngineDead once it
         died. A `parent` changes nothing: vLLM gives out no seats.

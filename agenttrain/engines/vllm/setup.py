@@ -1,7 +1,4 @@
-"""vLLM's `LLMEngine` for one process, from `engine` settings.
-
-The sampling noise of vLLM's requests on CPU: from all bits of their seeds, and cheap.
-"""
+"""vLLM's `LLMEngine` for one process, from `engine` settings, and its sampling noise on a CPU."""
 
 from __future__ import annotations
 

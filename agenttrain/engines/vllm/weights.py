@@ -1,6 +1,6 @@
 """New weights for vLLM: in its own process, or through memory that its workers read.
 
-Low-rank adapters in vLLM: loaded under requests in flight, over base weights that stay.
+Low-rank adapters are loaded under requests in flight, over base weights that stay.
 """
 
 from __future__ import annotations

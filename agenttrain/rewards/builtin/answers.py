@@ -1,10 +1,6 @@
-"""`numeric_close`: the number in the answer is the row's, within a tolerance.
+"""Rewards that compare a rollout's answer with a column of its row.
 
-Answers of a rollout: its last message, or what it handed in through a tool.
-
-`exact_match`: the answer is the row's.
-
-`contains`: the row's answer occurs in what the model answered.
+The answer is the last message, or what the rollout handed in through a tool.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""`json_schema`: the answer is JSON of a given shape.
+"""Rewards for the form of what a model wrote, without a right answer to compare with.
 
-`format`: what the model wrote has the form of a regular expression.
-
-A rollout as plain data, for `jmespath` expressions and judges.
-
-`jmespath`: a reward without code, as an expression over the rollout.
+A JSON schema, a regular expression, or a JMESPath expression over the whole rollout, which
+`rollout_view` makes plain data for expressions and judges.
 """
 
 from __future__ import annotations
@@ -176,7 +173,7 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
 
 
 class JMESPath:
-    """The value of a JMESPath expression (https://jmespath.org) over `view.rollout_view`.
+    """The value of a JMESPath expression (https://jmespath.org) over `rollout_view`.
 
     true is 1, false is 0, null is not applicable; anything else that is no number is an error.
     Example: ``JMESPath(expression="length(tool_calls[?error == null]) == `2`")`` gives 1.0 to a

@@ -91,7 +91,7 @@ class _Worker:
             return self._process
         self._kill()
         self._process = subprocess.Popen(
-            # -P: beside the script lie our files math_verify.py and jmespath.py.
+            # -P: beside the script lies our math_verify.py, which is not the library.
             [sys.executable, "-P", str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

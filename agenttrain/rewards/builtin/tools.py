@@ -1,11 +1,4 @@
-"""`tool_success` and `tool_penalty`: how well a rollout called its tools.
-
-`stop_tool_called`: the model ended the rollout itself, with a stop tool.
-
-`environment`: the value of the environment's own `reward` method.
-
-`length_penalty`: long rollouts cost reward; only what the model sampled is counted.
-"""
+"""Rewards for how a rollout went: its tool calls, its end, its environment's value, its length."""
 
 from __future__ import annotations
 

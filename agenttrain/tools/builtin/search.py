@@ -1,7 +1,4 @@
-"""A folder of text files, or a file of rows -> passages to search.
-
-`search`: BM25 over local texts.
-"""
+"""`search`: BM25 over local texts, the passages of a folder of text files or of a file of rows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A connection to an MCP server that all calls share, and that is made again when it breaks.
 
 It lives on an event loop of its own in a daemon thread: a run may start several event loops, one
-after the other, and the server has to survive them.
-
-Transports to an MCP server: a process of ours, or an address.
+after the other, and the server has to survive them. Its transport is a process of ours or an
+address.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The file system that the code in a sandbox sees: programs to read, a little memory to write.
+"""Inside, first: from a fresh interpreter to a process that has nothing but its sandbox.
 
-Inside, first: from a fresh interpreter to a process that has nothing but its sandbox.
-
-Run as ``python -I -S -c "… main()" <settings as JSON>``, by `jail.py`. Until `ready` is sent, no
-code of the model's runs.
+Run as ``python -I -S -c "… main()" <settings as JSON>``, by `outside_process.py`. Until `ready` is
+sent, no code of the model's runs. The code sees a file system of its own (`build_root`): programs
+to read, a little memory to write.
 """
 
 from __future__ import annotations

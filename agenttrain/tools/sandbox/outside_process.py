@@ -1,6 +1,7 @@
 """Outside: the processes of one sandbox, from their start to their end.
 
-Outside: the settings, the environment and the command that start a sandbox's process.
+`inside`, `environment` and `bwrap_command` make the settings, the environment and the command that
+start one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agenttrain.tools.sandbox.config import SandboxSettings
 def inside(
     settings: SandboxSettings, backend: str, *, control: int, work: str, user: int | None
 ) -> dict[str, object]:
-    """Collect the settings that `start.py` gets."""
+    """Collect the settings that `inside_setup.py` gets."""
     limits = asdict(settings)
     for name in ("sandbox", "call_s", "max_chars"):
         del limits[name]
@@ -64,7 +65,7 @@ def environment(work: str) -> dict[str, str]:
 
 
 def bwrap_command(user: int | None) -> list[str]:
-    """Return bubblewrap's command, for namespaces only: `start.py` sets up all else inside."""
+    """Return bubblewrap's command, for namespaces only: `inside_setup.py` does all else inside."""
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("bwrap is not installed")
