@@ -396,7 +396,7 @@ def test_calls_that_ended_rollouts_leave_behind_within_their_time_are_not_stuck(
 def test_an_async_tool_that_ignores_its_cancellation_does_not_block_exit():
     program = """
         import asyncio, warnings
-        from agenttrain.settings.run_config import ToolLimits
+        from agenttrain.tools.config import ToolLimits
         from agenttrain.tools.tool import FunctionTool
         from agenttrain.tools.toolbox import Toolbox
         from agenttrain.types import ToolCall, ToolContext

@@ -642,7 +642,7 @@ def test_waiting_for_a_place_is_not_the_tools_time():
 def test_a_thread_that_never_ends_does_not_keep_the_process_alive():
     program = """
         import asyncio, threading
-        from agenttrain.settings.run_config import ToolLimits
+        from agenttrain.tools.config import ToolLimits
         from agenttrain.tools.tool import FunctionTool
         from agenttrain.tools.toolbox import Toolbox
         from agenttrain.types import Task, ToolCall, ToolContext

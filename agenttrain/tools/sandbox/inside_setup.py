@@ -143,8 +143,6 @@ def main() -> None:
 def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     from agenttrain.tools.sandbox import seccomp, system
 
-    pass  # gone
-
     user: int | None = settings["user"]
     # Should the machine run out of memory, what runs in here is to be killed first.
     with open("/proc/self/oom_score_adj", "wb") as file:
