@@ -37,6 +37,46 @@ from agenttrain.utils.exit_codes import FAILED
 from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
+
+def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
+    """Run `verb` in its folder; return the exit code. Raises ConfigError."""
+    config, plain = composed.config, composed.plain
+    if config.distributed.name is not DistributedName.single and not started_by_others():
+        from agenttrain.launch.launcher import run_workers
+
+        return run_workers(composed, folder, verb, sweep=sweep)
+    with listening() as stop:
+        try:
+            if started_by_others():
+                pass  # gone
+
+                adopt(composed, ())
+                return lead(Order.of(composed, folder, verb, sweep=sweep))
+            from agenttrain.runs.run import Run
+
+            return Run(verb=verb, config=config, plain=plain, folder=folder, sweep=sweep).execute()
+        except KeyboardInterrupt:
+            return stop_code(stop, verb)
+
+
+def as_rank(command: Callable[[], int]) -> int:
+    """Run a command in one of the processes that torchrun started; return the exit code.
+
+    The first does the command, and has the others do their share where it runs something.
+    """
+    os.environ.update(QUIET)
+    pass  # gone
+
+    if not is_first():
+        return follow()
+    code = FAILED
+    try:
+        code = command()
+    finally:
+        dismiss(code)
+    return code
+
+
 KEY = "agenttrain/order"
 """An Order as JSON, or the exit code of a command that runs nothing."""
 SLICE = timedelta(seconds=0.5)
@@ -116,42 +156,3 @@ def _order_or_code(rank: int) -> str:
 def _store() -> dist.Store:
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return dist.PrefixStore("order", store)
-
-
-def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    """Run `verb` in its folder; return the exit code. Raises ConfigError."""
-    config, plain = composed.config, composed.plain
-    if config.distributed.name is not DistributedName.single and not started_by_others():
-        from agenttrain.launch.launcher import run_workers
-
-        return run_workers(composed, folder, verb, sweep=sweep)
-    with listening() as stop:
-        try:
-            if started_by_others():
-                pass  # gone
-
-                adopt(composed, ())
-                return lead(Order.of(composed, folder, verb, sweep=sweep))
-            from agenttrain.runs.run import Run
-
-            return Run(verb=verb, config=config, plain=plain, folder=folder, sweep=sweep).execute()
-        except KeyboardInterrupt:
-            return stop_code(stop, verb)
-
-
-def as_rank(command: Callable[[], int]) -> int:
-    """Run a command in one of the processes that torchrun started; return the exit code.
-
-    The first does the command, and has the others do their share where it runs something.
-    """
-    os.environ.update(QUIET)
-    pass  # gone
-
-    if not is_first():
-        return follow()
-    code = FAILED
-    try:
-        code = command()
-    finally:
-        dismiss(code)
-    return code
