@@ -16,7 +16,7 @@ own, and a third one::
     segments     Segment(0, 5)  Segment(5, 3)  Segment(8, 2, 5, 3)  Segment(10, 1, 5, 3)
     positions    0 1 2 3 4   0 1 2   3 4   3
 
-Attention takes segments of one shape in one call (`make_blocks`).
+Attention takes neighbouring segments of one prefix and like lengths in one call (`make_blocks`).
 """
 
 from __future__ import annotations

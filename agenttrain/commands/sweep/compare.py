@@ -1,6 +1,6 @@
 """`agenttrain compare <sweep folder>`: a sweep's results, and the jobs that are missing.
 
-`plot=<file>` draws them with matplotlib: learning curves and results, by configuration.
+`--plot FILE` draws them with matplotlib: learning curves and results, by configuration.
 """
 
 from __future__ import annotations
