@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.loss import metric_names
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES
 from agenttrain.rollout.collector import Collected, step_figures
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.training.kernels import Kernel
@@ -58,11 +60,13 @@ def test_what_it_would_run_are_settings_of_a_run() -> None:
 
 def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
     scorer = SimpleNamespace(kernels=Counter({Kernel.flash: 1}))
-    policy = SimpleNamespace(_scorer=scorer, _algorithm=AlgorithmConfig())
+    policy = SimpleNamespace(_scorer=scorer)
     collector = SimpleNamespace(tool_names=(), rubric=SimpleNamespace(names=()))
     names = {
         *step_figures(collector, Collected(), {"rollout": 1.0, "sync": 1.0}),
-        *Policy._nothing(policy),
+        *("loss", "grad_norm", "lr", "train/tokens"),  # of every update
+        *metric_names(AlgorithmConfig()),
+        *MISMATCH_NAMES,
         *Policy.kernel_metrics(policy),
         *Gap(mean=0.0, q90=0.0, max=0.0).metrics(),
     }

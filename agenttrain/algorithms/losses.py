@@ -15,39 +15,6 @@ from torch import Tensor
 
 from agenttrain.algorithms.config import Aggregation, AlgorithmConfig, KlEstimator, Ratio
 
-
-def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL of each sampled token, [S].
-
-    With d = logprobs - ref_logprobs: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, low
-    variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
-    divergence", http://joschu.net/blog/kl-approx.html
-
-    As a term of the loss, the expected gradient of k1 is zero: it belongs into the reward, or times
-    the ratio, with which its gradient is that of the KL (https://arxiv.org/abs/2512.02556).
-    """
-    difference_S = logprobs_S - ref_logprobs_S
-    if estimator is KlEstimator.k1:
-        return difference_S
-    if estimator is KlEstimator.k2:
-        return difference_S.square() / 2
-    return (-difference_S).expm1() + difference_S
-
-
-def row_sum(values_S: Tensor, row_S: Tensor, rollouts: int) -> Tensor:
-    """Sum over each rollout's tokens, [B].
-
-    Example: values [1, 2, 5] of rows [0, 0, 2] and 3 rollouts make [3, 0, 5].
-    """
-    return values_S.new_zeros(rollouts).index_add(0, row_S, values_S)
-
-
-def row_mean(values_S: Tensor, row_S: Tensor, rollouts: int) -> Tensor:
-    """Mean over each rollout's tokens, [B]; 0 for a rollout without one."""
-    count_B = torch.bincount(row_S, minlength=rollouts).clamp(min=1)
-    return row_sum(values_S, row_S, rollouts) / count_B
-
-
 LOG_RATIO_BOUND = 20.0
 LEAST_LOG_WEIGHT = -18.420680743952367
 """log(1e-8)"""
@@ -161,6 +128,24 @@ def _by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor
     return torch.where(chosen, like.new_tensor(value), like.new_tensor(other))
 
 
+def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL of each sampled token, [S].
+
+    With d = logprobs - ref_logprobs: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, low
+    variance), k3 = exp(-d) - 1 + d (unbiased, never negative). John Schulman, "Approximating KL
+    divergence", http://joschu.net/blog/kl-approx.html
+
+    As a term of the loss, the expected gradient of k1 is zero: it belongs into the reward, or times
+    the ratio, with which its gradient is that of the KL (https://arxiv.org/abs/2512.02556).
+    """
+    difference_S = logprobs_S - ref_logprobs_S
+    if estimator is KlEstimator.k1:
+        return difference_S
+    if estimator is KlEstimator.k2:
+        return difference_S.square() / 2
+    return (-difference_S).expm1() + difference_S
+
+
 def token_weights(
     lengths_B: Tensor, aggregation: Aggregation, *, tokens: int, rollouts: int, fixed_length: int
 ) -> Tensor:
@@ -249,3 +234,17 @@ class EntropyBonus:
             up = entropy <= config.entropy_target
             step = config.entropy_bonus_step if up else -config.entropy_bonus_step
             self.coefficient = min(max(self.coefficient + step, 0.0), config.entropy_bonus_max)
+
+
+def row_sum(values_S: Tensor, row_S: Tensor, rollouts: int) -> Tensor:
+    """Sum over each rollout's tokens, [B].
+
+    Example: values [1, 2, 5] of rows [0, 0, 2] and 3 rollouts make [3, 0, 5].
+    """
+    return values_S.new_zeros(rollouts).index_add(0, row_S, values_S)
+
+
+def row_mean(values_S: Tensor, row_S: Tensor, rollouts: int) -> Tensor:
+    """Mean over each rollout's tokens, [B]; 0 for a rollout without one."""
+    count_B = torch.bincount(row_S, minlength=rollouts).clamp(min=1)
+    return row_sum(values_S, row_S, rollouts) / count_B

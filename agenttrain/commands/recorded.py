@@ -20,34 +20,6 @@ from agenttrain.tracking.rollouts import read_step
 from agenttrain.types import ConfigError, RowTool, Task
 
 Record = Mapping[str, Any]
-
-
-def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dict[str, Task]:
-    """Map rollout_id to its task, for records of tasks among the first `drawn` of `source`.
-
-    A task is the record's when the name and the prompt agree: rows may share a name, and data that
-    was changed since may keep it.
-    """
-    wanted: dict[str, list[Record]] = {}
-    for record in records:
-        wanted.setdefault(record["task_id"], []).append(record)
-    tasks: dict[str, Task] = {}
-    for position in range(min(drawn, len(source))):
-        if not wanted:
-            break
-        (task,) = source.tasks(position, 1)
-        prompt = [dict(message) for message in task.messages]
-        left = []
-        for record in wanted.pop(task.task_id, []):
-            if record["trajectories"][0]["messages"][: len(prompt)] == prompt:
-                tasks[record["rollout_id"]] = task
-            else:
-                left.append(record)
-        if left:
-            wanted[task.task_id] = left
-    return tasks
-
-
 EVALUATED = 0
 """The step whose file holds the rollouts of `agenttrain eval`."""
 
@@ -104,3 +76,29 @@ def recorded_tasks(
         return find_tasks(records, splits.test, config.eval.questions)
     drawn = arithmetic(config).most_tasks_per_step * step
     return find_tasks(records, splits.train, drawn)
+
+
+def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dict[str, Task]:
+    """Map rollout_id to its task, for records of tasks among the first `drawn` of `source`.
+
+    A task is the record's when the name and the prompt agree: rows may share a name, and data that
+    was changed since may keep it.
+    """
+    wanted: dict[str, list[Record]] = {}
+    for record in records:
+        wanted.setdefault(record["task_id"], []).append(record)
+    tasks: dict[str, Task] = {}
+    for position in range(min(drawn, len(source))):
+        if not wanted:
+            break
+        (task,) = source.tasks(position, 1)
+        prompt = [dict(message) for message in task.messages]
+        left = []
+        for record in wanted.pop(task.task_id, []):
+            if record["trajectories"][0]["messages"][: len(prompt)] == prompt:
+                tasks[record["rollout_id"]] = task
+            else:
+                left.append(record)
+        if left:
+            wanted[task.task_id] = left
+    return tasks

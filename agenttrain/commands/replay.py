@@ -54,185 +54,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RecordedToolbox(Toolbox):
-    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
-
-    def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
-        """`results` are found by the ids of their calls, which turns may repeat."""
-        named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
-        super().__init__(
-            {name: toolbox.tool(name) for name, toolbox in named},
-            limits={name: toolbox.limits(name) for name, toolbox in named},
-            stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
-        )
-        self._results: dict[str, list[ToolResult]] = {}
-        for result in results:
-            self._results.setdefault(result.call.id, []).append(result)
-
-    async def execute(
-        self,
-        calls: Sequence[ToolCall],
-        context_of: Callable[[ToolCall], ToolContext],
-        *,
-        allowed: Sequence[str] | None = None,
-    ) -> list[ToolResult]:
-        """The recorded results; raises ToolUnavailable for a call that has none."""
-        for call in calls:
-            if not self._results.get(call.id):
-                raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
-        return [replace(self._results[call.id].pop(0), call=call) for call in calls]
-
-    async def release(self, rollout_id: str) -> None:
-        """Do nothing: no tool was used."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """Recorded answers of the environment of one rollout."""
-
-    messages: tuple[Message, ...]
-    """Messages of its reset."""
-    user: Sequence[str]
-    """Messages of its `user`, in order."""
-    reward: float | None
-    over: Callable[[], bool]
-    """Returns True once the episode is over."""
-
-
-class RecordedKind(EnvironmentKind):
-    """A declared environment, of which nothing is run; for one rollout."""
-
-    def __init__(self, kind: EnvironmentKind, said: Said) -> None:
-        super().__init__(kind.name, kind.cls, bound=kind.bound, settings=kind.settings)
-        self._said = said
-
-    async def start(self, start: Start) -> Episode:
-        """Return the recorded episode."""
-        return RecordedEpisode(self, self._said, start.rollout_id)
-
-
-class RecordedEpisode(Episode):
-    """An episode without an instance; its methods' replies are a recorded toolbox's."""
-
-    def __init__(self, kind: RecordedKind, said: Said, rollout_id: str) -> None:
-        super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
-        self.messages = said.messages
-        self._said = said
-        self._user: Iterator[str] = iter(said.user)
-
-    @property
-    def done(self) -> bool:
-        """True once the environment had declared the episode over."""
-        return self._said.over()
-
-    @done.setter
-    def done(self, value: bool) -> None:
-        """Ignore the value: the record alone says so."""
-
-    async def user(self, message: Message) -> str | None:
-        """Return the user's next recorded message; None after the last."""
-        return next(self._user, None)
-
-    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
-        """Return the recorded reward."""
-        return read(self._said.reward)
-
-    async def finish(self, *, again: bool = True) -> None:
-        """Do nothing: nothing was begun."""
-
-
-class RecordedEnvironments(Environments):
-    """The environment of one rollout; its methods are tools of the recorded toolbox."""
-
-    def __init__(self, kind: RecordedKind) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def kind_of(self, task: Task) -> EnvironmentKind:
-        """The one there is."""
-        return self._kind
-
-
-def recorded_tools(
-    record: Record,
-    task: Task,
-    toolbox: Toolbox,
-    environments: Environments,
-    *,
-    over: Callable[[], bool],
-) -> tuple[Toolbox, Environments]:
-    """Return the tools that answer a record's calls, and the environments that repeat its own.
-
-    `over` tells whether the rollout is in its last turn.
-    """
-    kind = environments.kind_of(task)
-    boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
-    tools = RecordedToolbox(boxes, tool_results(record))
-    if kind is None:
-        return tools, Environments()
-    return tools, RecordedEnvironments(RecordedKind(kind, _said(record, task, over)))
-
-
-def _said(record: Record, task: Task, over: Callable[[], bool]) -> Said:
-    main = record["trajectories"][0]
-    before = prompt_messages(main)
-    asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
-    ended = record["stop_reason"] == StopReason.environment_done
-    return Said(
-        messages=tuple(before[len(task.messages) :]),
-        user=asked[len(task.user_turns) :],
-        reward=record.get("environment_reward"),
-        over=lambda: ended and over(),
-    )
-
-
-class RecordedEngine:
-    """Answers turn n of its one rollout with the n-th completion: ids, logprobs, versions, finish.
-
-    What it is asked to continue is not looked at: the caller compares the ledgers afterwards.
-    """
-
-    def __init__(self, completions: Sequence[Completion], *, max_context: int) -> None:
-        """`max_context` is that of the engine which sampled them."""
-        self.max_context = max_context
-        self._left = list(completions)
-
-    @property
-    def exhausted(self) -> bool:
-        """True once the last completion has been given."""
-        return not self._left
-
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str,
-        parent: str | None = None,
-        images: Sequence[object] = (),
-    ) -> Completion:
-        """The next completion. Raises EngineError when none is left, or it is over the budget."""
-        refuse_images(self, images, session)
-        if not self._left:
-            raise EngineError(f"{session}: another completion is asked for; no more were recorded")
-        completion = self._left.pop(0)
-        if len(completion.token_ids) > sampling.max_tokens:
-            raise EngineError(
-                f"{session}: {len(completion.token_ids)} tokens were recorded where the budget is "
-                f"{sampling.max_tokens} now"
-            )
-        return completion
-
-    async def release(self, session: str) -> None:
-        """Nothing is kept."""
-
-    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Ignore new weights: completions are recorded ones."""
-
-    async def aclose(self) -> None:
-        """Nothing to free."""
-
-
 UNREPEATABLE = (StopReason.timeout, StopReason.error)
 """Ends by the clock or by a fault, whose moment no file holds: the tokens before are compared."""
 BEFORE, AFTER = 8, 24
@@ -460,3 +281,182 @@ def _identical(record: Record) -> str:
         f"messages, stop reason {record['stop_reason']} ({len(completions(record))} turns, "
         f"{len(record['tool_calls'])} calls)"
     )
+
+
+def recorded_tools(
+    record: Record,
+    task: Task,
+    toolbox: Toolbox,
+    environments: Environments,
+    *,
+    over: Callable[[], bool],
+) -> tuple[Toolbox, Environments]:
+    """Return the tools that answer a record's calls, and the environments that repeat its own.
+
+    `over` tells whether the rollout is in its last turn.
+    """
+    kind = environments.kind_of(task)
+    boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
+    tools = RecordedToolbox(boxes, tool_results(record))
+    if kind is None:
+        return tools, Environments()
+    return tools, RecordedEnvironments(RecordedKind(kind, _said(record, task, over)))
+
+
+def _said(record: Record, task: Task, over: Callable[[], bool]) -> Said:
+    main = record["trajectories"][0]
+    before = prompt_messages(main)
+    asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
+    ended = record["stop_reason"] == StopReason.environment_done
+    return Said(
+        messages=tuple(before[len(task.messages) :]),
+        user=asked[len(task.user_turns) :],
+        reward=record.get("environment_reward"),
+        over=lambda: ended and over(),
+    )
+
+
+class RecordedToolbox(Toolbox):
+    """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
+
+    def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
+        """`results` are found by the ids of their calls, which turns may repeat."""
+        named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
+        super().__init__(
+            {name: toolbox.tool(name) for name, toolbox in named},
+            limits={name: toolbox.limits(name) for name, toolbox in named},
+            stop_tools=sorted(name for name, toolbox in named if name in toolbox.stop_tools),
+        )
+        self._results: dict[str, list[ToolResult]] = {}
+        for result in results:
+            self._results.setdefault(result.call.id, []).append(result)
+
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        context_of: Callable[[ToolCall], ToolContext],
+        *,
+        allowed: Sequence[str] | None = None,
+    ) -> list[ToolResult]:
+        """The recorded results; raises ToolUnavailable for a call that has none."""
+        for call in calls:
+            if not self._results.get(call.id):
+                raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
+        return [replace(self._results[call.id].pop(0), call=call) for call in calls]
+
+    async def release(self, rollout_id: str) -> None:
+        """Do nothing: no tool was used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Recorded answers of the environment of one rollout."""
+
+    messages: tuple[Message, ...]
+    """Messages of its reset."""
+    user: Sequence[str]
+    """Messages of its `user`, in order."""
+    reward: float | None
+    over: Callable[[], bool]
+    """Returns True once the episode is over."""
+
+
+class RecordedKind(EnvironmentKind):
+    """A declared environment, of which nothing is run; for one rollout."""
+
+    def __init__(self, kind: EnvironmentKind, said: Said) -> None:
+        super().__init__(kind.name, kind.cls, bound=kind.bound, settings=kind.settings)
+        self._said = said
+
+    async def start(self, start: Start) -> Episode:
+        """Return the recorded episode."""
+        return RecordedEpisode(self, self._said, start.rollout_id)
+
+
+class RecordedEpisode(Episode):
+    """An episode without an instance; its methods' replies are a recorded toolbox's."""
+
+    def __init__(self, kind: RecordedKind, said: Said, rollout_id: str) -> None:
+        super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
+        self.messages = said.messages
+        self._said = said
+        self._user: Iterator[str] = iter(said.user)
+
+    @property
+    def done(self) -> bool:
+        """True once the environment had declared the episode over."""
+        return self._said.over()
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        """Ignore the value: the record alone says so."""
+
+    async def user(self, message: Message) -> str | None:
+        """Return the user's next recorded message; None after the last."""
+        return next(self._user, None)
+
+    async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
+        """Return the recorded reward."""
+        return read(self._said.reward)
+
+    async def finish(self, *, again: bool = True) -> None:
+        """Do nothing: nothing was begun."""
+
+
+class RecordedEnvironments(Environments):
+    """The environment of one rollout; its methods are tools of the recorded toolbox."""
+
+    def __init__(self, kind: RecordedKind) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def kind_of(self, task: Task) -> EnvironmentKind:
+        """The one there is."""
+        return self._kind
+
+
+class RecordedEngine:
+    """Answers turn n of its one rollout with the n-th completion: ids, logprobs, versions, finish.
+
+    What it is asked to continue is not looked at: the caller compares the ledgers afterwards.
+    """
+
+    def __init__(self, completions: Sequence[Completion], *, max_context: int) -> None:
+        """`max_context` is that of the engine which sampled them."""
+        self.max_context = max_context
+        self._left = list(completions)
+
+    @property
+    def exhausted(self) -> bool:
+        """True once the last completion has been given."""
+        return not self._left
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        parent: str | None = None,
+        images: Sequence[object] = (),
+    ) -> Completion:
+        """The next completion. Raises EngineError when none is left, or it is over the budget."""
+        refuse_images(self, images, session)
+        if not self._left:
+            raise EngineError(f"{session}: another completion is asked for; no more were recorded")
+        completion = self._left.pop(0)
+        if len(completion.token_ids) > sampling.max_tokens:
+            raise EngineError(
+                f"{session}: {len(completion.token_ids)} tokens were recorded where the budget is "
+                f"{sampling.max_tokens} now"
+            )
+        return completion
+
+    async def release(self, session: str) -> None:
+        """Nothing is kept."""
+
+    async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Ignore new weights: completions are recorded ones."""
+
+    async def aclose(self) -> None:
+        """Nothing to free."""

@@ -29,88 +29,99 @@ from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
 
-TRL = "trl"
-TEMPLATES = "chat_templates"
-MISTRAL = "mistral_common:"
-OWN = {
-    # A turn begins on a new line; without a system message there is one of the model's.
-    "own:dbrx": (
-        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
-        "{%- endif %}{%- for message in messages %}{{- '' if loop.first else '\n' }}"
-        "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '\n<|im_start|>assistant\n' }}{%- endif %}"
-    ),
-    # A turn ends with a line break.
-    "own:falcon_mamba": (
-        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
-        "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-    ),
-}
-"""By the names that families know them by."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
+OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
+"""Options that say how a tokenizer is certified."""
 
 
-def originals_folder() -> Path | None:
-    """The folder of the stock templates; None when they are not installed."""
-    package = find_spec(TRL)
-    folders = list(package.submodule_search_locations or ()) if package else []
-    folder = Path(folders[0]) / TEMPLATES if folders else None
-    return folder if folder and folder.is_dir() else None
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Exit code: 0, 1 for a template that is refused, 2 for one that cannot be read.
 
-
-def original(name: str) -> str | None:
-    """The source of a stock template, e.g. of `qwen3`, `mistral_common:v7` or `own:dbrx`; None
-    where it is not installed."""
-    if name in OWN:
-        return OWN[name]
-    folder = originals_folder()
-    if folder is None:
-        return None
-    if not name.startswith(MISTRAL):
-        file = folder / f"{name}.jinja"
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    if find_spec("mistral_common") is None:
-        return None
-    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
-    from mistral_common.tokens.tokenizers.base import TokenizerVersion
-
-    # `v7`, or with thinking `v13:thinking`; `v1` is that of SentencePiece.
-    version, _, thinking = name.removeprefix(MISTRAL).partition(":")
-    return generate_chat_template(
-        spm=version == "v1",
-        tokenizer_version=TokenizerVersion(version),
-        image_support=False,
-        audio_support=False,
-        thinking_support=bool(thinking),
-        default_system_prompt=None,
-        plain_thinking_support=False,
-        use_special_token_variables=True,
-        model_settings_fields=None,
-        reasoning_effort_values=None,
-        reasoning_effort_default=None,
+    Example: ``agenttrain templates my_model --chat-template hermes``
+    """
+    parser = argparse.ArgumentParser(
+        prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
     )
+    parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
+    parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
+    parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
+    parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
+    parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
+    parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    options = parser.parse_args(list(arguments))
+    try:
+        _check(options)
+        if options.folder is not None:
+            return _certify(options)
+        table = rows()
+        print(markdown(table) if options.markdown else plain(table))
+        if shipped := sorted({row.certified for row in table if row.certified}):
+            families = [row.family for row in table if row.certified]
+            print(
+                f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
+                "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
+            )
+        if options.json:
+            options.json.write_text(to_json(table), encoding="utf-8")
+    except (ChatError, OSError, ValueError) as error:
+        print(f"agenttrain: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-@cache
-def small_tokenizer(family: Family) -> Any:
-    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def _check(options: argparse.Namespace) -> None:
+    """Raise ChatError for what can be known to be wrong before anything is certified."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ChatError(
+            f"--json {options.json}: there is no folder {options.json.parent}; make it, or name "
+            "another file"
+        )
+    if options.json is not None and options.json.is_dir():
+        raise ChatError(f"--json {options.json}: is a folder; name a file in it")
+    if options.folder is None:
+        given = [name for name in OF_A_FOLDER if getattr(options, name)]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
+        return
+    if options.folder.is_file():
+        raise ChatError(
+            f"{options.folder}: is a file; a template is tried with the tokenizer that it is for: "
+            f"agenttrain templates <tokenizer folder> --path {options.folder}"
+        )
+    if not options.folder.is_dir():
+        raise ChatError(f"{options.folder}: there is no such folder")
+    if not any((options.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ChatError(
+            f"{options.folder}: holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})"
+        )
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(
-        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+
+def _certify(options: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    name = options.chat_template or ("file" if options.path else "auto")
+    tools = EXAMPLE_TOOLS * (not options.no_tools)
+    chat = load_chat(
+        AutoTokenizer.from_pretrained(options.folder),
+        ChatTemplateConfig(name=name, path=options.path),
+        ResponseSchemaConfig(
+            name=options.response_schema or ("file" if options.schema_path else "auto"),
+            path=options.schema_path,
+        ),
+        tools=bool(tools),
     )
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in family.control])
-    core.add_tokens([AddedToken(text, normalized=False) for text in family.added])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=family.control[0],
-        bos_token=family.bos,
-        clean_up_tokenization_spaces=False,
-    )
+    certificate = certify(chat, tools)
+    print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
+    if (changes := chat.fix.text()) and not options.markdown:
+        print(f"\n{changes}", end="")
+    if options.json:
+        record = {"folder": str(options.folder), **certificate.as_json()}
+        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        options.json.write_text(text, encoding="utf-8")
+    return 0 if certificate.passed else 1
 
 
 UNKNOWN = "not run: the original comes with the test extra"
@@ -290,96 +301,85 @@ def to_json(table: Sequence[Row]) -> str:
     return json.dumps(families, indent=2, ensure_ascii=False) + "\n"
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
-OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
-"""Options that say how a tokenizer is certified."""
+TRL = "trl"
+TEMPLATES = "chat_templates"
+MISTRAL = "mistral_common:"
+OWN = {
+    # A turn begins on a new line; without a system message there is one of the model's.
+    "own:dbrx": (
+        "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
+        "{%- endif %}{%- for message in messages %}{{- '' if loop.first else '\n' }}"
+        "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '\n<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+    # A turn ends with a line break.
+    "own:falcon_mamba": (
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+        "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    ),
+}
+"""By the names that families know them by."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb. Exit code: 0, 1 for a template that is refused, 2 for one that cannot be read.
+def originals_folder() -> Path | None:
+    """The folder of the stock templates; None when they are not installed."""
+    package = find_spec(TRL)
+    folders = list(package.submodule_search_locations or ()) if package else []
+    folder = Path(folders[0]) / TEMPLATES if folders else None
+    return folder if folder and folder.is_dir() else None
 
-    Example: ``agenttrain templates my_model --chat-template hermes``
-    """
-    parser = argparse.ArgumentParser(
-        prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
+
+def original(name: str) -> str | None:
+    """The source of a stock template, e.g. of `qwen3`, `mistral_common:v7` or `own:dbrx`; None
+    where it is not installed."""
+    if name in OWN:
+        return OWN[name]
+    folder = originals_folder()
+    if folder is None:
+        return None
+    if not name.startswith(MISTRAL):
+        file = folder / f"{name}.jinja"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    if find_spec("mistral_common") is None:
+        return None
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    # `v7`, or with thinking `v13:thinking`; `v1` is that of SentencePiece.
+    version, _, thinking = name.removeprefix(MISTRAL).partition(":")
+    return generate_chat_template(
+        spm=version == "v1",
+        tokenizer_version=TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=bool(thinking),
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=True,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
+        reasoning_effort_default=None,
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
-    parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
-    parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
-    parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
-    parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
-    parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    options = parser.parse_args(list(arguments))
-    try:
-        _check(options)
-        if options.folder is not None:
-            return _certify(options)
-        table = rows()
-        print(markdown(table) if options.markdown else plain(table))
-        if shipped := sorted({row.certified for row in table if row.certified}):
-            families = [row.family for row in table if row.certified]
-            print(
-                f"\nNot certified now but on {shipped[0]}: {', '.join(families)}. "
-                "pip install 'agenttrain[test]' brings the stock templates, to certify them here."
-            )
-        if options.json:
-            options.json.write_text(to_json(table), encoding="utf-8")
-    except (ChatError, OSError, ValueError) as error:
-        print(f"agenttrain: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ChatError for what can be known to be wrong before anything is certified."""
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ChatError(
-            f"--json {options.json}: there is no folder {options.json.parent}; make it, or name "
-            "another file"
-        )
-    if options.json is not None and options.json.is_dir():
-        raise ChatError(f"--json {options.json}: is a folder; name a file in it")
-    if options.folder is None:
-        given = [name for name in OF_A_FOLDER if getattr(options, name)]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
-        return
-    if options.folder.is_file():
-        raise ChatError(
-            f"{options.folder}: is a file; a template is tried with the tokenizer that it is for: "
-            f"agenttrain templates <tokenizer folder> --path {options.folder}"
-        )
-    if not options.folder.is_dir():
-        raise ChatError(f"{options.folder}: there is no such folder")
-    if not any((options.folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ChatError(
-            f"{options.folder}: holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})"
-        )
+@cache
+def small_tokenizer(family: Family) -> Any:
+    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-
-def _certify(options: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer
-
-    name = options.chat_template or ("file" if options.path else "auto")
-    tools = EXAMPLE_TOOLS * (not options.no_tools)
-    chat = load_chat(
-        AutoTokenizer.from_pretrained(options.folder),
-        ChatTemplateConfig(name=name, path=options.path),
-        ResponseSchemaConfig(
-            name=options.response_schema or ("file" if options.schema_path else "auto"),
-            path=options.schema_path,
-        ),
-        tools=bool(tools),
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
     )
-    certificate = certify(chat, tools)
-    print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
-    if (changes := chat.fix.text()) and not options.markdown:
-        print(f"\n{changes}", end="")
-    if options.json:
-        record = {"folder": str(options.folder), **certificate.as_json()}
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        options.json.write_text(text, encoding="utf-8")
-    return 0 if certificate.passed else 1
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in family.control])
+    core.add_tokens([AddedToken(text, normalized=False) for text in family.added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=family.control[0],
+        bos_token=family.bos,
+        clean_up_tokenization_spaces=False,
+    )

@@ -17,6 +17,83 @@ from omegaconf import MISSING
 
 from agenttrain.utils.names import did_you_mean
 
+
+class OnBadRow(StrEnum):
+    """Consequence of a row that cannot become a task."""
+
+    error = "error"
+    """Stop the run before it begins, naming the first such rows."""
+    skip = "skip"
+    """Leave it out; how many were is told."""
+
+
+@dataclass
+class CurriculumConfig:
+    """Draws tasks by their success so far; those that are sometimes solved teach most."""
+
+    enabled: bool = False
+    """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
+    low: float = 0.2
+    """Least share of successful rollouts of a task in the band."""
+    high: float = 0.8
+    """Largest share of them."""
+    explore: float = 0.5
+    """Share of tasks that were never drawn, while there are any, in the order of the rows."""
+    floor: float = 0.1
+    """How often a task outside the band is drawn, compared with one in it: no task is lost."""
+    revisit: int = 50
+    """Steps after which a measure is too old: such a task is drawn as if it were in the band."""
+    memory: float = 0.5
+    """Share of the earlier measures in a new one; 0: only the last group counts."""
+    success: float = 1.0
+    """Reward from which on a rollout has succeeded."""
+
+
+@dataclass
+class DataConfig:
+    """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
+
+    train: dict[str, Any] = MISSING
+    """`_target_` of a callable returning rows, with its arguments."""
+    test: dict[str, Any] = field(default_factory=dict)
+    """Rows of the evaluation, likewise; none: evaluations are left out."""
+    shuffle: bool = False
+    """Draw rows in an order seeded by (seed, epoch)."""
+    path: str | None = None
+    """data=file: a file or a `save_to_disk` folder; data=hub: a dataset's id. For both splits."""
+    subset: str | None = None
+    """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
+    revision: str | None = None
+    """data=hub: a commit, branch or tag; None: the newest."""
+    test_fraction: float | None = None
+    """Share of data.train held out for evaluation, where data.test has no rows of its own."""
+    test_seed: int = 0
+    """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
+    map: dict[str, str] = field(default_factory=dict)
+    """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
+    prompt: str | None = None
+    """The user's message as a Jinja text over the columns: "{{ question }} Give a number."."""
+    system: str | None = None
+    """A system message, put before every prompt that has none."""
+    on_bad_row: OnBadRow = OnBadRow.error
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
+
+HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
+
+
+def names_test_rows(data: DataConfig) -> bool:
+    """Return whether data.test names rows: a path if it needs one, or another split of the same."""
+    if data.test.get("_target_") not in (FILE_ROWS, HUB_ROWS) or data.test.get("path") is not None:
+        return bool(data.test)
+    return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
+
+
+def has_test_rows(data: DataConfig) -> bool:
+    """Return whether there are rows to evaluate on, of data.test or held out of data.train."""
+    return data.test_fraction is not None or names_test_rows(data)
+
+
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 FILE_ROWS = "agenttrain.data.files.FileRows"
 HUB_ROWS = "agenttrain.data.files.HubRows"
@@ -105,28 +182,6 @@ def known_rows(section: Mapping[str, Any]) -> int | None:
     return rows if limit is None else min(rows, limit)
 
 
-@dataclass
-class CurriculumConfig:
-    """Draws tasks by their success so far; those that are sometimes solved teach most."""
-
-    enabled: bool = False
-    """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
-    low: float = 0.2
-    """Least share of successful rollouts of a task in the band."""
-    high: float = 0.8
-    """Largest share of them."""
-    explore: float = 0.5
-    """Share of tasks that were never drawn, while there are any, in the order of the rows."""
-    floor: float = 0.1
-    """How often a task outside the band is drawn, compared with one in it: no task is lost."""
-    revisit: int = 50
-    """Steps after which a measure is too old: such a task is drawn as if it were in the band."""
-    memory: float = 0.5
-    """Share of the earlier measures in a new one; 0: only the last group counts."""
-    success: float = 1.0
-    """Reward from which on a rollout has succeeded."""
-
-
 def curriculum_problems(config: Any) -> Iterator[str]:
     """Yield what is wrong with `data.curriculum` of a RunConfig."""
     curriculum: CurriculumConfig = config.data.curriculum
@@ -153,57 +208,3 @@ def curriculum_problems(config: Any) -> Iterator[str]:
         yield f"data.curriculum.memory={curriculum.memory}: must be at least 0 and below 1"
     if curriculum.revisit < 1:
         yield f"data.curriculum.revisit={curriculum.revisit}: must be at least 1"
-
-
-class OnBadRow(StrEnum):
-    """Consequence of a row that cannot become a task."""
-
-    error = "error"
-    """Stop the run before it begins, naming the first such rows."""
-    skip = "skip"
-    """Leave it out; how many were is told."""
-
-
-@dataclass
-class DataConfig:
-    """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
-
-    train: dict[str, Any] = MISSING
-    """`_target_` of a callable returning rows, with its arguments."""
-    test: dict[str, Any] = field(default_factory=dict)
-    """Rows of the evaluation, likewise; none: evaluations are left out."""
-    shuffle: bool = False
-    """Draw rows in an order seeded by (seed, epoch)."""
-    path: str | None = None
-    """data=file: a file or a `save_to_disk` folder; data=hub: a dataset's id. For both splits."""
-    subset: str | None = None
-    """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
-    revision: str | None = None
-    """data=hub: a commit, branch or tag; None: the newest."""
-    test_fraction: float | None = None
-    """Share of data.train held out for evaluation, where data.test has no rows of its own."""
-    test_seed: int = 0
-    """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
-    map: dict[str, str] = field(default_factory=dict)
-    """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
-    prompt: str | None = None
-    """The user's message as a Jinja text over the columns: "{{ question }} Give a number."."""
-    system: str | None = None
-    """A system message, put before every prompt that has none."""
-    on_bad_row: OnBadRow = OnBadRow.error
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-
-
-HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
-
-
-def names_test_rows(data: DataConfig) -> bool:
-    """Return whether data.test names rows: a path if it needs one, or another split of the same."""
-    if data.test.get("_target_") not in (FILE_ROWS, HUB_ROWS) or data.test.get("path") is not None:
-        return bool(data.test)
-    return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
-
-
-def has_test_rows(data: DataConfig) -> bool:
-    """Return whether there are rows to evaluate on, of data.test or held out of data.train."""
-    return data.test_fraction is not None or names_test_rows(data)

@@ -58,54 +58,6 @@ class ArrowRows:
         return f"{self._name}, row {index + 1}"
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON has it, as far as that goes; containers are copied.
-
-    Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
-    """
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, date | datetime | time):
-        return value.isoformat()
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, Decimal):
-        return float(value)
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
-    import datasets
-
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-
-
-def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
-    """Return what `function` loads; its errors become a ValueError with the text of `message`."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        with quiet():
-            return function()
-    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(message(error)) from error
-
-
-def reason(error: Exception) -> str:
-    """Return what went wrong underneath, in a line."""
-    return str(error.__cause__ or error).partition("\n")[0]
-
-
 class FileRows:
     """The rows of one local file or folder, by number.
 
@@ -231,3 +183,51 @@ class HubRows(ArrowRows):
         super().__init__(load(read, message), name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it, as far as that goes; containers are copied.
+
+    Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
+    """
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return float(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
+    import datasets
+
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
+    """Return what `function` loads; its errors become a ValueError with the text of `message`."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        with quiet():
+            return function()
+    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
+        raise ValueError(message(error)) from error
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong underneath, in a line."""
+    return str(error.__cause__ or error).partition("\n")[0]

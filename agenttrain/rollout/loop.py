@@ -45,90 +45,6 @@ from agenttrain.types import (
 )
 
 
-def refusals(
-    calls: Sequence[ToolCall],
-    before: Sequence[ToolResult],
-    *,
-    most: int | None,
-    own_limit: Callable[[str], int | None],
-) -> list[str | None]:
-    """Why each call of a turn may not run, in words for the model; None: it may.
-
-    `most` limits all calls of a rollout, `own_limit` those of a tool by its name; `before` are the
-    results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
-    before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
-    is reached"]``.
-    """
-    own = [own_limit(call.name) for call in calls]
-    limited = any(limit is not None for limit in own)
-    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
-    refused: list[str | None] = []
-    for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
-        if most is not None and place >= most:
-            refused.append(f"the limit of {most} tool calls is reached")
-        elif limit is not None and call.malformed is None and ran[call.name] >= limit:
-            plural = "" if limit == 1 else "s"
-            refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
-        else:
-            ran[call.name] += call.malformed is None  # one that cannot run uses nothing up
-            refused.append(None)
-    return refused
-
-
-def limit_result(call: ToolCall, text: str) -> ToolResult:
-    """Return the error result that the model reads in place of a call that may not run."""
-    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
-
-
-def _counts(result: ToolResult) -> bool:
-    """Return True if the tool ran; only those calls use up its own limit."""
-    error = result.error
-    return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
-
-
-def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
-    """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
-    return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
-
-
-def _identity(call: ToolCall) -> str:
-    if call.malformed is not None:
-        return call.text
-    try:
-        return json.dumps([call.name, call.arguments], sort_keys=True)
-    except (RecursionError, ValueError):  # nested as deeply as could just be parsed
-        return call.text
-
-
-def append_prompt(
-    rollout: Rollout,
-    engine: Engine,
-    chat: Chat,
-    tools: RowTools,
-    prompt_ids: Sequence[int] | None,
-) -> None:
-    """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
-
-    A group shares its rendered prompt. Raises PromptTooLong as `check_room`.
-    """
-    task, trajectory = rollout.task, rollout.trajectories[0]
-    trajectory.messages.extend(dict(message) for message in task.messages)
-    trajectory.prompt_messages = len(trajectory.messages)
-    if prompt_ids is None:
-        prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
-    check_room(task, len(prompt_ids), engine.max_context)
-    trajectory.append_context(prompt_ids, Origin.prompt)
-
-
-def check_room(task: Task, prompt_length: int, max_context: int) -> None:
-    """Raise PromptTooLong unless one token can follow the prompt."""
-    if prompt_length >= max_context:
-        raise PromptTooLong(
-            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
-            f"{max_context}: shorten the prompt or raise engine.max_context"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
     """One rollout to make: the task, its names and its seeds."""
@@ -514,3 +430,87 @@ def _reply(result: ToolResult) -> Message:
         "name": result.call.name,
         "content": result.content,
     }
+
+
+def append_prompt(
+    rollout: Rollout,
+    engine: Engine,
+    chat: Chat,
+    tools: RowTools,
+    prompt_ids: Sequence[int] | None,
+) -> None:
+    """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
+
+    A group shares its rendered prompt. Raises PromptTooLong as `check_room`.
+    """
+    task, trajectory = rollout.task, rollout.trajectories[0]
+    trajectory.messages.extend(dict(message) for message in task.messages)
+    trajectory.prompt_messages = len(trajectory.messages)
+    if prompt_ids is None:
+        prompt_ids = chat.prompt_ids(task.messages, tools.schemas)
+    check_room(task, len(prompt_ids), engine.max_context)
+    trajectory.append_context(prompt_ids, Origin.prompt)
+
+
+def check_room(task: Task, prompt_length: int, max_context: int) -> None:
+    """Raise PromptTooLong unless one token can follow the prompt."""
+    if prompt_length >= max_context:
+        raise PromptTooLong(
+            f"task {task.task_id}: its prompt has {prompt_length} tokens, the engine's context "
+            f"{max_context}: shorten the prompt or raise engine.max_context"
+        )
+
+
+def refusals(
+    calls: Sequence[ToolCall],
+    before: Sequence[ToolResult],
+    *,
+    most: int | None,
+    own_limit: Callable[[str], int | None],
+) -> list[str | None]:
+    """Why each call of a turn may not run, in words for the model; None: it may.
+
+    `most` limits all calls of a rollout, `own_limit` those of a tool by its name; `before` are the
+    results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
+    before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
+    is reached"]``.
+    """
+    own = [own_limit(call.name) for call in calls]
+    limited = any(limit is not None for limit in own)
+    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
+    refused: list[str | None] = []
+    for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
+        if most is not None and place >= most:
+            refused.append(f"the limit of {most} tool calls is reached")
+        elif limit is not None and call.malformed is None and ran[call.name] >= limit:
+            plural = "" if limit == 1 else "s"
+            refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
+        else:
+            ran[call.name] += call.malformed is None  # one that cannot run uses nothing up
+            refused.append(None)
+    return refused
+
+
+def limit_result(call: ToolCall, text: str) -> ToolResult:
+    """Return the error result that the model reads in place of a call that may not run."""
+    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
+
+
+def _counts(result: ToolResult) -> bool:
+    """Return True if the tool ran; only those calls use up its own limit."""
+    error = result.error
+    return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
+
+
+def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
+    """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
+    return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
+
+
+def _identity(call: ToolCall) -> str:
+    if call.malformed is not None:
+        return call.text
+    try:
+        return json.dumps([call.name, call.arguments], sort_keys=True)
+    except (RecursionError, ValueError):  # nested as deeply as could just be parsed
+        return call.text

@@ -228,7 +228,7 @@ AT_ONCE = 64
 
 
 class Pace:
-    """Throttle: resumes at most `AT_ONCE` rollouts per pass of its event loop, in their order.
+    """Throttle: resumes at most `at_once` rollouts per pass of its event loop, in their order.
 
     A turn's own work takes a fraction of a millisecond, but an engine or a tool may answer
     thousands of rollouts between two looks at the clock. Were they all to go on in one pass, time

@@ -46,62 +46,6 @@ from agenttrain.utils.model_path import PARTS, model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.text_templates import TextTemplate
 
-
-def check_test_rows(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for an evaluation without rows."""
-    if verb == "eval" and not has_test_rows(config.data):
-        raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
-
-
-def data_setting_problems(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong with the settings that both splits share."""
-    data = config.data
-    for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
-        value = getattr(data, name)
-        if value is not None and all(s.get(name) != value for s in (data.train, data.test)):
-            yield f"data.{name}={value}: is not used by these rows; add data={group}"
-    if data.shuffle and data.train.get("_target_") in ENDLESS:
-        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
-    yield from _held_out(config)
-    for name, text in data.map.items():
-        try:
-            compiled(text, f"data.map.{name}")
-        except ValueError as error:
-            yield str(error)
-    if data.prompt is None:
-        return
-    try:
-        TextTemplate(data.prompt, "data.prompt")
-    except ValueError as error:
-        yield str(error)
-    for name in {"messages", "prompt"} & set(data.map):
-        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"
-
-
-def _held_out(config: RunConfig) -> Iterator[str]:
-    data, same = config.data, config.data.train == config.data.test
-    fraction = data.test_fraction
-    if not has_test_rows(data) and config.eval.every is not None:
-        yield f"eval.every={config.eval.every}: data.test names no rows; {HOLD_OUT}"
-    if fraction is None:
-        # Whoever names one file twice wants to be tested on what was trained.
-        if data.path is not None and same and config.eval.questions:
-            yield (
-                "data.test: has the same rows as data.train; hold some out with "
-                "data.test_fraction=0.1, or choose others with data.test.split=… or "
-                "data.test.path=…, or eval.questions=0"
-            )
-    elif not 0 < fraction < 1:
-        yield f"data.test_fraction={fraction}: must be between 0 and 1"
-    elif (names_test_rows(data) and not same) or data.train.get("_target_") in ENDLESS:
-        yield (
-            f"data.test_fraction={fraction}: data.test has rows of its own; leave it out, or let "
-            "both read the same: data=file data.path=…"
-        )
-    if fraction is None and data.test_seed:
-        yield f"data.test_seed={data.test_seed}: has no effect without data.test_fraction"
-
-
 ENGINES = ("transformers", "vllm")
 TRACKERS = ("trackio", "none")
 MIXED_PRECISION = ("no", "bf16", "fp16")
@@ -255,6 +199,61 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         )
     if evaluation.tools == []:
         yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
+
+
+def check_test_rows(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError for an evaluation without rows."""
+    if verb == "eval" and not has_test_rows(config.data):
+        raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
+
+
+def data_setting_problems(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the settings that both splits share."""
+    data = config.data
+    for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
+        value = getattr(data, name)
+        if value is not None and all(s.get(name) != value for s in (data.train, data.test)):
+            yield f"data.{name}={value}: is not used by these rows; add data={group}"
+    if data.shuffle and data.train.get("_target_") in ENDLESS:
+        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
+    yield from _held_out(config)
+    for name, text in data.map.items():
+        try:
+            compiled(text, f"data.map.{name}")
+        except ValueError as error:
+            yield str(error)
+    if data.prompt is None:
+        return
+    try:
+        TextTemplate(data.prompt, "data.prompt")
+    except ValueError as error:
+        yield str(error)
+    for name in {"messages", "prompt"} & set(data.map):
+        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"
+
+
+def _held_out(config: RunConfig) -> Iterator[str]:
+    data, same = config.data, config.data.train == config.data.test
+    fraction = data.test_fraction
+    if not has_test_rows(data) and config.eval.every is not None:
+        yield f"eval.every={config.eval.every}: data.test names no rows; {HOLD_OUT}"
+    if fraction is None:
+        # Whoever names one file twice wants to be tested on what was trained.
+        if data.path is not None and same and config.eval.questions:
+            yield (
+                "data.test: has the same rows as data.train; hold some out with "
+                "data.test_fraction=0.1, or choose others with data.test.split=… or "
+                "data.test.path=…, or eval.questions=0"
+            )
+    elif not 0 < fraction < 1:
+        yield f"data.test_fraction={fraction}: must be between 0 and 1"
+    elif (names_test_rows(data) and not same) or data.train.get("_target_") in ENDLESS:
+        yield (
+            f"data.test_fraction={fraction}: data.test has rows of its own; leave it out, or let "
+            "both read the same: data=file data.path=…"
+        )
+    if fraction is None and data.test_seed:
+        yield f"data.test_seed={data.test_seed}: has no effect without data.test_fraction"
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

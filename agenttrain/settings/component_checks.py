@@ -40,124 +40,6 @@ from agenttrain.tools.sandbox.config import INTERPRETER, interpreter_problems
 from agenttrain.utils.locate import Kind, Target, about_argument, locate, look_up
 from agenttrain.utils.names import did_you_mean
 
-REWARD = "environment"
-"""Name of the reward function that environments share."""
-REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
-
-
-def environment_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings of an environment, as ``key=value: problem``."""
-    yield from limit_problems(key, section)
-    value = section.get("hook_timeout_s", 1)
-    if not is_number(value) or value <= 0:
-        yield f"{key}.hook_timeout_s={value}: must be a number above 0"
-    if section.get("isolation", Isolation.thread) != Isolation.thread:
-        yield (
-            f"{key}.isolation={section['isolation']}: an environment keeps its state in this "
-            "process; leave isolation out, and let it start a process of its own"
-        )
-    value = section.get("pooled")
-    if not isinstance(value, bool | None):
-        yield f"{key}.pooled={value}: expected true or false; null: what the class says"
-    if look_up(section.get("_target_")).kind is Kind.function:
-        yield (
-            f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
-            "of its own, so name a class"
-        )
-
-
-def rewarding(config: RunConfig) -> bool:
-    """Return whether some environment's own source, not a base class's, has a `reward`."""
-    targets = [look_up(section["_target_"]) for section in config.environment.values()]
-    return any("reward" in target.methods for target in targets)
-
-
-def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
-    """Return the reward functions of a run, with the environments' own among them.
-
-    It needs no `_target_`, so that ``+reward.environment.weight=0.5`` is enough, and with
-    `rewarding` (some environment has a `reward`) no section at all.
-    """
-    sections = dict(config.reward)
-    section = sections.get(REWARD, {} if rewarding else None)
-    if config.environment and isinstance(section, Mapping):
-        sections[REWARD] = {"_target_": REWARD_TARGET, **section}
-    return sections
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolNames:
-    """Names of tools as far as sources have them."""
-
-    names: tuple[str, ...]
-    complete: bool
-    """No tools beside `names`; else `build` finds them, before weights are loaded."""
-
-
-def tool_names(config: RunConfig) -> ToolNames:
-    """Return the tools of `tools` and the methods of `environment`.
-
-    Example: `tools.add` of a function and an environment with a method `move` are ``("add",
-    "move")``.
-    """
-    parts = [_of_tool(name, _target(section)) for name, section in config.tools.items()]
-    for section in config.environment.values():
-        target = _target(section)
-        complete = target.kind is Kind.whole_class
-        parts.append(ToolNames(names=_public(target, HOOKS), complete=complete))
-    names = dict.fromkeys(name for part in parts for name in part.names)
-    return ToolNames(names=tuple(names), complete=all(part.complete for part in parts))
-
-
-def stop_tools(config: RunConfig) -> tuple[str, ...]:
-    """Return the stop tools that sources name: of `stop_tools`, and of sections with `stop`.
-
-    Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
-    section whose tools are known once it is built (an MCP server) stands for them as ``"mcp …"``.
-    """
-    names = dict.fromkeys(config.stop_tools)
-    for name, section in config.tools.items():
-        if isinstance(section, Mapping) and section.get("stop") is True:
-            made = _of_tool(name, _target(section))
-            known = made.complete or made.names == (name,)
-            names.update(dict.fromkeys(made.names if known else (f"{name} …",)))
-    return tuple(names)
-
-
-def named_tool_problems(config: RunConfig) -> Iterator[str]:
-    """Yield tools that `stop_tools` and `eval.tools` name and no source has."""
-    known = tool_names(config)
-    if not known.complete:
-        return
-    remedies = {"stop_tools": "stop_tools=[] is none (as with experiment=none)"}
-    remedies["eval.tools"] = "eval.tools=null is all of them"
-    for key, names in (("stop_tools", config.stop_tools), ("eval.tools", config.eval.tools or ())):
-        for name in names:
-            if name not in known.names:
-                yield (
-                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
-                    f"its tools are: {', '.join(known.names) or 'none'}; {remedies[key]}"
-                )
-
-
-def _target(section: Any) -> Target:
-    return look_up(section.get("_target_")) if isinstance(section, Mapping) else Target()
-
-
-def _of_tool(name: str, target: Target) -> ToolNames:
-    if target.kind is Kind.function or "__call__" in target.methods:
-        return ToolNames(names=(name,), complete=True)
-    if "tools" in target.methods:  # it says itself which there are, once it is made
-        return ToolNames(names=(), complete=False)
-    if target.kind is Kind.whole_class:
-        return ToolNames(names=_public(target, LIFE_CYCLE), complete=True)
-    return ToolNames(names=(name, *_public(target, LIFE_CYCLE)), complete=False)
-
-
-def _public(target: Target, reserved: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(n for n in target.methods if not n.startswith("_") and n not in reserved)
-
-
 OUR_REWARDS = "agenttrain.rewards."
 STOP_TOOL_CALLED = f"{OUR_REWARDS}builtin.tools.stop_tool_called"
 TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
@@ -315,3 +197,121 @@ def _component(
                 f"{key}.{name}={value}: {section['_target_']} has no such argument"
                 f"{did_you_mean(name, known)}; known are: {', '.join(known)}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolNames:
+    """Names of tools as far as sources have them."""
+
+    names: tuple[str, ...]
+    complete: bool
+    """No tools beside `names`; else `build` finds them, before weights are loaded."""
+
+
+def tool_names(config: RunConfig) -> ToolNames:
+    """Return the tools of `tools` and the methods of `environment`.
+
+    Example: `tools.add` of a function and an environment with a method `move` are ``("add",
+    "move")``.
+    """
+    parts = [_of_tool(name, _target(section)) for name, section in config.tools.items()]
+    for section in config.environment.values():
+        target = _target(section)
+        complete = target.kind is Kind.whole_class
+        parts.append(ToolNames(names=_public(target, HOOKS), complete=complete))
+    names = dict.fromkeys(name for part in parts for name in part.names)
+    return ToolNames(names=tuple(names), complete=all(part.complete for part in parts))
+
+
+def stop_tools(config: RunConfig) -> tuple[str, ...]:
+    """Return the stop tools that sources name: of `stop_tools`, and of sections with `stop`.
+
+    Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
+    section whose tools are known once it is built (an MCP server) stands for them as ``"mcp …"``.
+    """
+    names = dict.fromkeys(config.stop_tools)
+    for name, section in config.tools.items():
+        if isinstance(section, Mapping) and section.get("stop") is True:
+            made = _of_tool(name, _target(section))
+            known = made.complete or made.names == (name,)
+            names.update(dict.fromkeys(made.names if known else (f"{name} …",)))
+    return tuple(names)
+
+
+def named_tool_problems(config: RunConfig) -> Iterator[str]:
+    """Yield tools that `stop_tools` and `eval.tools` name and no source has."""
+    known = tool_names(config)
+    if not known.complete:
+        return
+    remedies = {"stop_tools": "stop_tools=[] is none (as with experiment=none)"}
+    remedies["eval.tools"] = "eval.tools=null is all of them"
+    for key, names in (("stop_tools", config.stop_tools), ("eval.tools", config.eval.tools or ())):
+        for name in names:
+            if name not in known.names:
+                yield (
+                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
+                    f"its tools are: {', '.join(known.names) or 'none'}; {remedies[key]}"
+                )
+
+
+def _target(section: Any) -> Target:
+    return look_up(section.get("_target_")) if isinstance(section, Mapping) else Target()
+
+
+def _of_tool(name: str, target: Target) -> ToolNames:
+    if target.kind is Kind.function or "__call__" in target.methods:
+        return ToolNames(names=(name,), complete=True)
+    if "tools" in target.methods:  # it says itself which there are, once it is made
+        return ToolNames(names=(), complete=False)
+    if target.kind is Kind.whole_class:
+        return ToolNames(names=_public(target, LIFE_CYCLE), complete=True)
+    return ToolNames(names=(name, *_public(target, LIFE_CYCLE)), complete=False)
+
+
+def _public(target: Target, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(n for n in target.methods if not n.startswith("_") and n not in reserved)
+
+
+REWARD = "environment"
+"""Name of the reward function that environments share."""
+REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
+
+
+def environment_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the settings of an environment, as ``key=value: problem``."""
+    yield from limit_problems(key, section)
+    value = section.get("hook_timeout_s", 1)
+    if not is_number(value) or value <= 0:
+        yield f"{key}.hook_timeout_s={value}: must be a number above 0"
+    if section.get("isolation", Isolation.thread) != Isolation.thread:
+        yield (
+            f"{key}.isolation={section['isolation']}: an environment keeps its state in this "
+            "process; leave isolation out, and let it start a process of its own"
+        )
+    value = section.get("pooled")
+    if not isinstance(value, bool | None):
+        yield f"{key}.pooled={value}: expected true or false; null: what the class says"
+    if look_up(section.get("_target_")).kind is Kind.function:
+        yield (
+            f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
+            "of its own, so name a class"
+        )
+
+
+def rewarding(config: RunConfig) -> bool:
+    """Return whether some environment's own source, not a base class's, has a `reward`."""
+    targets = [look_up(section["_target_"]) for section in config.environment.values()]
+    return any("reward" in target.methods for target in targets)
+
+
+def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
+    """Return the reward functions of a run, with the environments' own among them.
+
+    It needs no `_target_`, so that ``+reward.environment.weight=0.5`` is enough, and with
+    `rewarding` (some environment has a `reward`) no section at all.
+    """
+    sections = dict(config.reward)
+    section = sections.get(REWARD, {} if rewarding else None)
+    if config.environment and isinstance(section, Mapping):
+        sections[REWARD] = {"_target_": REWARD_TARGET, **section}
+    return sections

@@ -34,144 +34,6 @@ from agenttrain.types import (
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
 
-
-class Endings:
-    """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
-
-    A failure is a warning.
-    """
-
-    def __init__(self) -> None:
-        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
-        self._warned: set[tuple[str, str]] = set()
-
-    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
-        """Have `tool` free what it holds for a rollout."""
-        await self._end(tool, "release", limit_s, rollout_id)
-
-    async def close(self, tool: Tool, limit_s: float) -> None:
-        """Close `tool`."""
-        await self._end(tool, "close", limit_s)
-
-    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
-        owner = tool.owner if isinstance(tool, FunctionTool) else tool
-        hook = getattr(owner, method, None)
-        if hook is None:
-            return
-        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
-        await asyncio.wait({ending}, timeout=limit_s)
-        if not ending.done():
-            ending.cancel()
-            self._warn(tool.name, method, f"did not end within {limit_s:g} s")
-        elif ending.cancelled():
-            self._warn(tool.name, method, "was cancelled")
-        elif (error := ending.result().error) is not None:
-            self._warn(tool.name, method, f"{type(error).__name__}: {error}")
-
-    async def _call(
-        self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
-    ) -> Outcome:
-        if not blocks(method):
-            return await attempt_async(method(*arguments))
-        outcome = await self._threads.run(lambda: method(*arguments), label=label)
-        if inspect.isawaitable(outcome.value):
-            return await attempt_async(outcome.value)
-        return outcome
-
-    def _warn(self, name: str, method: str, problem: str) -> None:
-        if (name, method) not in self._warned:
-            self._warned.add((name, method))
-            warnings.warn(
-                f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-class Steps:
-    """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
-
-    An async tool that blocks stalls every rollout; this names it.
-    """
-
-    def __init__(self) -> None:
-        self._now: tuple[str, float] | None = None
-
-    def blocking(self, limit_s: float) -> str | None:
-        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
-        now = self._now
-        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
-
-    async def run(self, name: str, awaitable: Awaitable[object]) -> object:
-        """Await `awaitable`, with every uninterrupted step under the tool's name."""
-
-        async def waited() -> object:  # not every awaitable can be driven, a coroutine can
-            return await awaitable
-
-        return await self._drive(name, waited().__await__())
-
-    @types.coroutine
-    def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
-        value: Any = None
-        error: BaseException | None = None
-        while True:
-            self._now = (name, time.monotonic())
-            try:
-                waits_for = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as over:
-                return over.value
-            finally:
-                self._now = None
-            try:
-                value, error = (yield waits_for), None
-            except GeneratorExit:
-                steps.close()
-                raise
-            except BaseException as thrown:
-                error = thrown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningCall:
-    """A call that has no answer yet, from the moment that it waits for its turn."""
-
-    rollout_id: str
-    tool: str
-    call_id: str
-    since: float
-    """On the clock of time.monotonic."""
-
-
-class Running:
-    """The calls of a toolbox that run, for reports of what rollouts wait for.
-
-    The event loop writes, any thread may read.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[int, RunningCall] = {}
-
-    @property
-    def calls(self) -> tuple[RunningCall, ...]:
-        """Calls that have no answer yet, the oldest first."""
-        return tuple(self._calls.values())
-
-    @contextmanager
-    def noted(self, context: ToolContext) -> Iterator[None]:
-        """Count a call as running within the context."""
-        call = RunningCall(
-            rollout_id=context.rollout_id,
-            tool=context.tool,
-            call_id=context.call_id,
-            since=time.monotonic(),
-        )
-        self._calls[id(call)] = call
-        try:
-            yield
-        finally:
-            del self._calls[id(call)]
-
-
 CANCEL_S = 0.05
 """Seconds that a cancelled call has to end before it counts as stuck."""
 
@@ -502,3 +364,140 @@ def _blocks(tool: Tool) -> FunctionTool | None:
 
 def _refuse(call: ToolCall, error: ToolError, message: str) -> ToolResult:
     return ToolResult(call=call, content=f"Error: {message}", error=error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCall:
+    """A call that has no answer yet, from the moment that it waits for its turn."""
+
+    rollout_id: str
+    tool: str
+    call_id: str
+    since: float
+    """On the clock of time.monotonic."""
+
+
+class Running:
+    """The calls of a toolbox that run, for reports of what rollouts wait for.
+
+    The event loop writes, any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, RunningCall] = {}
+
+    @property
+    def calls(self) -> tuple[RunningCall, ...]:
+        """Calls that have no answer yet, the oldest first."""
+        return tuple(self._calls.values())
+
+    @contextmanager
+    def noted(self, context: ToolContext) -> Iterator[None]:
+        """Count a call as running within the context."""
+        call = RunningCall(
+            rollout_id=context.rollout_id,
+            tool=context.tool,
+            call_id=context.call_id,
+            since=time.monotonic(),
+        )
+        self._calls[id(call)] = call
+        try:
+            yield
+        finally:
+            del self._calls[id(call)]
+
+
+class Steps:
+    """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
+
+    An async tool that blocks stalls every rollout; this names it.
+    """
+
+    def __init__(self) -> None:
+        self._now: tuple[str, float] | None = None
+
+    def blocking(self, limit_s: float) -> str | None:
+        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
+        now = self._now
+        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+
+    async def run(self, name: str, awaitable: Awaitable[object]) -> object:
+        """Await `awaitable`, with every uninterrupted step under the tool's name."""
+
+        async def waited() -> object:  # not every awaitable can be driven, a coroutine can
+            return await awaitable
+
+        return await self._drive(name, waited().__await__())
+
+    @types.coroutine
+    def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            self._now = (name, time.monotonic())
+            try:
+                waits_for = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as over:
+                return over.value
+            finally:
+                self._now = None
+            try:
+                value, error = (yield waits_for), None
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as thrown:
+                error = thrown
+
+
+class Endings:
+    """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
+
+    A failure is a warning.
+    """
+
+    def __init__(self) -> None:
+        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
+        self._warned: set[tuple[str, str]] = set()
+
+    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
+        """Have `tool` free what it holds for a rollout."""
+        await self._end(tool, "release", limit_s, rollout_id)
+
+    async def close(self, tool: Tool, limit_s: float) -> None:
+        """Close `tool`."""
+        await self._end(tool, "close", limit_s)
+
+    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+        owner = tool.owner if isinstance(tool, FunctionTool) else tool
+        hook = getattr(owner, method, None)
+        if hook is None:
+            return
+        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
+        await asyncio.wait({ending}, timeout=limit_s)
+        if not ending.done():
+            ending.cancel()
+            self._warn(tool.name, method, f"did not end within {limit_s:g} s")
+        elif ending.cancelled():
+            self._warn(tool.name, method, "was cancelled")
+        elif (error := ending.result().error) is not None:
+            self._warn(tool.name, method, f"{type(error).__name__}: {error}")
+
+    async def _call(
+        self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
+    ) -> Outcome:
+        if not blocks(method):
+            return await attempt_async(method(*arguments))
+        outcome = await self._threads.run(lambda: method(*arguments), label=label)
+        if inspect.isawaitable(outcome.value):
+            return await attempt_async(outcome.value)
+        return outcome
+
+    def _warn(self, name: str, method: str, problem: str) -> None:
+        if (name, method) not in self._warned:
+            self._warned.add((name, method))
+            warnings.warn(
+                f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

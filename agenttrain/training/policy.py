@@ -293,7 +293,8 @@ class Policy:
     def end_step(self, averages: Averages) -> dict[str, float]:
         """Count the step, let the reference follow, and return the step's metrics.
 
-        The names are always the same; NaN stands where no rollout had a gradient.
+        The names are always the same; where no rollout had a gradient, loss, grad_norm and
+        train/tokens are 0 and the others NaN.
         """
         lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1

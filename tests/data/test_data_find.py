@@ -15,7 +15,11 @@ ROWS = [
 def record(rollout_id: str, task_id: str, *texts: str) -> dict[str, object]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return {"rollout_id": rollout_id, "task_id": task_id, "messages": messages}
+    return {
+        "rollout_id": rollout_id,
+        "task_id": task_id,
+        "trajectories": [{"messages": messages}],
+    }
 
 
 def test_rows_of_one_name_are_told_apart_by_their_prompts():

@@ -30,41 +30,6 @@ from agenttrain.tracking.tracker import read_metrics
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
-
-def result(folder: Path, name: str) -> float | None:
-    """Return the figure `name` of a run: see `sweep.objective`; None where there is none."""
-    return results(folder).get(name)
-
-
-def results(folder: Path) -> dict[str, float]:
-    """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
-
-    Example: ``{"eval/pass@1": 0.5, "eval/reward": 0.5, "seconds": 93.0, "reward": 0.41, …}``
-    """
-    summary = read_summary(folder)
-    last = curves(folder)[-1:] or [{}]
-    after = summary.get("eval", {}).get("after", {})
-    return {
-        **{f"eval/{name}": value for name, value in _numbers(after).items()},
-        **{name: value for name, value in _numbers(summary).items() if name in SUMMARY},
-        **{name: value for name, value in _numbers(last[0]).items() if name != "step"},
-    }
-
-
-def curves(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; none for a run that has no such file."""
-    path = folder / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in record.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
 DEFAULT = {
     "train": ("eval/reward", "eval/pass@1", "seconds"),
     "sft": ("eval/loss", "seconds"),
@@ -237,4 +202,38 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
             for job, figures in zip(comparison.jobs, comparison.results, strict=True)
         ],
         "resume": resume,
+    }
+
+
+def result(folder: Path, name: str) -> float | None:
+    """Return the figure `name` of a run: see `sweep.objective`; None where there is none."""
+    return results(folder).get(name)
+
+
+def results(folder: Path) -> dict[str, float]:
+    """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
+
+    Example: ``{"eval/pass@1": 0.5, "eval/reward": 0.5, "seconds": 93.0, "reward": 0.41, …}``
+    """
+    summary = read_summary(folder)
+    last = curves(folder)[-1:] or [{}]
+    after = summary.get("eval", {}).get("after", {})
+    return {
+        **{f"eval/{name}": value for name, value in _numbers(after).items()},
+        **{name: value for name, value in _numbers(summary).items() if name in SUMMARY},
+        **{name: value for name, value in _numbers(last[0]).items() if name != "step"},
+    }
+
+
+def curves(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl; none for a run that has no such file."""
+    path = folder / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }

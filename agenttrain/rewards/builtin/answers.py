@@ -41,33 +41,6 @@ class AnswerReward:
         return columns[self._column]
 
 
-def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of the last valid call of `tool`, or all with `argument=None`."""
-    for result in reversed(rollout.tool_results):
-        valid = result.error is None or not result.error.invalid_call
-        if result.call.name == tool and valid:
-            arguments = result.call.arguments
-            return arguments if argument is None else arguments.get(argument)
-    return None
-
-
-def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """The messages that the policy wrote, those of one trajectory after the other's."""
-    added = (message for t in rollout.trajectories for message in t.added_messages)
-    return [message for message in added if message["role"] == "assistant"]
-
-
-def final_text(rollout: Rollout) -> str:
-    """Return the last assistant message's text without its reasoning; empty without a message."""
-    written = assistant_messages(rollout)
-    return (written[-1].get("content") or "") if written else ""
-
-
-def as_text(value: Any) -> str:
-    """Return a value as a model would write it: text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+"
 NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:{DIGITS})(?:/(?:{DIGITS}))?")
 
@@ -191,3 +164,30 @@ class Contains(AnswerReward):
             if re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, self._flags):
                 return 1.0
         return 0.0
+
+
+def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
+    """Return an argument of the last valid call of `tool`, or all with `argument=None`."""
+    for result in reversed(rollout.tool_results):
+        valid = result.error is None or not result.error.invalid_call
+        if result.call.name == tool and valid:
+            arguments = result.call.arguments
+            return arguments if argument is None else arguments.get(argument)
+    return None
+
+
+def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
+    """The messages that the policy wrote, those of one trajectory after the other's."""
+    added = (message for t in rollout.trajectories for message in t.added_messages)
+    return [message for message in added if message["role"] == "assistant"]
+
+
+def final_text(rollout: Rollout) -> str:
+    """Return the last assistant message's text without its reasoning; empty without a message."""
+    written = assistant_messages(rollout)
+    return (written[-1].get("content") or "") if written else ""
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a model would write it: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
