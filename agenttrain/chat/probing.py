@@ -78,7 +78,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Behaviour:
+class TemplateBehaviour:
     """Behaviour of a template, as rendering probes shows it."""
 
     renders_calls: bool
@@ -93,7 +93,7 @@ class Behaviour:
     """The ids of calls appear."""
 
 
-def behaviour(render: Render) -> Behaviour:
+def behaviour(render: Render) -> TemplateBehaviour:
     """Find out how a template behaves."""
     calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
     short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
@@ -110,7 +110,7 @@ def behaviour(render: Render) -> Behaviour:
         for turn in turns
         if _shows(render, [{**turn, key: f"{PROBE}why{PROBE}why"}], "why")
     )
-    return Behaviour(
+    return TemplateBehaviour(
         renders_calls=calls or short,
         one_call_per_turn=(calls or short) and not both,
         reasoning_key=next(reasoning_keys, None),
@@ -162,7 +162,7 @@ def short_id(call_id: str) -> str:
     return sha256(plain.encode()).hexdigest()[:9]
 
 
-def adapted(message: Message, behaviour: Behaviour) -> Message:
+def adapted(message: Message, behaviour: TemplateBehaviour) -> Message:
     """Return a message as the template reads it: reasoning under its key too, ids in its form."""
     changes: Message = {}
     key = behaviour.reasoning_key

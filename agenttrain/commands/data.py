@@ -27,14 +27,14 @@ TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class DataOptions:
     """Options of the command beside the overrides."""
 
     rows: int
     """Prompts to print."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[DataOptions, list[str]]:
     """Take ``--rows N`` out of the arguments."""
     parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
     parser.add_argument("--rows", type=int, default=SHOWN)
@@ -42,14 +42,14 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parsed, overrides = parser.parse_known_args(list(arguments))
     if parsed.rows < 0:
         _refuse("")
-    return Options(rows=parsed.rows), overrides
+    return DataOptions(rows=parsed.rows), overrides
 
 
 def _refuse(message: str) -> NoReturn:
     raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
 
 
-def show(config: RunConfig, options: Options) -> int:
+def show(config: RunConfig, options: DataOptions) -> int:
     """Print the rows. Exit code 1 when the run would refuse them; raises ConfigError.
 
     A run refuses a template without its certificate and a reward without its columns.

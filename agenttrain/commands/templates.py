@@ -159,7 +159,7 @@ EXAMPLE_TOOLS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TableRow:
     """One family of the table."""
 
     family: str
@@ -177,7 +177,7 @@ class Row:
     """When and with which versions, where that was not now but in the table that is shipped."""
 
 
-def rows() -> list[Row]:
+def rows() -> list[TableRow]:
     """All known families, by name: certified now, or as shipped where a template is missing."""
     shipped = recorded()
     return [
@@ -189,12 +189,12 @@ def rows() -> list[Row]:
 
 
 @cache
-def recorded() -> dict[str, Row]:
+def recorded() -> dict[str, TableRow]:
     """The shipped table, by family."""
     shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
     versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())
     certified = f"{shipped.get('date')} with {versions}"
-    return {row["family"]: Row(**row, certified=certified) for row in shipped["rows"]}
+    return {row["family"]: TableRow(**row, certified=certified) for row in shipped["rows"]}
 
 
 def record() -> None:
@@ -213,7 +213,7 @@ def record() -> None:
     RECORD.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _row(name: str, family: Family) -> Row:
+def _row(name: str, family: Family) -> TableRow:
     certificates: list[Certificate] = []
     reasoning: dict[str, None] = {}
     for source, owner in _sources(family).items():
@@ -231,7 +231,7 @@ def _row(name: str, family: Family) -> Row:
     status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
     note = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
     note += ", on templates of ours" if any(source in OWN for source in family.originals) else ""
-    return Row(
+    return TableRow(
         family=name,
         models=family.models,
         tools=family.tools,
@@ -261,7 +261,7 @@ def _reasoning_of(chat: Chat, certificate: Certificate) -> str:
     return "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
 
 
-def markdown(table: Sequence[Row]) -> str:
+def markdown(table: Sequence[TableRow]) -> str:
     """The table for the README."""
     lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
     for row in table:
@@ -270,7 +270,7 @@ def markdown(table: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plain(table: Sequence[Row]) -> str:
+def plain(table: Sequence[TableRow]) -> str:
     """The table for a terminal."""
     heads = {
         "family": "family",
@@ -295,8 +295,8 @@ def _cell(value: object) -> str:
     return words.get(value, str(value)) if isinstance(value, bool | str | None) else str(value)
 
 
-def to_json(table: Sequence[Row]) -> str:
-    """The table as a list of objects, of the fields of `Row` but `models`."""
+def to_json(table: Sequence[TableRow]) -> str:
+    """The table as a list of objects, of the fields of `TableRow` but `models`."""
     families = [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
     return json.dumps(families, indent=2, ensure_ascii=False) + "\n"
 

@@ -39,7 +39,7 @@ SEARCHED = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ToolsOptions:
     """Options of the command beside the overrides."""
 
     calls: tuple[ToolCall, ...]
@@ -55,7 +55,7 @@ class Options:
         return self.row is not None or self.task_id is not None
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
     """Take ``--call NAME JSON`` (any number of them), ``--row N``, ``--task ID`` and ``--json`` out
     of the arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="agenttrain tools", allow_abbrev=False, add_help=False)
@@ -79,10 +79,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
         raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
     row = None if parsed.row is None else int(parsed.row)
-    return Options(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
+    return ToolsOptions(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
 
 
-def show(config: RunConfig, options: Options) -> int:
+def show(config: RunConfig, options: ToolsOptions) -> int:
     """Print the tools, or call those asked for. Exit code 1 when a call has an error.
 
     Where the options name a row of data.train, the tools are those that its model sees; calls are
@@ -140,7 +140,7 @@ def _arguments(name: str, text: str) -> dict[str, Any]:
 
 
 async def _try(
-    components: Components, options: Options
+    components: Components, options: ToolsOptions
 ) -> tuple[RowTools | None, list[ToolResult]]:
     """Return the tools of the row that was named, if one was, and the results of the calls."""
     try:
@@ -156,7 +156,7 @@ async def _try(
         await components.aclose()
 
 
-def _chosen(options: Options, rows: TaskSource) -> Task:
+def _chosen(options: ToolsOptions, rows: TaskSource) -> Task:
     """Return the row that was named, else the first one that training draws."""
     if options.row is not None:
         if options.row >= len(rows):

@@ -92,7 +92,7 @@ class Separate(Protocol):
 
 
 @runtime_checkable
-class Typed(Protocol):
+class OwnNumberFormat(Protocol):
     """A `Separate` engine whose weights may have another number format than the policy's."""
 
     dtype: torch.dtype

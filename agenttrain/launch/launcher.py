@@ -39,7 +39,7 @@ from agenttrain.launch.orders import (
 )
 from agenttrain.launch.rendezvous import NotMet, meet
 from agenttrain.launch.worker import TOLD
-from agenttrain.launch.workers import PASSED_ON, Ended, Workers
+from agenttrain.launch.workers import PASSED_ON, WorkerEnd, Workers
 from agenttrain.settings.command_line import resuming
 from agenttrain.settings.compose import Composed
 from agenttrain.tracking.run_folder import read_summary, update_summary
@@ -131,7 +131,7 @@ def _signals_restored() -> Iterator[None]:
 def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool) -> int:
     """Return the run's exit code; print and record what the first rank could not."""
 
-    def when(ended: Ended) -> tuple[bool, bool, float]:
+    def when(ended: WorkerEnd) -> tuple[bool, bool, float]:
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
@@ -168,11 +168,11 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
     return first.code if first is not None and first.code > 0 else FAILED
 
 
-def _named(ended: Ended) -> str:
+def _named(ended: WorkerEnd) -> str:
     return f"rank {ended.rank} (process {ended.pid} on {socket.gethostname()})"
 
 
-def _how(ended: Ended, folder: Path | None = None, error: str | None = None) -> str:
+def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None) -> str:
     if ended.code < 0:
         how = f"was killed by {signal.Signals(-ended.code).name}"
     else:

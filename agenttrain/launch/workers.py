@@ -38,7 +38,7 @@ FAR = "the node of the first rank is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class WorkerEnd:
     """How a worker ended."""
 
     rank: int
@@ -56,7 +56,7 @@ class Workers(LocalElasticAgent):
     """Elastic's agent, which starts them, and this, which decides when they are to stop."""
 
     def __init__(
-        self, describe: Callable[[Ended], str], told: Callable[[str], object], **arguments: Any
+        self, describe: Callable[[WorkerEnd], str], told: Callable[[str], object], **arguments: Any
     ) -> None:
         """Take `describe`, which says to other nodes how a worker of this one ended, and `told`,
         which gives the workers the signal that they are about to get another for; the other
@@ -64,13 +64,13 @@ class Workers(LocalElasticAgent):
         super().__init__(**arguments)
         self.asked: list[signal.Signals] = []
         """Signals that the launcher got."""
-        self.early: list[Ended] = []
+        self.early: list[WorkerEnd] = []
         """Workers that ended before anybody told them to, and were not done."""
         self.silent: list[int] = []
         """Ranks that did not end when they were told to, and were killed."""
         self.far: str | None = None
         """The reason why another node stopped."""
-        self.ended: dict[int, Ended] = {}
+        self.ended: dict[int, WorkerEnd] = {}
         self._describe = describe
         self._announce = told
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
@@ -147,7 +147,7 @@ class Workers(LocalElasticAgent):
             if status is not None:
                 exited = status.si_code == os.CLD_EXITED
                 code = status.si_status if exited else -status.si_status
-                self.ended[rank] = Ended(rank=rank, pid=pid, code=code)
+                self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
                 new.append(self.ended[rank])
         early = [ended for ended in new if not ended.as_asked]
         if self._stop_at is not None or self._kill_at is not None:

@@ -67,7 +67,7 @@ Score = float | None | RewardUnavailable
 """A reward, None where the function does not apply, or why it could not be had."""
 
 
-class Scorer:
+class FunctionScorer:
     """Runs one reward function: a sync one in threads, an async one on the event loop."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Scorer:
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
         """Tools that the function needs."""
 
-    def lenient(self) -> Scorer:
+    def lenient(self) -> FunctionScorer:
         """Return a copy that gives NoNumber, not an error, for what is no finite number."""
         other = copy.copy(self)
         other._lenient = True

@@ -13,12 +13,12 @@ from typing import Any
 from agenttrain.rewards.config import OnUnavailable, RewardSettings, reward_settings
 from agenttrain.rewards.function import (
     LARGEST,
+    FunctionScorer,
     NoNumber,
     RewardError,
     RewardFunction,
     RewardUnavailable,
     Score,
-    Scorer,
     about,
     is_trl,
 )
@@ -36,7 +36,7 @@ class Rubric:
 
     def __init__(
         self,
-        functions: Mapping[str, RewardFunction | Scorer],
+        functions: Mapping[str, RewardFunction | FunctionScorer],
         weights: Mapping[str, float] | None = None,
         *,
         on_unavailable: Mapping[str, OnUnavailable] | None = None,
@@ -58,7 +58,7 @@ class Rubric:
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
         self._on_unavailable = dict(on_unavailable or {})
         self._scorers = [
-            function if isinstance(function, Scorer) else Scorer(name, function)
+            function if isinstance(function, FunctionScorer) else FunctionScorer(name, function)
             for name, function in functions.items()
         ]
         self.columns = {scorer.name: scorer.columns for scorer in self._scorers}
@@ -154,7 +154,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     """
     if not reward:
         raise ValueError("reward={}: there is no reward function; choose one, e.g. exact_match")
-    scorers: dict[str, Scorer] = {}
+    scorers: dict[str, FunctionScorer] = {}
     settings: dict[str, RewardSettings] = {}
     for name, section in reward.items():
         key = f"reward.{name}"
@@ -171,7 +171,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
 
 def _build(
     target: Any, name: str, bound: dict[str, Any], where: str, settings: RewardSettings
-) -> Scorer:
+) -> FunctionScorer:
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
     try:
@@ -192,7 +192,7 @@ def _build(
             f"{where}: its first parameter cannot be the rollout ({error}); a reward gets it "
             "there, and the columns that it names: def mine(rollout, answer)"
         ) from error
-    return Scorer(
+    return FunctionScorer(
         name,
         function,
         bound=bound,

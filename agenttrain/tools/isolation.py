@@ -25,7 +25,7 @@ from typing import Any
 
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.isolation_keeper import ADOPTS
-from agenttrain.tools.isolation_worker import Recipe, Request, build
+from agenttrain.tools.isolation_worker import Recipe, WorkerRequest, build
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply
 from agenttrain.tools.tool import call_optional
 from agenttrain.types import ToolContext, ToolError, ToolUnavailable
@@ -43,7 +43,7 @@ MAX_TAIL = 2000
 """Bytes kept of what a worker prints, for the error when it dies."""
 
 
-class Worker:
+class ToolWorker:
     """One worker process; `request` blocks its thread, `kill` may be called from any."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -111,7 +111,7 @@ class Worker:
         if problem is not None:
             raise ToolUnavailable(f"tool {self.name}: cannot be built in a worker: {problem}")
 
-    def request(self, request: Request) -> Reply:
+    def request(self, request: WorkerRequest) -> Reply:
         """The worker's reply; raises ToolUnavailable when it died or answered nonsense."""
         answer = self._exchange(request, limit_s=None)
         try:
@@ -150,7 +150,9 @@ class Worker:
         self._socket.close()
         return True
 
-    def _exchange(self, message: Recipe | Request, *, limit_s: float | None) -> dict[str, Any]:
+    def _exchange(
+        self, message: Recipe | WorkerRequest, *, limit_s: float | None
+    ) -> dict[str, Any]:
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:
@@ -232,9 +234,9 @@ class ProcessTool:
         self._releases = hasattr(self._local.function, "release")
         self._sends_context = self._local.takes_context
         self._threads = DaemonThreads()
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
-        self._dying: list[Worker] = []
+        self._idle: list[ToolWorker] = []
+        self._all: set[ToolWorker] = set()
+        self._dying: list[ToolWorker] = []
 
     @property
     def workers(self) -> int:
@@ -250,14 +252,16 @@ class ProcessTool:
         finally:
             self._put_back(worker)
 
-    async def call(self, worker: Worker, arguments: dict[str, Any], context: ToolContext) -> Reply:
+    async def call(
+        self, worker: ToolWorker, arguments: dict[str, Any], context: ToolContext
+    ) -> Reply:
         """Run one call in a worker of this tool; cancelling it kills the worker."""
         if self._releases:
             worker.served.add(context.rollout_id)
         released, worker.released = tuple(worker.released), []
         sent = context if self._sends_context else None
         return await self._ask(
-            worker, Request(released=released, arguments=arguments, context=sent)
+            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
         )
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
@@ -272,12 +276,12 @@ class ProcessTool:
             worker.served.discard(rollout_id)
             worker.released.append(rollout_id)
         idle = [worker for worker in served if worker in self._idle]
-        await self._notify(idle, Request())
+        await self._notify(idle, WorkerRequest())
 
     async def close(self) -> None:
         """Close the objects in the workers and end these; none is left."""
         idle = list(self._idle)
-        await self._notify(idle, Request(close=True))
+        await self._notify(idle, WorkerRequest(close=True))
         for worker in list(self._all):
             self._kill(worker)
         dying, self._dying = self._dying, []
@@ -296,14 +300,14 @@ class ProcessTool:
             )
         await call_optional(self._local.function, "close")
 
-    async def _take(self) -> Worker:
+    async def _take(self) -> ToolWorker:
         self._dying = [worker for worker in self._dying if not worker.gone()]
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
                 return worker
             self._kill(worker)
-        worker = Worker(self._recipe)
+        worker = ToolWorker(self._recipe)
         self._all.add(worker)
         try:
             outcome = await self._threads.run(worker.start, label=self.name)
@@ -315,19 +319,19 @@ class ProcessTool:
             raise
         return worker
 
-    def _put_back(self, worker: Worker) -> None:
+    def _put_back(self, worker: ToolWorker) -> None:
         if worker.busy or not worker.alive:
             self._kill(worker)
         else:
             self._idle.append(worker)
 
-    def _kill(self, worker: Worker) -> None:
+    def _kill(self, worker: ToolWorker) -> None:
         worker.kill()
         if worker in self._all:
             self._all.remove(worker)
             self._dying.append(worker)
 
-    async def _ask(self, worker: Worker, request: Request) -> Reply:
+    async def _ask(self, worker: ToolWorker, request: WorkerRequest) -> Reply:
         worker.busy = True
         try:
             outcome = await self._threads.run(lambda: worker.request(request), label=self.name)
@@ -339,13 +343,13 @@ class ProcessTool:
             return outcome.value
         raise outcome.error or ToolUnavailable(f"tool {self.name}: no reply")
 
-    async def _notify(self, workers: Iterable[Worker], request: Request) -> None:
+    async def _notify(self, workers: Iterable[ToolWorker], request: WorkerRequest) -> None:
         """Send idle workers what needs no reply, and wait for a moment until it is done."""
-        tasks: dict[Worker, asyncio.Task[Reply]] = {}
+        tasks: dict[ToolWorker, asyncio.Task[Reply]] = {}
         for worker in workers:
             self._idle.remove(worker)
             released, worker.released = tuple(worker.released), []
-            message = Request(released=released, close=request.close)
+            message = WorkerRequest(released=released, close=request.close)
             tasks[worker] = asyncio.create_task(self._ask(worker, message))
         if tasks:
             _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
@@ -359,7 +363,7 @@ class ProcessTool:
 class BoundWorker:
     """One worker of a tool, ready for a call: what runs while the tool's time is measured."""
 
-    def __init__(self, tool: ProcessTool, worker: Worker) -> None:
+    def __init__(self, tool: ProcessTool, worker: ToolWorker) -> None:
         self.name = tool.name
         self.schema = tool.schema
         self._tool = tool

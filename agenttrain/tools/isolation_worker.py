@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class WorkerRequest:
     """One call; what is to be released before it; or nothing but that."""
 
     released: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Server:
         self._max_chars = recipe.max_chars
         self._loop = asyncio.new_event_loop()
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: WorkerRequest) -> Reply:
         """Return the reply to the request's call; an empty one where it holds none."""
         for rollout_id in request.released:
             attempt(partial(self._end, self._tool.release, rollout_id))
@@ -127,7 +127,7 @@ def serve(connection: Connection) -> None:
     server = built.value
     send({"problem": None if built.error is None else str(built.error)})
     while isinstance(server, Server):
-        request: Request = pickle.loads(connection.recv_bytes())
+        request: WorkerRequest = pickle.loads(connection.recv_bytes())
         reply = server.answer(request)
         send({"content": reply.content, "error": reply.error, "done": reply.done})
 

@@ -24,7 +24,7 @@ SYNCED_ADAPTERS = (
 )
 
 
-class Reference(Protocol):
+class ReferencePolicy(Protocol):
     """A model that scores rollouts and is not trained."""
 
     def ready(self) -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ class SyncedCopy(FrozenCopy):
 
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
-) -> Reference | None:
+) -> ReferencePolicy | None:
     """The reference that the configuration asks for; None without a KL penalty.
 
     Raises ValueError for a synced reference of a model with adapters.

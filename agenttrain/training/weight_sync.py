@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.engines.base import Engine, Forgetful, Separate, Typed
+from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Separate
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
@@ -122,7 +122,7 @@ async def sync(
         torch.cuda.synchronize()
     adapted = is_adapted(policy.model)
     as_adapters = engine.takes_adapters and adapted
-    dtype = engine.dtype if isinstance(engine, Typed) else policy.model.dtype
+    dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else policy.model.dtype
     if not as_adapters:
         weights = named_weights(policy.model, dtype)
     elif isinstance(engine, Forgetful) and engine.lacks_base:

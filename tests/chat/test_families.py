@@ -22,7 +22,7 @@ from agenttrain.chat.loading import load_chat
 from agenttrain.cli import main
 from agenttrain.commands.templates import (
     EXAMPLE_TOOLS,
-    Row,
+    TableRow,
     markdown,
     original,
     originals_folder,
@@ -419,7 +419,7 @@ def test_serving_needs_the_saved_template() -> None:
 
 
 @cache
-def table() -> list[Row]:
+def table() -> list[TableRow]:
     return rows()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agenttrain import cli
 from agenttrain.commands.plan.command import parse
-from agenttrain.commands.plan.estimate import GIB, Machine, Sizes, When, estimate
+from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, When, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.engines.config import EngineDtype
 from agenttrain.settings.compose import Source, compose_run, hydra_session
@@ -284,7 +284,7 @@ def test_an_engine_that_does_not_hold_one_sequence_does_not_start(
     config, sizes = engines[name]
     config = deepcopy(config)
     config.engine.vllm.memory_share, config.engine.max_context = share, context
-    found = estimate(config, sizes, Machine(devices=64, memory=80 * GIB), 1024)
+    found = estimate(config, sizes, PlannedHardware(devices=64, memory=80 * GIB), 1024)
     assert found.room is not None
     assert (found.room.has / GIB, found.room.needs / GIB) == pytest.approx((has, needs), abs=1e-3)
     assert (found.room.missing == 0) is (has >= needs)
@@ -295,19 +295,19 @@ def test_the_engines_own_format_is_what_it_takes(engines):
     config, sizes = engines["0.6B"]
     config = deepcopy(config)
     config.engine.dtype = EngineDtype.float32
-    found = estimate(config, sizes, Machine(memory=80 * GIB), 1024)
+    found = estimate(config, sizes, PlannedHardware(memory=80 * GIB), 1024)
     got = {part.name: part.bytes for part in found.parts}
     assert got["engine's weights"] == 4 * WEIGHTS
     assert found.room.needs == 40960 * TOKEN_CACHE * 4
     config.engine.dtype = EngineDtype.auto
-    assert estimate(config, sizes, Machine(memory=80 * GIB), 1024).room.needs == (
+    assert estimate(config, sizes, PlannedHardware(memory=80 * GIB), 1024).room.needs == (
         40960 * TOKEN_CACHE * 2
     )
 
 
 def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
     config, sizes = engines["32B"]
-    machine = Machine(devices=64, memory=80 * GIB)
+    machine = PlannedHardware(devices=64, memory=80 * GIB)
     planner = Planner(config, machine, 1024)
     planner.sizes = lambda model: sizes
     found = planner.estimate()
@@ -318,7 +318,9 @@ def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
     assert "engine.vllm.memory_share=0.85" in together.overrides
     assert "engine.max_context=3072" in together.overrides
     # Eight processes of a node load 61 GiB each, and the first writes as much.
-    told = estimate(config, sizes, Machine(devices=64, memory=80 * GIB, host=256 * GIB), 1024)
+    told = estimate(
+        config, sizes, PlannedHardware(devices=64, memory=80 * GIB, host=256 * GIB), 1024
+    )
     assert told.host(When.start) == 8 * (sizes.weights + 3 * GIB)
     assert told.over_on_host == told.host(When.start) - 256 * GIB
 

@@ -32,7 +32,7 @@ from agenttrain.commands.sweep.record import (
     varying,
     write_record,
 )
-from agenttrain.commands.sweep.run import Ended, note, run_job
+from agenttrain.commands.sweep.run import JobEnd, note, run_job
 from agenttrain.commands.sweep.table import compared
 from agenttrain.settings.compose import Source, hydra_session
 from agenttrain.tracking.run_folder import update_summary
@@ -209,7 +209,7 @@ def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
 
 def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
     job = SweepJob(folder="0", overrides=[])
-    ended = Ended(code=137, signalled=False, last_words="Killed")
+    ended = JobEnd(code=137, signalled=False, last_words="Killed")
     note(tmp_path, ended)
     found = standing(tmp_path, job)
     assert (found.status, found.error) == ("failed", "exit code 137: Killed")
@@ -217,7 +217,7 @@ def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
     note(tmp_path, ended)
     assert standing(tmp_path, job).status == "preempted"  # its own word stands
     update_summary(tmp_path, status="running")
-    note(tmp_path, Ended(code=130, signalled=True, last_words=""))
+    note(tmp_path, JobEnd(code=130, signalled=True, last_words=""))
     assert standing(tmp_path, job).status == "interrupted"
 
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.transformers.scheduler import Request, Scheduler
+from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.types import Sampling
 
 
 def request(session, *ids):
-    return Request(
+    return Generation(
         session=session,
         token_ids=np.array(ids or (1, 2)),
         sampling=Sampling(max_tokens=1),

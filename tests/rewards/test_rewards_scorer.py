@@ -12,7 +12,7 @@ from reward_cases import made, reward
 
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.config import OnUnavailable
-from agenttrain.rewards.function import RewardError, RewardUnavailable, Scorer
+from agenttrain.rewards.function import FunctionScorer, RewardError, RewardUnavailable
 from agenttrain.rewards.rubric import Rubric, build_rubric
 from agenttrain.rollout.collector import Collector, NoRollouts, collect
 from agenttrain.rollout.config import RolloutConfig
@@ -30,7 +30,7 @@ def test_a_function_that_hangs_is_given_up():
         return number
 
     rows = [made("", number=number) for number in range(3)]
-    rubric = Rubric({"it": Scorer("it", waits, timeout_s=0.2)}, on_unavailable=DROP)
+    rubric = Rubric({"it": FunctionScorer("it", waits, timeout_s=0.2)}, on_unavailable=DROP)
     (told,) = asyncio.run(rubric.score(rows))
     go.set()
     assert [row.reward for row in rows] == [0.0, None, 2.0]
@@ -49,7 +49,7 @@ def test_an_async_function_that_hangs_is_cancelled():
         return 1.0
 
     with pytest.raises(RewardError, match=r"timeout_s=0.1 \(reward.it.on_unavailable=drop leaves"):
-        asyncio.run(Rubric({"it": Scorer("it", waits, timeout_s=0.1)}).score([made("")]))
+        asyncio.run(Rubric({"it": FunctionScorer("it", waits, timeout_s=0.1)}).score([made("")]))
     assert cancelled == ["r"]
 
 
@@ -75,7 +75,7 @@ def test_the_text_of_an_error_is_made_where_the_function_runs(is_async, how):
         raise Worded(how)
 
     async def main() -> int:
-        scorer = Scorer("it", waits if is_async else sync, timeout_s=0.3)
+        scorer = FunctionScorer("it", waits if is_async else sync, timeout_s=0.3)
         rubric = Rubric({"it": scorer}, on_unavailable=DROP)
         scoring = asyncio.create_task(rubric.score([rollout := made("")]))
         beats = 0
@@ -108,7 +108,7 @@ async def later(rollout: Rollout) -> float:
 @pytest.mark.parametrize("function", [lambda rollout: SlowNumber(1.0), later, in_a_batch])
 def test_a_number_that_takes_its_time_is_read_off_the_event_loop(function):
     async def main() -> int:
-        rubric = Rubric({"it": Scorer("it", function, timeout_s=0.3)}, on_unavailable=DROP)
+        rubric = Rubric({"it": FunctionScorer("it", function, timeout_s=0.3)}, on_unavailable=DROP)
         scoring = asyncio.create_task(rubric.score([made("")]))
         beats = 0
         while not scoring.done():
@@ -130,7 +130,7 @@ def test_an_async_function_that_would_end_the_event_loop_is_a_reward_error(kind)
         return await asyncio.wait_for(stop(), 5)
 
     with pytest.raises(RewardError, match=f"{kind.__name__}: enough"):
-        asyncio.run(Rubric({"it": Scorer("it", waits)}).score([made("")]))
+        asyncio.run(Rubric({"it": FunctionScorer("it", waits)}).score([made("")]))
 
 
 def test_a_timeout_of_the_functions_own_is_its_error():
@@ -138,7 +138,7 @@ def test_a_timeout_of_the_functions_own_is_its_error():
         raise TimeoutError("mine")
 
     with pytest.raises(RewardError, match=r"TimeoutError: mine \(test_rewards_scorer.py, line \d+"):
-        asyncio.run(Rubric({"it": Scorer("it", late, timeout_s=5)}).score([made("")]))
+        asyncio.run(Rubric({"it": FunctionScorer("it", late, timeout_s=5)}).score([made("")]))
 
 
 @pytest.mark.parametrize("concurrency", [None, 1, 3])
@@ -153,7 +153,7 @@ def test_at_most_so_many_calls_at_once(concurrency):
         return 1.0
 
     rows = [made("") for _ in range(6)]
-    asyncio.run(Rubric({"it": Scorer("it", counts, concurrency=concurrency)}).score(rows))
+    asyncio.run(Rubric({"it": FunctionScorer("it", counts, concurrency=concurrency)}).score(rows))
     assert max(most) <= (concurrency or 1)
     assert [row.reward for row in rows] == [1.0] * 6
 
@@ -166,7 +166,7 @@ def test_threads_really_run_at_once():
         return 1.0
 
     rows = [made(""), made("")]
-    asyncio.run(Rubric({"it": Scorer("it", pair, concurrency=2)}).score(rows))
+    asyncio.run(Rubric({"it": FunctionScorer("it", pair, concurrency=2)}).score(rows))
     assert [row.reward for row in rows] == [1.0, 1.0]
 
 

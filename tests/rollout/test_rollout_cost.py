@@ -20,7 +20,7 @@ from reward_cases import made
 from agenttrain.chat.parsers.patterns import Pattern
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.config import OnUnavailable
-from agenttrain.rewards.function import Scorer
+from agenttrain.rewards.function import FunctionScorer
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.ledger import Readings, verify
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
@@ -157,7 +157,7 @@ def test_a_reward_that_hangs_after_others_of_its_visit_is_the_only_one_given_up(
         return number
 
     rows = [made("", number=n) for n in range(5)]
-    rubric = Rubric({"it": Scorer("it", waits, timeout_s=0.2)}, on_unavailable=DROP)
+    rubric = Rubric({"it": FunctionScorer("it", waits, timeout_s=0.2)}, on_unavailable=DROP)
     asyncio.run(rubric.score(rows))
     go.set()
     assert [row.reward for row in rows] == [0.0, 1.0, None, 3.0, 4.0]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agenttrain.commands.plan.estimate import GIB, Estimate, Machine, Part, When
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, Part, PlannedHardware, When
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.optimizer_checks import float32_on_gpu
@@ -21,17 +21,17 @@ PROMPT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanOptions:
     """Options of the command beside the overrides."""
 
-    machine: Machine
+    machine: PlannedHardware
     devices: int | None
     """GPUs, if it was said."""
     prompt_tokens: int
     as_json: bool
 
 
-def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     """Take the options out of the arguments; raises ConfigError."""
     parser = argparse.ArgumentParser(prog="agenttrain plan", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory-gb", type=float)
@@ -72,13 +72,13 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
     devices = parsed.devices or len(gpus) or 1
     if parsed.cpu:
-        machine = Machine(devices=devices, memory=host or _memory_here(), kind="cpu")
+        machine = PlannedHardware(devices=devices, memory=host or _memory_here(), kind="cpu")
     else:
         if host is None and gpus and given is None:  # a GPU that is only named stands elsewhere
             host = _memory_here()
         memory = min(gpus, default=None) if given is None else given
-        machine = Machine(devices=devices, memory=memory, host=host)
-    return Options(
+        machine = PlannedHardware(devices=devices, memory=memory, host=host)
+    return PlanOptions(
         machine=machine,
         devices=parsed.devices,
         prompt_tokens=parsed.prompt_tokens,
@@ -98,7 +98,7 @@ def _memory_here() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def show(config: RunConfig, options: Options) -> int:
+def show(config: RunConfig, options: PlanOptions) -> int:
     """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
     section, asked = config.distributed, options.devices
     if section.name is DistributedName.single and (asked or 1) > 1:
@@ -125,7 +125,7 @@ def show(config: RunConfig, options: Options) -> int:
     return 1 if fits is False else 0
 
 
-def _json(made: Estimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
+def _json(made: MemoryEstimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
     room = made.room
     return {
         "devices": made.load.devices,
@@ -152,7 +152,7 @@ def _json(made: Estimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict
 
 
 def _lines(
-    config: RunConfig, planner: Planner, made: Estimate, remedies: Sequence[Remedy]
+    config: RunConfig, planner: Planner, made: MemoryEstimate, remedies: Sequence[Remedy]
 ) -> Iterator[str]:
     machine, load = made.machine, made.load
     sizes = planner.sizes(config.model)
@@ -213,7 +213,7 @@ def _row(part: Part) -> str:
     return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
 
 
-def _verdict(made: Estimate, remedies: Sequence[Remedy]) -> Iterator[str]:
+def _verdict(made: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
     yield ""
     machine, room = made.machine, made.room
     on_cpu, limit = machine.kind == "cpu", machine.memory

@@ -69,7 +69,7 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class PlannedHardware:
     """The hardware that the run is to run on."""
 
     devices: int = 1
@@ -154,12 +154,12 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class MemoryEstimate:
     """The parts of one process's memory, on its GPU and on its host."""
 
     parts: tuple[Part, ...]
     load: Load
-    machine: Machine
+    machine: PlannedHardware
     room: Room | None = None
     """The room of engine=vllm, where it is known."""
 
@@ -213,7 +213,9 @@ class Estimate:
         return self.over + self.over_on_host + (self.room.missing if self.room else 0)
 
 
-def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Estimate:
+def estimate(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
+) -> MemoryEstimate:
     """Estimate what each GPU and its host hold."""
     load = _load(config, sizes, machine, prompt_tokens)
     parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
@@ -229,17 +231,17 @@ def estimate(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: i
         parts.append(Part(name="reserve", bytes=RESERVE, why="context and workspaces: assumed"))
         why = "Python and its libraries: assumed"
         parts.append(Part(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
-    return Estimate(parts=tuple(parts), load=load, machine=machine, room=room)
+    return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, room=room)
 
 
-def processes(config: DistributedConfig, machine: Machine) -> int:
+def processes(config: DistributedConfig, machine: PlannedHardware) -> int:
     """Return the number of processes on all nodes."""
     if config.name is DistributedName.single:
         return 1
     return machine.devices if config.processes is None else config.processes * config.nodes
 
 
-def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int) -> Load:
+def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
     sums = arithmetic(config)
     wanted = prompt_tokens + config.rollout.max_completion_tokens
     limit = config.engine.max_context or sizes.max_context or wanted
@@ -273,7 +275,9 @@ def _load(config: RunConfig, sizes: Sizes, machine: Machine, prompt_tokens: int)
     )
 
 
-def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+def _training(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
+) -> Iterator[Part]:
     distributed = config.distributed
     sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
     by, divided = (load.devices, f" / {load.devices}") if sharded else (1, "")
@@ -313,7 +317,7 @@ def _training(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> 
     yield from _microbatch(config, sizes, machine, load)
 
 
-def _files(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+def _files(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load) -> Iterator[Part]:
     """Yield the parts of the host's memory that loading and saving take."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
@@ -343,7 +347,9 @@ def _files(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Ite
         yield Part(name="written state", bytes=state, why=why, when=when, on_host=on_gpu)
 
 
-def _microbatch(config: RunConfig, sizes: Sizes, machine: Machine, load: Load) -> Iterator[Part]:
+def _microbatch(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
+) -> Iterator[Part]:
     training, tokens = config.training, f"{load.packed:,} tokens"
     saved = sizes.saved(load.packed, training.mixed_precision)
     head = head_bytes(
@@ -386,7 +392,7 @@ def _transformers(config: RunConfig, sizes: Sizes, load: Load) -> Iterator[Part]
 
 
 def _vllm(
-    config: RunConfig, sizes: Sizes, machine: Machine, load: Load
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> tuple[list[Part], Room | None]:
     """The engine's parts, and its room for keys and values."""
     settings, on_gpu = config.engine.vllm, machine.kind != "cpu"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from agenttrain.commands.plan.estimate import Estimate, Machine, Sizes, estimate
+from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, ModelConfig
@@ -47,7 +47,7 @@ class Remedy:
 class Planner:
     """Estimates of one configuration and of variations of it."""
 
-    def __init__(self, config: RunConfig, machine: Machine, prompt_tokens: int) -> None:
+    def __init__(self, config: RunConfig, machine: PlannedHardware, prompt_tokens: int) -> None:
         self.config, self.machine, self.prompt_tokens = config, machine, prompt_tokens
         self._sizes: dict[str, Sizes] = {}
 
@@ -57,7 +57,7 @@ class Planner:
             self._sizes[key] = Sizes(model)
         return self._sizes[key]
 
-    def estimate(self, turns: tuple[Turn, ...] = ()) -> Estimate:
+    def estimate(self, turns: tuple[Turn, ...] = ()) -> MemoryEstimate:
         """Estimate the run with these settings turned."""
         config = deepcopy(self.config)
         for key, value in turns:
@@ -115,7 +115,7 @@ class Planner:
         made = self._with(turns)
         return made.excess, sum(part.bytes for part in made.parts)
 
-    def _with(self, turns: dict[str, Any]) -> Estimate:
+    def _with(self, turns: dict[str, Any]) -> MemoryEstimate:
         return self.estimate(tuple(turns.items()))
 
     def _remedy(self, turns: dict[str, Any]) -> Remedy:

@@ -60,7 +60,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlannedJob:
     """The job that is to be submitted."""
 
     settings: SlurmConfig
@@ -147,7 +147,7 @@ def _section(text: str) -> str:
     return text.lstrip("+~").partition("=")[0].partition(".")[0]
 
 
-def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> Plan:
+def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     command, source = typed.command, typed.command.source
     if command.saved is not None:
@@ -158,7 +158,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         trust = [TRUSTED] if command.trust else []
         started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
         script = _script(folder, job_name([], source), [started], array=False)
-        return Plan(settings=settings, runs=runs, script=script, record=None, saved=True)
+        return PlannedJob(settings=settings, runs=runs, script=script, record=None, saved=True)
     combination = command.overrides
     if command.sweep:
         combinations = expand(command.overrides, source)
@@ -188,13 +188,15 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         folder = folder.absolute()
         jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
         script = _script(folder, name, jobs, array=True)
-        return Plan(settings=first.slurm, runs=runs, script=script, record=record, saved=False)
+        return PlannedJob(
+            settings=first.slurm, runs=runs, script=script, record=record, saved=False
+        )
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
     place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
     arguments = [command.verb, *command.options, *words, *place]
     script = _script(folder, name, [arguments], array=False)
-    return Plan(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
+    return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
 def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
@@ -233,7 +235,7 @@ def _offline(wanted: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _submit(plan: Plan, text: str) -> None:
+def _submit(plan: PlannedJob, text: str) -> None:
     """Write the script and a sweep's record, submit the job, and print how to follow it."""
     script, folder, array = plan.script, plan.script.folder, plan.script.array
     folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ OPTIONS = ("--plot", "--json", "--markdown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Typed:
+class CompareOptions:
     """The words of the command line, taken apart."""
 
     sweep: Path
@@ -90,7 +90,7 @@ def compare(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> Typed:
+def parse(arguments: Sequence[str]) -> CompareOptions:
     """The words behind `compare`; raises ConfigError."""
     words, plots, forms = list[str](), list[Path](), list[str]()
     left = iter(arguments)
@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str]) -> Typed:
         raise ConfigError(USAGE)
     for path in plots:
         kind(path)
-    return Typed(
+    return CompareOptions(
         sweep=Path(words[0]),
         metrics=words[1:],
         plot=plots[0] if plots else None,

@@ -239,7 +239,7 @@ def _arguments(
     return record.arguments(sweep, job, *changes)
 
 
-def note(folder: Path, ended: Ended) -> None:
+def note(folder: Path, ended: JobEnd) -> None:
     """Record how a job ended that could not do so itself."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
@@ -276,7 +276,7 @@ TOLD = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobEnd:
     """How a job's process ended."""
 
     code: int
@@ -335,7 +335,7 @@ def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = None) -> Ended:
+def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = None) -> JobEnd:
     """Run `agenttrain <arguments>` in a fresh interpreter; it is killed if this process ends first.
 
     `output`: a file for all that it prints; None: it prints to the terminal. `sweep`: the process
@@ -360,7 +360,7 @@ def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = No
         code = _wait(process, sweep)
         end = words.last() if output is None else output.read_bytes()[-TOLD:]
     lines = [line.strip() for line in end.decode(errors="replace").splitlines()]
-    return Ended(
+    return JobEnd(
         code=128 - code if code < 0 else code,
         signalled=bool(forward.seen),
         last_words=next((line for line in reversed(lines) if line), ""),

@@ -21,10 +21,10 @@ RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class CodeQuestions:
     """Questions of one kind about two numbers, `a` and `b`, drawn from these ranges.
 
-    Example: ``Family(name="gcd", question="What is gcd({a}, {b})?", a=(10, 99), b=(10, 99),
+    Example: ``CodeQuestions(name="gcd", question="What is gcd({a}, {b})?", a=(10, 99), b=(10, 99),
     answer=math.gcd)``
     """
 
@@ -49,42 +49,42 @@ def word(a: int, b: int) -> str:
 
 
 FAMILIES = (
-    Family(
+    CodeQuestions(
         name="primes",
         question="What is the sum of the primes from {a} to below {b}?",
         a=(2, 40),
         b=(50, 400),
         answer=lambda a, b: sum(primes(a, b)),
     ),
-    Family(
+    CodeQuestions(
         name="digits",
         question="How often does the digit {a} occur in 3**{b}?",
         a=(0, 9),
         b=(20, 300),
         answer=lambda a, b: str(3**b).count(str(a)),
     ),
-    Family(
+    CodeQuestions(
         name="multiples",
         question="How many of the numbers from 1 to {b} are divisible by {a} and not by 7?",
         a=(2, 30),
         b=(100, 2000),
         answer=lambda a, b: sum(n % a == 0 and n % 7 != 0 for n in range(1, b + 1)),
     ),
-    Family(
+    CodeQuestions(
         name="gcd",
         question="What is the greatest common divisor of {a} and {b}?",
         a=(1000, 9999),
         b=(1000, 9999),
         answer=gcd,
     ),
-    Family(
+    CodeQuestions(
         name="reverse",
         question="Write the word {word} backwards.",
         a=(6, 14),
         b=(1, 400),
         answer=lambda a, b: word(a, b)[::-1],
     ),
-    Family(
+    CodeQuestions(
         name="sorted",
         question="Sort the letters of the word {word} by the alphabet.",
         a=(6, 14),

@@ -111,10 +111,10 @@ THEN_ORDERS = "SELECT COUNT(*) FROM orders WHERE customer='{result}'"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ShopQuestions:
     """Questions answered by the same chain of queries.
 
-    Example: `Family("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER,
+    Example: `ShopQuestions("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER,
     THEN_PRICE))`; `{result}` in a query stands for what the query before it returned.
     """
 
@@ -125,59 +125,71 @@ class Family:
 
 
 FAMILIES = (
-    Family("price", PRICE, "the {product}", ("SELECT price FROM products WHERE name='{product}'",)),
-    Family("stock", STOCK, "the {product}", ("SELECT stock FROM products WHERE name='{product}'",)),
-    Family("city", CITY, "{name}", ("SELECT city FROM customers WHERE name='{name}'",)),
-    Family(
+    ShopQuestions(
+        "price", PRICE, "the {product}", ("SELECT price FROM products WHERE name='{product}'",)
+    ),
+    ShopQuestions(
+        "stock", STOCK, "the {product}", ("SELECT stock FROM products WHERE name='{product}'",)
+    ),
+    ShopQuestions("city", CITY, "{name}", ("SELECT city FROM customers WHERE name='{name}'",)),
+    ShopQuestions(
         "customers",
         CUSTOMERS_IN,
         "{city}",
         ("SELECT COUNT(*) FROM customers WHERE city='{city}'",),
     ),
-    Family("orders", ORDERS_OF, "{name}", ("SELECT COUNT(*) FROM orders WHERE customer='{name}'",)),
-    Family(
+    ShopQuestions(
+        "orders", ORDERS_OF, "{name}", ("SELECT COUNT(*) FROM orders WHERE customer='{name}'",)
+    ),
+    ShopQuestions(
         "bought", BOUGHT, "{name}", ("SELECT SUM(quantity) FROM orders WHERE customer='{name}'",)
     ),
-    Family(
+    ShopQuestions(
         "sold",
         SOLD,
         "the {product}",
         ("SELECT SUM(quantity) FROM orders WHERE product='{product}'",),
     ),
-    Family(
+    ShopQuestions(
         "orders_with",
         ORDERS_WITH,
         "the {product}",
         ("SELECT COUNT(*) FROM orders WHERE product='{product}'",),
     ),
-    Family("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER, THEN_PRICE)),
-    Family("order_stock", STOCK, "the product in order {order}", (PRODUCT_OF_ORDER, THEN_STOCK)),
-    Family("order_city", CITY, "the customer of order {order}", (CUSTOMER_OF_ORDER, THEN_CITY)),
-    Family(
+    ShopQuestions(
+        "order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER, THEN_PRICE)
+    ),
+    ShopQuestions(
+        "order_stock", STOCK, "the product in order {order}", (PRODUCT_OF_ORDER, THEN_STOCK)
+    ),
+    ShopQuestions(
+        "order_city", CITY, "the customer of order {order}", (CUSTOMER_OF_ORDER, THEN_CITY)
+    ),
+    ShopQuestions(
         "order_orders",
         ORDERS_OF,
         "the customer of order {order}",
         (CUSTOMER_OF_ORDER, THEN_ORDERS),
     ),
-    Family(
+    ShopQuestions(
         "neighbours",
         CUSTOMERS_IN,
         "the city of {name}",
         ("SELECT city FROM customers WHERE name='{name}'", THEN_CUSTOMERS),
     ),
-    Family(
+    ShopQuestions(
         "order_neighbours",
         CUSTOMERS_IN,
         "the city of the customer of order {order}",
         (CUSTOMER_OF_ORDER, THEN_CITY, THEN_CUSTOMERS),
     ),
-    Family(
+    ShopQuestions(
         "last_price",
         PRICE,
         "the product in the last order of {name}",
         (LAST_OF_CUSTOMER, THEN_PRODUCT, THEN_PRICE),
     ),
-    Family(
+    ShopQuestions(
         "last_city",
         CITY,
         "the customer of the last order of the {product}",
@@ -219,7 +231,7 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
     return connection
 
 
-def phrasings(family: Family, held_out: bool) -> list[str]:
+def phrasings(family: ShopQuestions, held_out: bool) -> list[str]:
     """Return the family's question templates, seen in training or held out.
 
     Example: the held-out ones of `price` hold "Please tell me: at which price do we sell the

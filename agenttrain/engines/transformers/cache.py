@@ -161,7 +161,7 @@ def final_capacity(first: int, longest: int, max_length: int) -> int:
     return capacity
 
 
-class Rows:
+class CacheSlots:
     """The rows of the sessions: keeps `seat.row` and the cache's rows in agreement."""
 
     def __init__(self, cache: RowCache) -> None:

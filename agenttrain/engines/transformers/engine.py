@@ -21,8 +21,8 @@ from agenttrain.engines.base import EngineError, refuse_images
 from agenttrain.engines.config import EngineConfig
 from agenttrain.engines.transformers import sampler
 from agenttrain.engines.transformers.decoder import Decoder
-from agenttrain.engines.transformers.scheduler import Request, Scheduler
-from agenttrain.engines.transformers.worker import EngineStats, Worker
+from agenttrain.engines.transformers.scheduler import Generation, Scheduler
+from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
 from agenttrain.types import Completion, Sampling
 from agenttrain.utils.threads import current_gpu, use_gpu
 
@@ -49,7 +49,7 @@ class TransformersEngine:
         self._model: Any = model
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         decoder = Decoder(model, config.max_rows, self.max_context)
-        self._worker = Worker(decoder, Scheduler(config.max_rows, config.rejoin_steps))
+        self._worker = EngineWorker(decoder, Scheduler(config.max_rows, config.rejoin_steps))
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -92,12 +92,12 @@ class TransformersEngine:
         sampling: Sampling,
         session: str,
         deliver: Callable[[Completion | EngineError], None],
-    ) -> Request:
+    ) -> Generation:
         ids = np.array(token_ids, dtype=np.int64)
         self._check_ids(ids)
         _check_sampling(sampling)
         budget = min(sampling.max_tokens, self.max_context - len(ids))
-        return Request(
+        return Generation(
             session=session,
             token_ids=ids,
             sampling=sampling,

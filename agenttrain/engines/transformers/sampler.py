@@ -16,7 +16,7 @@ from agenttrain.types import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SamplingTensors:
     """Sampling settings of a batch's rows, as tensors; they hold until a row joins or leaves."""
 
     temperature_B1: Tensor
@@ -31,7 +31,7 @@ class Plan:
     min_p_F1: Tensor
 
 
-def plan(samplings: Sequence[Sampling], device: torch.device) -> Plan:
+def plan(samplings: Sequence[Sampling], device: torch.device) -> SamplingTensors:
     """Make the plan of a batch with these rows."""
 
     def column(values: Sequence[float]) -> Tensor:
@@ -44,7 +44,7 @@ def plan(samplings: Sequence[Sampling], device: torch.device) -> Plan:
         if not greedy[i] and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)
     ]
     chosen = [samplings[i] for i in filtered]
-    return Plan(
+    return SamplingTensors(
         temperature_B1=column([s.temperature or 1.0 for s in samplings]),
         greedy_B1=torch.tensor(greedy, device=device).unsqueeze(1),
         sampling=not all(greedy),
@@ -64,7 +64,9 @@ def noise(seed: int, count: int) -> list[float]:
     return [uniform() for _ in range(count)]
 
 
-def sample(logits_BV: Tensor, plan: Plan, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, plan: SamplingTensors, uniforms: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row: (token ids [B], logprobs [B] float32 of the distribution drawn from).
 
     The token is the one whose stretch of the cumulative distribution holds the row's uniform, e.g.
@@ -94,7 +96,7 @@ def _inverse(probabilities_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
     return ids_B1.clamp_(max=probabilities_BV.shape[1] - 1)
 
 
-def _filter(scores_FV: Tensor, plan: Plan) -> Tensor:
+def _filter(scores_FV: Tensor, plan: SamplingTensors) -> Tensor:
     """Set to -inf what top-k, top-p of the remainder, then min-p of the likeliest leave out."""
     sorted_FV, order_FV = scores_FV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(scores_FV.shape[1], device=scores_FV.device)

@@ -20,7 +20,7 @@ from agenttrain.types import Completion, Finish, Sampling
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Request:
+class Generation:
     """One call of `generate`, with what was sampled for it so far."""
 
     session: str
@@ -70,11 +70,11 @@ class Seat:
     """All ids of the session, as of its last join or completion."""
     cached: int = 0
     """How many of `history` the cache holds."""
-    request: Request | None = None
+    request: Generation | None = None
     due: int | None = None
     """Deterministic mode: the step at which it is heard again."""
 
-    def join(self, request: Request) -> None:
+    def join(self, request: Generation) -> None:
         """Take a request; the cache is kept only where its ids extend the cached ones."""
         ids, cached = request.token_ids, self.cached
         if cached >= len(ids) or not np.array_equal(self.history[:cached], ids[:cached]):
@@ -95,7 +95,7 @@ class Seat:
             return np.array(sampled[self.cached - len(self.history) :])
         return np.concatenate([self.history[self.cached :], np.array(sampled, dtype=np.int64)])
 
-    def leave(self) -> Request:
+    def leave(self) -> Generation:
         """Give the request up, with its sampled ids added to the history."""
         request = self.request
         assert request is not None
@@ -125,7 +125,7 @@ class Scheduler:
         """The batch, in the order of its rows."""
         self.seats: dict[str, Seat] = {}
         """All admitted sessions, least recently used first."""
-        self._waiting: dict[str, Request] = {}
+        self._waiting: dict[str, Generation] = {}
         self._joining: list[Seat] = []
         self._leaving: list[Seat] = []
         self._expected: deque[Ticket] = deque()
@@ -137,7 +137,7 @@ class Scheduler:
         """True if expected sessions are left."""
         return bool(self._tickets)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Generation]:
         """Yield all requests that have not ended."""
         yield from self._waiting.values()
         yield from (s.request for s in self.seats.values() if s.request is not None)
@@ -154,7 +154,7 @@ class Scheduler:
                 if session not in self.seats:
                     self._expected.append(ticket)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Generation) -> None:
         """Queue a request. Raises EngineError for a session that is busy or not expected."""
         session = request.session
         seat = self.seats.get(session)
@@ -170,7 +170,7 @@ class Scheduler:
             )
         self._waiting[session] = request
 
-    def release(self, session: str) -> Request | None:
+    def release(self, session: str) -> Generation | None:
         """End a session; return its request if it has one. Unknown sessions are ignored.
 
         Where others are expected, the row of an idle session is free at the step it is due.
@@ -208,7 +208,7 @@ class Scheduler:
         if last is not seat:
             self.active[self.active.index(seat)] = last
 
-    def finish(self, seat: Seat) -> Request:
+    def finish(self, seat: Seat) -> Generation:
         """End a seat's completion at this step; the session's cache stays."""
         self._remove(seat)
         request = seat.leave()

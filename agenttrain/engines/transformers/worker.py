@@ -15,9 +15,9 @@ import torch
 from agenttrain.engines.base import EngineError
 from agenttrain.engines.config import LEAST_TEMPERATURE
 from agenttrain.engines.transformers import sampler
-from agenttrain.engines.transformers.cache import Rows
+from agenttrain.engines.transformers.cache import CacheSlots
 from agenttrain.engines.transformers.decoder import Decoder
-from agenttrain.engines.transformers.scheduler import Request, Scheduler, Seat
+from agenttrain.engines.transformers.scheduler import Generation, Scheduler, Seat
 
 
 @dataclass(slots=True)
@@ -34,19 +34,19 @@ class EngineStats:
     """Idle sessions that lost their cache to a waiting one."""
 
 
-class Worker:
+class EngineWorker:
     """Steps while there is work, blocks on its inbox while there is none."""
 
     def __init__(self, decoder: Decoder, scheduler: Scheduler) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
-        self.rows = Rows(decoder.cache)
+        self.rows = CacheSlots(decoder.cache)
         self.stats = EngineStats()
         self.version = 0
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._stopped = False
         self._spoilt = False
-        self._batch: list[Request] = []
+        self._batch: list[Generation] = []
         self._plan = sampler.plan([], decoder.device)
 
     def post(self, action: Callable[[], object]) -> None:
@@ -72,7 +72,7 @@ class Worker:
                 self._fail(EngineError(f"a decode step failed: {type(error).__name__}: {error}"))
         self._fail(EngineError("the engine was closed (aclose) while this call waited"))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Generation) -> None:
         """Queue a request, or fail it."""
         try:
             self.scheduler.add(request)
@@ -99,7 +99,7 @@ class Worker:
         self._stopped = True
 
     def _fail(self, error: EngineError) -> None:
-        requests: list[Request] = list(self.scheduler.requests())
+        requests: list[Generation] = list(self.scheduler.requests())
         for request in requests:
             self.scheduler.release(request.session)
             request.deliver(error)
@@ -169,6 +169,6 @@ class Worker:
         )
 
 
-def _request(seat: Seat) -> Request:
+def _request(seat: Seat) -> Generation:
     assert seat.request is not None
     return seat.request

@@ -35,7 +35,7 @@ class VllmStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiter:
     """The caller that waits for a request."""
 
     loop: asyncio.AbstractEventLoop
@@ -43,7 +43,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VllmRequest:
     """One request as it came."""
 
     id: str
@@ -51,7 +51,7 @@ class Request:
     parameters: Any
 
 
-def deliver(outcomes: Sequence[tuple[Waiting, Any]]) -> None:
+def deliver(outcomes: Sequence[tuple[Waiter, Any]]) -> None:
     """Settle futures with their outcomes; each event loop is woken once."""
 
     def settle(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
@@ -86,8 +86,8 @@ class Driver:
     refusal: EngineError | None = None
     """The reason why no request is served: the engine is dead, or half of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
-    _waiting: dict[str, Waiting] = field(default_factory=dict)
-    _held: list[Request] = field(default_factory=list)
+    _waiting: dict[str, Waiter] = field(default_factory=dict)
+    _held: list[VllmRequest] = field(default_factory=list)
     _asleep: list[str] = field(default_factory=list)
     """vLLM's names of the memory that was given back and not taken again."""
     _closed: bool = False
@@ -124,7 +124,7 @@ class Driver:
         # An exception of its own for each: a traceback grows where it is raised.
         deliver([(one, type(error)(str(error))) for one in waiting.values()])
 
-    def add(self, request: Request, waiting: Waiting, *, held: bool = True) -> None:
+    def add(self, request: VllmRequest, waiting: Waiter, *, held: bool = True) -> None:
         """Take a request, now or, if it may be `held`, when the new weights are in."""
         if self.refusal is not None:
             deliver([(waiting, type(self.refusal)(str(self.refusal)))])
@@ -135,7 +135,7 @@ class Driver:
         else:
             self._admit(request)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: VllmRequest) -> None:
         # Salted: keys and values of other weights are never taken for those of these.
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": str(self.version)}
         try:

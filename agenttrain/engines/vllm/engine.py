@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agenttrain.engines.base import EngineDead, EngineError, refuse_images
 from agenttrain.engines.config import EngineConfig
-from agenttrain.engines.vllm.driver import Driver, Request, Stepper, VllmStats, Waiting
+from agenttrain.engines.vllm.driver import Driver, Stepper, VllmRequest, VllmStats, Waiter
 from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
 from agenttrain.engines.vllm.weights import Manifest, load_adapters, split_adapters
 from agenttrain.training.config import LoraSettings, WeightSyncMode
@@ -163,8 +163,8 @@ class VllmEngine:
         """A request's output; `held`: it waits where new requests do."""
         self._check_alive()
         loop = asyncio.get_running_loop()
-        waiting = Waiting(loop, loop.create_future())
-        request = Request(f"{session}/{next(self._numbers)}", token_ids, parameters)
+        waiting = Waiter(loop, loop.create_future())
+        request = VllmRequest(f"{session}/{next(self._numbers)}", token_ids, parameters)
         self._stepper.post(partial(self._driver.add, request, waiting, held=held))
         try:
             return await waiting.future

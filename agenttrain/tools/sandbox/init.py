@@ -50,10 +50,10 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
     os.set_blocking(woken, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    Init(control, settings, (woken, wake)).run()
+    InitProcess(control, settings, (woken, wake)).run()
 
 
-class Init:
+class InitProcess:
     """The state of the first process."""
 
     def __init__(

@@ -36,7 +36,7 @@ class SandboxError(Exception):
     """A sandbox cannot be started, or died and nobody asked it to."""
 
 
-class Worker:
+class SandboxProcess:
     """One interpreter in a sandbox: the channel to it, and what it prints."""
 
     def __init__(self, channel: socket.socket, output: int) -> None:
@@ -72,7 +72,7 @@ class Jail:
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, SandboxProcess] = {}
         self._folder: str | None = None
 
     async def start(self) -> None:
@@ -97,7 +97,7 @@ class Jail:
             raise SandboxError(problem)
         self.alive = True
 
-    def worker(self, kind: str) -> Worker:
+    def worker(self, kind: str) -> SandboxProcess:
         """Return the interpreter of this kind, `python` or `bash`; started if there is none."""
         if kind not in self._workers:
             ours, theirs = socket.socketpair()
@@ -110,7 +110,7 @@ class Jail:
                     os.close(printed)
             ours.setblocking(False)
             os.set_blocking(output, False)
-            self._workers[kind] = Worker(ours, output)
+            self._workers[kind] = SandboxProcess(ours, output)
         return self._workers[kind]
 
     def forget(self, kind: str) -> None:

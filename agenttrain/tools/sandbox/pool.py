@@ -10,7 +10,7 @@ from functools import cache
 
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
-from agenttrain.tools.sandbox.session import MAX_CODE, End, Outcome, run_call, signal_name
+from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call, signal_name
 from agenttrain.types import ToolFailure, ToolUnavailable
 
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
@@ -124,7 +124,9 @@ class Pool:
             del self._jails[rollout_id]
         self._ending[jail] = rollout_id
 
-    def _text(self, rollout_id: str, kind: str, outcome: Outcome, settings: SandboxSettings) -> str:
+    def _text(
+        self, rollout_id: str, kind: str, outcome: CodeOutcome, settings: SandboxSettings
+    ) -> str:
         """Make the text that the model reads; raises ToolFailure with it for a failed call."""
         text, end = outcome.output, outcome.end
         if lost := self._lost.pop(rollout_id, None):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agenttrain.tools.sandbox.config import SandboxSettings
-from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, Worker
+from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, SandboxProcess
 
 BLAME_S = 0.5
 """Seconds within which the death of a sandbox is reported."""
@@ -68,7 +68,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CodeOutcome:
     """A call's end and its output."""
 
     end: End
@@ -113,7 +113,7 @@ class Output:
         return f"{head[:half]}… [{length - self._max_chars} characters left out] …{end}"
 
 
-async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> Outcome:
+async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
     """Run `code` in the sandbox's interpreter of this kind; `settings` limit time and output.
 
     After any end but `done`, `failed` and `exited` the sandbox is dead, and so it is when the
@@ -134,7 +134,7 @@ class _Call:
 
     def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
         self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
-        self._worker: Worker = jail.worker(kind)
+        self._worker: SandboxProcess = jail.worker(kind)
         self._output = Output(settings.max_chars)
         self._noise = bytearray()
         self._nonce = secrets.token_hex(16)
@@ -142,7 +142,7 @@ class _Call:
         self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
         self._watched: set[int] = set()
 
-    async def run(self, code: str) -> Outcome:
+    async def run(self, code: str) -> CodeOutcome:
         self._jail.interrupt = self._interrupted
         if self._kind == "python":
             request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
@@ -180,7 +180,7 @@ class _Call:
                 self._jail.forget(self._kind)
         else:
             self._jail.kill()
-        return Outcome(end=end, output=self._output.text(), status=status)
+        return CodeOutcome(end=end, output=self._output.text(), status=status)
 
     def _watch(self, number: int, reader: Callable[[], None]) -> None:
         if not self._ended.done():
