@@ -240,7 +240,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, as a checkpoint of step `state["step"]` has it."""
+        """Continue from the `state_dict()` of a checkpoint, to which that adds `step`."""
         self.done = self.saved = state["step"]
         self.evaluated = state["evaluated"]
         self.source.load_state_dict(state)

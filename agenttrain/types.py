@@ -83,6 +83,10 @@ class AgenttrainError(Exception):
     """Base of the errors that agenttrain raises on purpose."""
 
 
+class ConfigError(AgenttrainError, ValueError):
+    """A configuration that cannot run; its text says key, value and remedy."""
+
+
 class LedgerError(AgenttrainError):
     """The tokens, mask, logprobs and messages of a trajectory disagree.
 
@@ -158,7 +162,7 @@ class Sampling:
     """How one completion is sampled. The defaults sample from the policy itself."""
 
     max_tokens: int = 0
-    """Exact number of tokens the engine may sample; the loop sets it for every turn."""
+    """Most tokens that the engine may sample; the loop sets it for every turn."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
@@ -513,7 +517,3 @@ class Rollout:
     def truncated(self) -> bool:
         """True if a token limit cut the rollout, by stop reason and not by its last token."""
         return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)
-
-
-class ConfigError(AgenttrainError, ValueError):
-    """A configuration that cannot run; its text says key, value and remedy."""

@@ -1,8 +1,7 @@
-"""Where components of the first edition's layout are now.
+"""Dotted paths of components before the package had one folder per capability, and today's.
 
-Runs that were recorded before the package was laid out by capability name tools, rewards and data
-by these dotted paths. Saved runs are read through `in_this_layout`; on the command line an old path
-is refused with the new one.
+Runs that were recorded with the first layout name tools, rewards and data by the old ones. Saved
+runs are read through `in_this_layout`; on the command line an old path is refused with the new one.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ MOVED = {
     "agenttrain.tools.search.Search": "agenttrain.tools.builtin.search.Search",
     "agenttrain.tools.sql.Sql": "agenttrain.tools.builtin.sql.Sql",
 }
-"""Dotted path of the first edition -> that of today."""
+"""Dotted path of the first layout -> that of today."""
 
 
 def in_this_layout(settings: Any) -> Any:
-    """Return settings with every dotted path of the first edition replaced by today's.
+    """Return settings with every dotted path of the first layout replaced by today's.
 
     Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
     ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``. Exact paths only: a name
