@@ -96,8 +96,8 @@ examples
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
 Your own modules are found in the current folder. Every setting, with its meaning and default, is in
-agenttrain/settings/run_config.py and the config.py of the capability's folder; the groups are in
-{conf}
+agenttrain/settings/run_config.py and the config.py of its capability's folder;
+the groups are in {conf}
 """
 
 
