@@ -114,7 +114,7 @@ class ResponseSpec(Protocol):
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
-        """Those of a tokenizer's control tokens that `parse` must see in the completion's text.
+        """Return the control tokens that `parse` must see in the completion's text.
 
         An end of turn is among them where the format tells by it how a message ended; all other
         control tokens are to be left out.
