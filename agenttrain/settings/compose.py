@@ -22,6 +22,7 @@ from agenttrain.settings.messages import explained
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
+from agenttrain.utils.sections import validated
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
@@ -54,9 +55,14 @@ class Source:
         return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
 
 
+def schema() -> DictConfig:
+    """Return the defaults of every setting, with names and types that OmegaConf checks."""
+    return cast(DictConfig, OmegaConf.structured(RunConfig))
+
+
 def register() -> None:
     """Make the typed settings known to Hydra as `run_config`."""
-    ConfigStore.instance().store(name="run_config", node=RunConfig)
+    ConfigStore.instance().store(name="run_config", node=schema())
 
 
 @contextmanager
@@ -138,14 +144,14 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     """Convert plain data or a DictConfig to settings.
 
     Merged into the schema once more, because `+algorithm.typo=1` passes Hydra. Raises OmegaConf's
-    errors for unknown keys, wrong types and values that are missing.
+    errors for unknown keys, wrong types and values that are missing, and ConfigError for values out
+    of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
     plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
-    typed = OmegaConf.merge(OmegaConf.structured(RunConfig), plain)
-    config = cast(RunConfig, OmegaConf.to_object(typed))
-    # OmegaConf has lists only; checks.py counts.
-    config.optimizer.betas = cast(tuple[float, float], tuple(config.optimizer.betas))
+    typed = OmegaConf.merge(schema(), plain)
+    sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
+    config = validated(RunConfig, sections)
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)

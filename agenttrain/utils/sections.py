@@ -1,0 +1,132 @@
+"""Settings as pydantic dataclasses: their common options, and their errors as our messages.
+
+A capability's `config.py` declares them:
+
+    @dataclass(config=SETTINGS)
+    class OptimizerConfig:
+        lr: Number = Field(1e-6, gt=0)
+        warmup_steps: Whole = Field(0, ge=0)
+
+Bounds stand on the fields. A check of several fields of one section is a validator that yields
+lines through `raise_problems`. OmegaConf checks names and types before pydantic sees a section of
+`RunConfig`; a section whose keys depend on a choice (an objective's, an engine's) is a plain
+mapping to OmegaConf, and `choice` lets the chosen component's own settings check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
+
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+
+SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""Options of every settings dataclass: unknown keys are errors, and the text under a field is its
+description in the reference and in the JSON schema."""
+Whole = Annotated[int, Field(strict=True)]
+"""A whole number: neither 1.0, nor "1", nor true."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""A finite number; a whole one is taken, a text or true is not."""
+T = TypeVar("T")
+
+
+class InvalidSettings(ValueError):
+    """Complete lines ``key=value: problem; remedy`` of a section's own check."""
+
+
+def raise_problems(lines: Iterable[str]) -> None:
+    """Raise InvalidSettings with all lines, if there are any."""
+    if problems := list(lines):
+        raise InvalidSettings("\n".join(problems))
+
+
+def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
+    """Return the type of a section whose keys depend on a choice that is made in it.
+
+    To OmegaConf it is a mapping with any keys. pydantic passes it to `resolve`, which returns the
+    chosen component and raises pydantic's ValidationError or ValueError for keys that it refuses.
+    """
+    return Annotated[Any, PlainValidator(resolve)]
+
+
+def validated(settings: type[T], section: Mapping[str, Any], key: str = "") -> T:
+    """Return the section at `key` as its settings; raises ConfigError with all its problems."""
+    try:
+        return TypeAdapter(settings).validate_python(dict(section))
+    except ValidationError as error:
+        raise ConfigError("\n".join(problem_lines(error, key))) from None
+
+
+def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
+    """Yield pydantic's errors as ``key=value: problem; remedy``, one line each.
+
+    Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is where the section stands.
+    """
+    for detail in error.errors(include_url=False):
+        cause = (detail.get("ctx") or {}).get("error")
+        if isinstance(cause, InvalidSettings):
+            yield from str(cause).split("\n")
+            continue
+        names = [part for part in (key, *map(str, detail["loc"])) if part]
+        place = ".".join(names)
+        if detail["type"] in ("missing", "missing_argument"):
+            if isinstance(detail["loc"][-1], int):  # an item of a pair
+                place = ".".join(names[:-1])
+                yield f"{place}={shown(detail['input'])}: must be two numbers, e.g. [0.9,0.99]"
+            else:
+                yield f"{place}: has no value; set it: {place}=…"
+            continue
+        yield f"{place}={shown(detail['input'])}: {_problem(detail, place)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is typed on the command line: null, true, [0.9,0.99]."""
+    if value is None:
+        return "null"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _problem(detail: Mapping[str, Any], place: str) -> str:
+    kind, bounds = detail["type"], detail.get("ctx") or {}
+    if "ge" in bounds:
+        return "must be 0 or more" if bounds["ge"] == 0 else f"must be at least {bounds['ge']:g}"
+    if "gt" in bounds:
+        return f"must be more than {bounds['gt']:g}"
+    if "le" in bounds:
+        return f"must be at most {bounds['le']:g}"
+    if "lt" in bounds:
+        return f"must be below {bounds['lt']:g}"
+    if kind == "enum":
+        # pydantic writes 'a', 'b' or 'c'
+        names = bounds["expected"].replace("' or '", "', '").strip("'").split("', '")
+        return f"expected one of: {', '.join(names)}{did_you_mean(str(detail['input']), names)}"
+    if kind == "unexpected_keyword_argument":
+        return "unknown key"
+    if kind == "string_type" and isinstance(detail["input"], int | float):
+        return f"""expected a text; quote it: {place}='"{detail["input"]}"'"""
+    for prefix, expected in EXPECTED.items():
+        if kind.startswith(prefix):
+            return expected
+    return str(detail["ctx"]["error"] if kind == "value_error" else detail["msg"])
+
+
+EXPECTED = {
+    "finite_number": "must be a finite number",
+    "int_": "expected a whole number",
+    "float_": "expected a number",
+    "bool_": "expected true or false",
+    "string_": "expected a text",
+    "list_": "expected a list, e.g. [a,b]",
+    "tuple_": "expected a list, e.g. [0.9,0.99]",
+    "too_long": "must be two numbers, e.g. [0.9,0.99]",  # a pair is the only list with a length
+    "dict_": "expected keys and values, e.g. {name: value}",
+}
+"""Beginning of the name of a pydantic error -> the problem."""
