@@ -57,7 +57,8 @@ from agenttrain.settings.compose import (
     open_keys,
     register,
 )
-from agenttrain.settings.machine import CHECK, Machine, machine_problems
+from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, Machine, machine_problems
 from agenttrain.settings.saved import (
     check_new,
     evaluated,
@@ -66,7 +67,7 @@ from agenttrain.settings.saved import (
     resumed_as_begun,
     run_of,
 )
-from agenttrain.settings.trust import SECTIONS
+from agenttrain.settings.trust import ENGINE, SECTIONS
 from agenttrain.tools.config import without_password
 from agenttrain.training.config import Schedule
 from agenttrain.types import ConfigError
@@ -140,6 +141,9 @@ def _run(command: Command) -> int:
         runs = compose_all(command)
         check_files(runs)
         check_processes(command, runs)
+        if command.verb in SAMPLING_VERBS:
+            for run in runs:
+                admit_engine(run)
         configs = [run.config for run in runs]
         problems = machine_problems(command.verb, configs, Machine(count_gpus))
         if problems and command.verb != CHECK:
@@ -211,7 +215,7 @@ def _load(command: Command, saved: Path) -> Composed:
     changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
     if command.verb == "eval":
         return evaluated(saved, open_keys(changes), command.source, trust=command.trust)
-    runs = () if command.verb == "plan" else SECTIONS
+    runs = (ENGINE,) if command.verb == "plan" else SECTIONS
     return resumed(saved, open_keys(changes), command.source, trust=command.trust, runs=runs)
 
 
@@ -352,6 +356,7 @@ def _plan(arguments: Sequence[str]) -> int:
 
     options, overrides = planning.parse(arguments)
     composed = _only(parse(["plan", *overrides]), "plan -m: plans one run")
+    admit_engine(composed)
     return planning.show(composed.config, options)
 
 

@@ -148,15 +148,8 @@ class Trainer:
         return self._summary(batch, training)
 
     async def _sync(self, engine: Engine, version: int) -> None:
-        self.probed = await sync(
-            self.policy,
-            engine,
-            version,
-            self.config.weight_sync,
-            self.probed,
-            # Quantised weights may stay the same where the policy's changed a little.
-            moves=self.config.engine.vllm.quantization is None,
-        )
+        settings = self.config.weight_sync
+        self.probed = await sync(self.policy, engine, version, settings, self.probed)
 
     def _summary(
         self, batch: Batch, training: dict[str, float]

@@ -100,6 +100,14 @@ class OwnNumberFormat(Protocol):
 
 
 @runtime_checkable
+class Quantized(Protocol):
+    """A `Separate` engine whose weights may be coarser than those that it is sent."""
+
+    quantized: bool
+    """True: its weights may stay the same where the policy's changed a little."""
+
+
+@runtime_checkable
 class Forgetful(Protocol):
     """A `Separate` engine that takes adapters, and gives back the weights under them in `rest`."""
 

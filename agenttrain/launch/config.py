@@ -60,12 +60,17 @@ def distributed_problems(config: Any) -> Iterator[str]:
             f"{LONGEST_TIMEOUT_S}"
         )
     yield from _nodes(section)
+    yield from shared_problems(config)
+
+
+def several_processes(section: DistributedConfig) -> bool:
+    """Return whether a run has more than one process, or may have: one per GPU."""
     several = section.nodes > 1 or section.processes != 1
-    yield from shared_problems(config, several and section.name is not DistributedName.single)
+    return several and section.name is not DistributedName.single
 
 
-def shared_problems(config: Any, several: bool) -> Iterator[str]:
-    """Yield what does not go with a way to share a policy; `several`: more than one process."""
+def shared_problems(config: Any) -> Iterator[str]:
+    """Yield what does not go with a way to share a policy."""
     section: DistributedConfig = config.distributed
     if section.cpu_offload and section.name is not DistributedName.fsdp2:
         yield (
@@ -76,12 +81,6 @@ def shared_problems(config: Any, several: bool) -> Iterator[str]:
         yield (
             "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
             "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
-        )
-    size = config.engine.vllm.tensor_parallel_size
-    if several and config.engine.name == "vllm" and size > 1:
-        yield (
-            f"engine.vllm.tensor_parallel_size={size}: with distributed={section.name} each "
-            "process has an engine of its own on its device; set engine.vllm.tensor_parallel_size=1"
         )
 
 

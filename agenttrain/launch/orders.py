@@ -21,7 +21,8 @@ from typing import Any
 from agenttrain.launch.config import DistributedConfig, DistributedName, shared_problems
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, convert
-from agenttrain.settings.machine import CHECK, process_count_problem
+from agenttrain.settings.engine_checks import admit_engine, engine_problems
+from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, process_count_problem
 from agenttrain.settings.run_config import RunPart
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
@@ -69,6 +70,8 @@ class Order:
     def composed(self) -> Composed:
         """Return the settings."""
         composed = convert(self.plain)
+        if self.verb in SAMPLING_VERBS:
+            admit_engine(composed)
         composed.config.resume = self.resume
         composed.config.resume_changed = [RunPart(name) for name in self.resume_changed]
         return composed
@@ -165,7 +168,8 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
         problems = list[str]()
         if started_by_others() and command.verb in RUNS:
             adopt(run, command.overrides)
-            problems += shared_problems(run.config, several=True)
+            problems += shared_problems(run.config)
+            problems += engine_problems(run.config, several=True)
         section = run.config.distributed
         if command.verb in (*RUNS, CHECK):
             problems += foreign_problems(run.config.training.mixed_precision)

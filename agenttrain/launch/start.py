@@ -12,12 +12,16 @@ from pathlib import Path
 from agenttrain.launch.config import DistributedName
 from agenttrain.launch.orders import QUIET, Order, adopt, is_first, started_by_others, stop_code
 from agenttrain.settings.compose import Composed
+from agenttrain.settings.engine_checks import admit_engine
+from agenttrain.settings.machine import SAMPLING_VERBS
 from agenttrain.utils.exit_codes import FAILED
 from agenttrain.utils.signals import listening
 
 
 def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     """Run `verb` in its folder; return the exit code. Raises ConfigError."""
+    if verb in SAMPLING_VERBS:
+        admit_engine(composed)
     config, plain = composed.config, composed.plain
     if config.distributed.name is not DistributedName.single and not started_by_others():
         from agenttrain.launch.launcher import run_workers

@@ -14,8 +14,8 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.tasks import TaskSource
 from agenttrain.engines.base import Engine
-from agenttrain.engines.transformers.decoder import refuse_unknown_caches
-from agenttrain.engines.transformers.engine import TransformersEngine, max_context
+from agenttrain.engines.registry import spec_of
+from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.optimizer_checks import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
@@ -59,9 +59,8 @@ def check_model(config: RunConfig, *, sampled: bool = True) -> None:
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"model.path={config.model.path}: cannot be loaded: {error}") from error
     _check_shards(folder, config.model)
-    if sampled and config.engine.name == "transformers":
-        max_context(model, config.engine)
-        refuse_unknown_caches(model)
+    if sampled:
+        spec_of(config.engine).check_model(config.engine, model)
     if config.training.gradient_checkpointing:
         checkpoint_layers(model)
     if config.model.lora.rank:
@@ -118,7 +117,7 @@ def make_policy(
         reward_weights=reward_weights,
         world=world,
         sharding=sharding,
-        sampled=sampled and config.engine.name == "transformers",
+        sampled=sampled and not spec_of(config.engine).own_weights,
     )
     note = float32_on_gpu(config) if policy.accelerator.device.type == "cuda" else None
     if note and world.is_main:
@@ -141,33 +140,21 @@ def _model(config: RunConfig) -> Any:
 
 def make_engine(config: RunConfig, policy: Policy, folder: Path | None = None) -> Engine:
     """Build the engine that samples from the policy; its log goes to the run's folder."""
-    world = policy.world
-    if config.engine.name == "transformers":
-        return TransformersEngine(policy.sampler, config.engine)
-    from agenttrain.engines.vllm.engine import VllmEngine
-
-    lora = config.model.lora
-    log = folder and folder / ("vllm.log" if world.is_main else f"logs/vllm-{world.rank}.log")
-    if world.is_main:
-        # vLLM shows nothing itself.
-        compiles = policy.accelerator.device.type == "cuda" and not config.engine.vllm.enforce_eager
-        what = (
-            "compiling, and capturing CUDA graphs: minutes the first time on a machine"
-            if compiles
-            else "vLLM starts"
-        )
-        print(f"engine: {what}{f' (log: {log})' if log else ''}", flush=True)
-    # vLLM seeds the generators of the process: tools and rewards would draw the same on all ranks.
-    states = random_states()
-    engine = VllmEngine(
-        base_of(model_folder(config.model.path)),
-        config.engine,
+    spec, lora = spec_of(config.engine), config.model.lora
+    inputs = EngineInputs(
+        policy=None if spec.own_weights else policy.sampler,
+        model=base_of(model_folder(config.model.path)),
         dtype=config.model.dtype,
-        adapters=None if config.engine.vllm.merge_adapters or not lora.rank else lora,
-        mode=config.weight_sync.mode,
+        adapters=lora if lora.rank else None,
         tokenizer=model_folder(config.model.path) if config.rollout.structured_calls else None,
+        sync_mode=config.weight_sync.mode,
         seed=config.seed,
-        log=log,
+        on_gpu=policy.accelerator.device.type == "cuda",
+        rank=policy.world.rank,
+        run_folder=folder,
     )
+    # Some seed the generators of the process: tools and rewards would draw the same on all ranks.
+    states = random_states()
+    engine = spec.build(config.engine, inputs)
     set_random_states(states)
     return engine

@@ -33,11 +33,8 @@ from agenttrain.settings.component_checks import (
     reward_problems,
     tool_problems,
 )
-from agenttrain.settings.optimizer_checks import (
-    engine_problems,
-    optimizer_problems,
-    weight_problems,
-)
+from agenttrain.settings.engine_checks import engine_problems
+from agenttrain.settings.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
@@ -46,7 +43,6 @@ from agenttrain.utils.model_path import PARTS, model_folder
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.text_templates import TextTemplate
 
-ENGINES = ("transformers", "vllm")
 TRACKERS = ("trackio", "none")
 MIXED_PRECISION = ("no", "bf16", "fp16")
 SEEDS = 2**63
@@ -62,7 +58,6 @@ AT_LEAST_ONE = (
     *(f"rollout.max_{name}" for name in ("result_tokens", "tool_calls", "invalid_calls")),
     "rollout.max_repeated_calls",
     "rollout.concurrency",
-    *(f"engine.{name}" for name in ("max_context", "max_rows", "rejoin_steps")),
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
     *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
@@ -168,7 +163,6 @@ def _names(config: RunConfig) -> Iterator[str]:
             yield f"{group}.path={section.path}: there is no such file"
 
     for key, known in (
-        ("engine.name", ENGINES),
         ("tracker.name", TRACKERS),
         ("training.mixed_precision", MIXED_PRECISION),
     ):

@@ -18,6 +18,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.data.config import has_test_rows
+from agenttrain.engines import registry
+from agenttrain.engines.config import DEFAULT_ENGINE
 from agenttrain.settings.messages import explained
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -30,8 +32,10 @@ OPEN_SECTIONS = (
     *("tools.", "environment.", "reward.", "data.train.", "data.test."),
     "data.map.",
     *("chat_template.kwargs.", "optimizer.schedule_options."),
+    "engine.",
 )
-"""Sections that hold arguments of other people's functions: any key may be set below them."""
+"""Sections whose keys depend on what is chosen in them, or that hold arguments of other people's
+functions: any key may be set below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,9 @@ class Source:
 
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks."""
-    return cast(DictConfig, OmegaConf.structured(RunConfig))
+    node = cast(DictConfig, OmegaConf.structured(RunConfig))
+    node.engine = {"name": DEFAULT_ENGINE}
+    return node
 
 
 def register() -> None:
@@ -155,7 +161,9 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
-    return Composed(config=config, plain=cast(dict[str, Any], complete))
+    complete = cast(dict[str, Any], complete)
+    complete["engine"] = registry.plain(config.engine)
+    return Composed(config=config, plain=complete)
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedConfig, DistributedName
-from agenttrain.settings.optimizer_checks import VLLM, missing_engine
 from agenttrain.settings.run_config import RunConfig
 
 CHECK = "check"
@@ -65,16 +65,5 @@ def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
             "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
             "training.mixed_precision=bf16 or no"
         )
-    if verb not in SAMPLING_VERBS or config.engine.name != VLLM:
-        return
-    problem = missing_engine(config.engine.vllm)
-    if problem is not None:
-        yield problem
-        return
-    size = config.engine.vllm.tensor_parallel_size
-    # vLLM's build for CPUs starts as many processes as it is told to.
-    if size > 1 and 0 < machine.gpus < size:
-        yield (
-            f"engine.vllm.tensor_parallel_size={size}: this machine has {machine.gpus} GPUs; "
-            "lower it"
-        )
+    if verb in SAMPLING_VERBS:
+        yield from spec_of(config.engine).check_machine(config.engine, lambda: machine.gpus)

@@ -23,6 +23,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
+from agenttrain.engines.registry import known_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -88,6 +89,8 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
         yield prefix + field.name
         if is_dataclass(types[field.name]):
             yield from setting_keys(types[field.name], f"{prefix}{field.name}.")
+        elif cls is RunConfig and field.name == "engine":
+            yield from (f"engine.{key}" for key in known_keys())
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:

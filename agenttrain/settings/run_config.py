@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agenttrain.algorithms.config import (
     AlgorithmConfig,
@@ -18,7 +18,8 @@ from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.config import EngineSettings
+from agenttrain.engines.registry import chosen, default_engine
 from agenttrain.health.config import GuardsConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
@@ -30,6 +31,12 @@ from agenttrain.training.config import (
     TrainingConfig,
     WeightSyncConfig,
 )
+from agenttrain.utils.sections import choice
+
+if TYPE_CHECKING:
+    EngineSection = EngineSettings
+else:
+    EngineSection = choice(chosen)
 
 
 class RunPart(StrEnum):
@@ -79,7 +86,8 @@ class RunConfig:
     reward: dict[str, Any] = field(default_factory=dict)
     """Name -> `_target_`, settings (RewardSettings) and bound arguments."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineSection = field(default_factory=default_engine)
+    """Name of the engine, and its own settings."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -13,7 +13,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-from agenttrain.settings.compose import Composed, Source, compose_raw, compose_run, convert
+from agenttrain.settings.compose import (
+    Composed,
+    Source,
+    compose_raw,
+    compose_run,
+    convert,
+    schema,
+)
 from agenttrain.settings.messages import explained
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
@@ -256,7 +263,7 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
         plain.pop("provenance", None)
         # Only now: the signature of a run of the first edition covers the paths as it wrote them.
         settings = in_this_layout(OmegaConf.to_container(plain))
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+        typed = OmegaConf.merge(schema(), settings)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

@@ -27,7 +27,8 @@ from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
 
-SECTIONS = ("tools", "environment", "reward", "data")
+ENGINE = "engine"
+SECTIONS = ("tools", "environment", "reward", "data", ENGINE)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -47,12 +48,22 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
     code = []
     for section in (name for name in SECTIONS if name in sections):
         components = plain.get(section)
+        if section == ENGINE:
+            if (path := _outside_engine(plain)) is not None:
+                code.append(f"{ENGINE}._target_={path}")
+            continue
         for name, component in components.items() if isinstance(components, Mapping) else ():
             if section == "data" and name not in SPLITS:
                 continue
             if isinstance(component, Mapping):
                 code += [f"{section}.{name}.{text}" for text in _of_component(component)]
     return code
+
+
+def _outside_engine(plain: Mapping[str, Any]) -> Any:
+    """Return the path of an engine from outside the package; None for a bundled one."""
+    section = plain.get(ENGINE)
+    return section.get("_target_") if isinstance(section, Mapping) else None
 
 
 def _of_component(component: Mapping[str, Any]) -> Iterator[str]:
@@ -124,7 +135,9 @@ def is_own(plain: Mapping[str, Any]) -> bool:
 
 
 def _signed(plain: Mapping[str, Any]) -> Any:
-    return {name: plain.get(name) for name in SECTIONS}
+    # A bundled engine is nobody's code, and signatures of earlier versions lack the section.
+    outside = _outside_engine(plain) is not None
+    return {name: plain.get(name) for name in SECTIONS if name != ENGINE or outside}
 
 
 def sign(value: Any) -> str | None:

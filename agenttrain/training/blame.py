@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from agenttrain.engines.registry import names_with
 from agenttrain.training.batch import Row, stand_in
 from agenttrain.training.sharding import here, whole
 from agenttrain.training.world import World
@@ -83,7 +84,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
-            f"{where}. Look at the engine's dtype and at engine.name=transformers",
+            f"{where}. Look at the engine's dtype and at {names_with(own_weights=False)}",
             stage="logprobs",
             culprits=tuple(broken),
         )

@@ -13,7 +13,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Separate
+from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Quantized, Separate
+from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
@@ -99,14 +100,13 @@ async def sync(
     before: Probed | None = None,
     *,
     prompt_ids: Sequence[int] = (),
-    moves: bool = True,
 ) -> Probed | None:
     """Give `engine` the policy's weights: all that it samples from now on is of weights `version`.
 
     An engine that samples from `policy.sampler` itself only forgets what it cached. One with
     weights of its own is sent them, and then scores a text, which is returned: StaleWeights if the
     policy's log-probabilities of it are others, or if they moved since `before`, the sync before
-    this one, and the engine's did not, where weights that change `moves` it.
+    this one, and the engine's did not; a quantised engine's may stay the same.
 
     The text is that of `before`. The first time the engine samples it after the end of
     `prompt_ids`, so that it is as likely as what the run samples; without them it is a fixed
@@ -138,7 +138,8 @@ async def sync(
     growth = GROWTH if config.tolerance is None else 0
     # In fewer bits than the policy's, merged with adapters or cast, small changes are rounded away.
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
-    moved_from = before if moves and same_bits else None
+    quantized = isinstance(engine, Quantized) and engine.quantized
+    moved_from = before if same_bits and not quantized else None
     _check(probed, moved_from, version, tolerance, exact=exact, growth=growth)
     if not exact and not probed.warned and probed.gap.max > FAR * tolerance:
         warnings.warn(
@@ -214,7 +215,7 @@ def _check(
             f"from the policy's by up to {gap}{f'; at the first sync {first}' if first else ''}; "
             f"weight_sync.tolerance={tolerance:g}. It does not hold the policy's weights: do "
             "engine and trainer know the same model, in the same format (engine.dtype, "
-            "engine.vllm.quantization)?"
+            "engine.quantization)?"
         )
     if before is None:
         return
@@ -224,7 +225,7 @@ def _check(
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
-            "not reach it. resume=… engine=transformers goes on without it"
+            f"not reach it. resume=… {names_with(own_weights=False)} goes on without it"
         )
 
 

@@ -1,7 +1,7 @@
-"""Dotted paths of components before the package had one folder per capability, and today's.
+"""Names of the first layout, and today's: dotted paths of components, and keys of the settings.
 
-Runs that were recorded with the first layout name tools, rewards and data by the old ones. Saved
-runs are read through `in_this_layout`; on the command line an old path is refused with the new one.
+Saved runs are read through `in_this_layout`; on the command line and in YAML files an old name is
+refused with the new one.
 """
 
 from __future__ import annotations
@@ -56,23 +56,50 @@ MOVED = {
     "agenttrain.tools.sql.Sql": "agenttrain.tools.builtin.sql.Sql",
 }
 """Dotted path of the first layout -> that of today."""
+ENGINE_KEYS = (
+    *("memory_share", "kv_cache_mb", "tensor_parallel_size", "quantization", "merge_adapters"),
+    *("enforce_eager", "sleep"),
+)
+"""Keys of `engine` that stood in its section `vllm`."""
+
+
+def moved_key(setting: str) -> str | None:
+    """Return today's name of a key, or of ``key=value``; None for a key that has not moved.
+
+    Example: ``"engine.vllm.sleep=true"`` -> ``"engine.sleep"``.
+    """
+    key = setting.lstrip("+~").partition("=")[0]
+    section, _, name = key.rpartition(".")
+    return f"engine.{name}" if section == "engine.vllm" and name in ENGINE_KEYS else None
 
 
 def in_this_layout(settings: Any) -> Any:
-    """Return settings with every dotted path of the first layout replaced by today's.
+    """Return settings with every name of the first layout replaced by today's.
 
     Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
     ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``. Exact paths only: a name
     inside a module that has moved stays as it is, and is refused where it is looked up.
     """
     if isinstance(settings, Mapping):
-        return {key: in_this_layout(value) for key, value in settings.items()}
+        settings = {key: in_this_layout(value) for key, value in settings.items()}
+        engine = settings.get("engine")
+        if isinstance(engine, Mapping) and isinstance(engine.get("vllm"), Mapping):
+            settings["engine"] = _with_own_keys(engine)
+        return settings
     if isinstance(settings, list):
         return [in_this_layout(value) for value in settings]
     return MOVED.get(settings, settings) if isinstance(settings, str) else settings
 
 
+def _with_own_keys(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `engine`, which had the keys of all engines, with those of its own."""
+    of_vllm = engine.get("name") == "vllm"
+    unread = ("vllm", "rejoin_steps" if of_vllm else "dtype")
+    others = {key: value for key, value in engine.items() if key not in unread}
+    return {**others, **engine["vllm"]} if of_vllm else others
+
+
 def override_in_this_layout(override: str) -> str:
-    """Return an override such as ``tools.db._target_=<path>`` with today's path."""
+    """Return an override such as ``tools.db._target_=<path>`` with today's path and key."""
     key, equals, value = override.partition("=")
-    return f"{key}{equals}{MOVED.get(value, value)}"
+    return f"{moved_key(key) or key}{equals}{MOVED.get(value, value)}"

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, Part, PlannedHardware, When
+from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware
 from agenttrain.commands.plan.remedies import Planner, Remedy
+from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.optimizer_checks import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
@@ -126,7 +127,7 @@ def show(config: RunConfig, options: PlanOptions) -> int:
 
 
 def _json(made: MemoryEstimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    room = made.room
+    room = made.engine.room
     return {
         "devices": made.load.devices,
         "gpu_bytes": made.machine.memory,
@@ -202,7 +203,7 @@ MOMENTS = {
 }
 
 
-def _row(part: Part) -> str:
+def _row(part: MemoryItem) -> str:
     missing, notes = [when for when in When if when not in part.when], []
     if len(part.when) <= len(missing):
         notes = [f"{', '.join(part.when)} only"]
@@ -215,12 +216,12 @@ def _row(part: Part) -> str:
 
 def _verdict(made: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
     yield ""
-    machine, room = made.machine, made.room
+    machine, room = made.machine, made.engine.room
     on_cpu, limit = machine.kind == "cpu", machine.memory
     if made.excess:
         if room is not None and room.missing:
             yield (
-                f"DOES NOT START: vLLM wants room for one sequence of {room.tokens:,} tokens "
+                f"DOES NOT START: the engine wants room for one sequence of {room.tokens:,} tokens "
                 f"(engine.max_context), {room.needs / GIB:.2f} GiB of keys and values, and has "
                 f"{room.has / GIB:.2f} GiB"
             )

@@ -2,16 +2,13 @@
 
 The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
 everything is on every GPU; fsdp2 divides weights, gradients, optimizer state and reference by their
-number, and gathers one layer at a time. An engine=vllm takes its share of the GPU whole: weights,
-what its own forward passes need, and the remainder for keys and values. vLLM refuses to start where
-that does not hold one sequence of engine.max_context.
+number, and gathers one layer at a time. The engine says itself what it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from math import ceil
 from typing import Any, TypeVar
@@ -20,15 +17,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from agenttrain.engines.config import EngineDtype
-from agenttrain.engines.transformers.cache import final_capacity
+from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, When
+from agenttrain.engines.registry import spec_of
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
 from agenttrain.training.config import ModelConfig, OptimizerConfig
 from agenttrain.training.footprint import (
-    FLOAT32,
     LAYER_GRADIENTS,
     Saved,
     Updating,
@@ -44,26 +40,11 @@ from agenttrain.utils.model_path import SIZES, model_folder
 GIB = 2**30
 BFLOAT16 = 2
 """Bytes of a number in it."""
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RESERVE = 3 * GIB // 2
 """Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
 """In the host's memory: Python and its libraries. On a CPU 0.35 GiB as measured after the imports;
 beside a GPU assumed, CUDA's libraries and vLLM's included."""
-GRAPHS, WORKSPACES = GIB, GIB // 2
-"""Bytes of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
-(VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
-BATCHED_TOKENS = 2048
-"""Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
-`LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
-BATCHED_ON_CPU = 8192
-"""The same on a CPU, at least: `engines/vllm/setup.py`."""
-HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
-"""At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
-row: logits in float32, and copies of them that sampling makes. Estimated."""
-SYNCED = 3
-"""Largest weights at once while an engine is sent new ones: gathered, in its format, and in the
-layout of its kernels."""
 GPUS_PER_NODE = 8
 """Where nobody says how many processes a node has."""
 
@@ -80,38 +61,6 @@ class PlannedHardware:
     """Bytes of a node's own memory; None: not known, or `memory` is it."""
     kind: str = "cuda"
     """`cpu` has smaller tiles of logits, and everything in a node's own memory."""
-
-
-class When(StrEnum):
-    """Moments of a run."""
-
-    start = "start"
-    """The model is loaded, and the engine has measured itself."""
-    rollouts = "rollouts"
-    update = "update"
-    sync = "sync"
-    """The engine is awake and gets new weights."""
-    checkpoint = "checkpoint"
-
-
-EVER = tuple(When)
-AWAKE = (When.start, When.rollouts, When.sync, When.checkpoint)
-"""Moments at which an engine that sleeps during updates is there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Something that takes memory."""
-
-    name: str
-    bytes: int
-    why: str
-    """Its contents."""
-    when: tuple[When, ...] = EVER
-    on_host: bool = False
-    """It is in the host's memory."""
-    once: bool = False
-    """Only one process of a node has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +86,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The memory that vLLM has for keys and values, and the least that it needs."""
-
-    has: int
-    """Bytes; below 0 where its weights alone are more than its share."""
-    needs: int
-    """Bytes of one sequence of `tokens`."""
-    tokens: int
-    """engine.max_context."""
-
-    @property
-    def missing(self) -> int:
-        """Bytes for want of which vLLM refuses to start."""
-        return max(0, self.needs - self.has)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """The parts of one process's memory, on its GPU and on its host."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryItem, ...]
     load: Load
     machine: PlannedHardware
-    room: Room | None = None
-    """The room of engine=vllm, where it is known."""
+    engine: EngineMemory
+    """The engine's own estimate; its items are among the parts."""
 
     def at(self, when: When) -> int:
         """Return the bytes of a GPU at a moment; on a CPU of a process."""
@@ -191,7 +123,7 @@ class MemoryEstimate:
     @property
     def largest_on_host(self) -> When:
         """The moment that takes most of a node's own memory."""
-        return max(EVER, key=self.host)
+        return max(When, key=self.host)
 
     @property
     def over(self) -> int:
@@ -210,7 +142,7 @@ class MemoryEstimate:
     @property
     def excess(self) -> int:
         """Bytes that are wanting anywhere; 0: nothing that is known speaks against the run."""
-        return self.over + self.over_on_host + (self.room.missing if self.room else 0)
+        return self.over + self.over_on_host + (self.engine.room.missing if self.engine.room else 0)
 
 
 def estimate(
@@ -219,19 +151,19 @@ def estimate(
     """Estimate what each GPU and its host hold."""
     load = _load(config, sizes, machine, prompt_tokens)
     parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
-    room = None
-    if config.engine.name == "vllm":
-        engine, room = _vllm(config, sizes, machine, load)
-        parts += engine
-    else:
-        parts += _transformers(config, sizes, load)
+    engine = _engine(config, sizes, machine, load)
+    parts += engine.items
     if machine.kind == "cpu":
-        parts.append(Part(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries"))
+        parts.append(
+            MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
+        )
     else:
-        parts.append(Part(name="reserve", bytes=RESERVE, why="context and workspaces: assumed"))
+        parts.append(
+            MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
+        )
         why = "Python and its libraries: assumed"
-        parts.append(Part(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
-    return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, room=room)
+        parts.append(MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
+    return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, engine=engine)
 
 
 def processes(config: DistributedConfig, machine: PlannedHardware) -> int:
@@ -260,7 +192,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
     update = ceil(sums.rollouts_per_update / devices)
     rows = config.engine.max_rows
     in_step = config.rollout.deterministic is not False
-    if config.engine.name != "transformers" or not in_step:
+    if not (spec_of(config.engine).deterministic and in_step):
         rows = min(rows, config.rollout.concurrency)
     return Load(
         arithmetic=sums,
@@ -277,21 +209,21 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
 
 def _training(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
-) -> Iterator[Part]:
+) -> Iterator[MemoryItem]:
     distributed = config.distributed
     sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
     by, divided = (load.devices, f" / {load.devices}") if sharded else (1, "")
     updating = sizes.updating(config.optimizer)
     count = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
-    yield Part(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
+    yield MemoryItem(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
     state = (updating.moments + updating.masters) // by
     copies = " and float32 copies" if updating.masters else ""
     moments = f"{config.optimizer.name}: moments{copies}{divided}"
-    yield Part(name="optimizer", bytes=state, why=moments, on_host=host)
+    yield MemoryItem(name="optimizer", bytes=state, why=moments, on_host=host)
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
-        yield Part(name="reference", bytes=sizes.weights // by, why=reference)
-    yield Part(
+        yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
+    yield MemoryItem(
         name="gradients",
         bytes=updating.gradients // by,
         why=("float32, and a microbatch's" if updating.masters else str(config.model.dtype))
@@ -301,28 +233,29 @@ def _training(
     )
     if distributed.name is DistributedName.ddp:
         why = "gradients once more, for the exchange"
-        yield Part(name="buckets", bytes=sizes.trained_bytes, why=why, when=(When.update,))
+        yield MemoryItem(name="buckets", bytes=sizes.trained_bytes, why=why, when=(When.update,))
     if sharded:
         # The layer in use and the next one; what is in no layer stays gathered.
         gathered = sizes.weights - sizes.all_layers + 2 * sizes.largest_layer
         why = "embeddings, head and two layers, whole"
         if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
             gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
-        yield Part(name="gathered", bytes=gathered, why=why, when=(When.update,))
-        if config.engine.name != "vllm":
-            why = "one weight whole, for the engine's copy"
-            yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.sync,))
+        yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
         why = "one weight whole, on its way to the files"
-        yield Part(name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,))
+        yield MemoryItem(
+            name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
+        )
     yield from _microbatch(config, sizes, machine, load)
 
 
-def _files(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load) -> Iterator[Part]:
+def _files(
+    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
+) -> Iterator[MemoryItem]:
     """Yield the parts of the host's memory that loading and saving take."""
     sharded, on_gpu = config.distributed.name is DistributedName.fsdp2, machine.kind != "cpu"
     copied = sharded and config.algorithm.beta > 0 and not config.model.lora.rank
     if sharded or on_gpu:
-        yield Part(
+        yield MemoryItem(
             name="loading",
             bytes=sizes.weights * (2 if copied else 1),
             why="each process loads the whole model" + ", and copies it as reference" * copied,
@@ -331,7 +264,7 @@ def _files(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
         )
     if (sharded or on_gpu) and not config.model.lora.rank:
         why = "the first process writes the weights whole"
-        yield Part(
+        yield MemoryItem(
             name="written weights",
             bytes=sizes.weights,
             why=why,
@@ -344,12 +277,12 @@ def _files(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
         state = (updating.moments + updating.masters) // load.devices
         why = "each process writes a copy of its part of the optimizer"
         when = (When.checkpoint,)
-        yield Part(name="written state", bytes=state, why=why, when=when, on_host=on_gpu)
+        yield MemoryItem(name="written state", bytes=state, why=why, when=when, on_host=on_gpu)
 
 
 def _microbatch(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
-) -> Iterator[Part]:
+) -> Iterator[MemoryItem]:
     training, tokens = config.training, f"{load.packed:,} tokens"
     saved = sizes.saved(load.packed, training.mixed_precision)
     head = head_bytes(
@@ -360,111 +293,37 @@ def _microbatch(
         device=machine.kind,
     )
     why = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
-    peak = Part(name="head", bytes=head, why=why, when=(When.update,))
+    peak = MemoryItem(name="head", bytes=head, why=why, when=(When.update,))
     if training.gradient_checkpointing:
         inputs = sizes.layers * load.packed * sizes.hidden
-        yield Part(
+        yield MemoryItem(
             name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=(When.update,)
         )
         # The head's share is gone when the layers are computed again.
         layer = round(saved / sizes.layers * LAYER_GRADIENTS)
         how = f"{tokens}, computed again, and gradients"
-        again = Part(name="a layer", bytes=layer, why=how, when=(When.update,))
+        again = MemoryItem(name="a layer", bytes=layer, why=how, when=(When.update,))
         yield max(peak, again, key=lambda part: part.bytes)
     else:
         why = f"{tokens}, kept for the backward pass"
-        yield Part(name="activations", bytes=saved, why=why, when=(When.update,))
+        yield MemoryItem(name="activations", bytes=saved, why=why, when=(When.update,))
         yield peak
 
 
-def _transformers(config: RunConfig, sizes: Sizes, load: Load) -> Iterator[Part]:
-    if config.distributed.name is DistributedName.fsdp2:
-        why = "engine=transformers samples from weights that are whole"
-        yield Part(name="engine's weights", bytes=sizes.weights, why=why)
-    tokens = final_capacity(load.prompt, load.sampled, load.limit)
-    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
-    yield Part(
-        name="keys and values",
-        bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
-        why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
-        f"{sizes.token_cache:,} bytes each",
+def _engine(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load) -> EngineMemory:
+    on_gpu = machine.kind != "cpu"
+    needed = EngineLoad(
+        rows=load.rows,
+        prompt=load.prompt,
+        sampled=load.sampled,
+        limit=load.limit,
+        on_gpu=on_gpu,
+        memory=machine.memory,
+        taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
+        sharded=config.distributed.name is DistributedName.fsdp2,
+        adapters=config.model.lora.rank > 0,
     )
-
-
-def _vllm(
-    config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
-) -> tuple[list[Part], Room | None]:
-    """The engine's parts, and its room for keys and values."""
-    settings, on_gpu = config.engine.vllm, machine.kind != "cpu"
-    when = AWAKE if settings.sleep else EVER
-    by = settings.tensor_parallel_size
-    if config.engine.dtype is EngineDtype.auto:
-        itemsize = BFLOAT16 if on_gpu else sizes.itemsize
-    else:
-        itemsize = ITEMSIZES[config.engine.dtype]
-    weights = sizes.weights * itemsize // sizes.itemsize // by
-    token_cache = sizes.token_cache * itemsize // sizes.itemsize
-    batch = max(
-        BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit), config.engine.max_rows
-    )
-    states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
-    passes = (states + config.engine.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // by
-    kept = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
-    wanted = load.rows * load.sampled * token_cache // by
-    needs = load.limit * token_cache // by
-    if settings.kv_cache_mb is not None:
-        has, why = settings.kv_cache_mb * 2**20, "engine.vllm.kv_cache_mb"
-    elif machine.memory is not None:
-        has = int(machine.memory * settings.memory_share) - weights - passes - kept
-        # On a CPU vLLM counts what the whole process has taken when it starts.
-        has -= 0 if on_gpu else sizes.weights + PYTHON_ON_CPU
-        why = f"what engine.vllm.memory_share={settings.memory_share:g} leaves"
-    else:
-        has, why = max(wanted, needs), f"{load.rows:,} rollouts of {load.sampled:,} tokens"
-    cache = max(0, has)
-    holds = cache * by // (load.sampled * token_cache)
-    if holds < load.rows:
-        why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
-    parts = [
-        Part(name="engine's weights", bytes=weights, why="vLLM has its own", when=when),
-        Part(
-            name="engine's passes",
-            bytes=passes,
-            why=f"vLLM's own peak with {batch:,} tokens and {config.engine.max_rows:,} rows: "
-            "estimated",
-            when=when,
-        ),
-        # Asleep vLLM gives its keys and values back; after a sync they come last.
-        Part(
-            name="keys and values",
-            bytes=cache,
-            why=why,
-            when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
-        ),
-    ]
-    if kept:
-        graphs = "" if settings.enforce_eager else "CUDA graphs and "
-        why = f"{graphs}workspaces, asleep too: assumed"
-        parts.append(Part(name="engine's graphs", bytes=kept, why=why))
-    adapters = config.model.lora.rank and not settings.merge_adapters
-    # Under adapters a sleeping engine forgets its weights, which are sent again when it wakes.
-    if not adapters or settings.sleep:
-        largest = sizes.largest_weight * itemsize // sizes.itemsize
-        why = "the largest weight: gathered, cast, and as vLLM lays it out"
-        parts.append(Part(name="sync", bytes=SYNCED * largest, why=why, when=(When.sync,)))
-    if by > 1:
-        why = "a copy, and one in /dev/shm for the engine's workers"
-        parts.append(
-            Part(
-                name="sent weights",
-                bytes=2 * weights * by,
-                why=why,
-                when=(When.sync,),
-                on_host=on_gpu,
-                once=True,
-            )
-        )
-    return parts, Room(has=has, needs=needs, tokens=load.limit)
+    return spec_of(config.engine).memory(config.engine, needed, sizes)
 
 
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from agenttrain.commands.plan.estimate import MemoryEstimate, PlannedHardware, Sizes, estimate
 from agenttrain.launch.config import DistributedName
+from agenttrain.settings.engine_checks import engine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.config import Dtype, ModelConfig
 
@@ -77,7 +77,7 @@ class Planner:
         settings = list(self._settings())
         alone = self._enough(settings) or [self._together([*settings, *LAST])]
         more: Choices = []
-        if self.config.engine.vllm.tensor_parallel_size == 1:  # else in one process only
+        if not list(engine_problems(self.config, several=True)):  # else in one process only
             now = self.estimate().load.devices
             counts = [count for power in range(1, 10) if (count := now * 2**power) <= MOST]
             more = [(FSDP2, *_gpus(count)) for count in counts]
@@ -125,24 +125,12 @@ class Planner:
     def _settings(self) -> Iterator[Choices]:
         """Yield the values of each setting, from mild to strong."""
         now = self.estimate()
-        config, load, room = self.config, now.load, now.room
-        training, engine = config.training, config.engine
+        config, load, training = self.config, now.load, self.config.training
         if not training.gradient_checkpointing:
             yield [(("training.gradient_checkpointing", True),)]
         yield _each("training.token_budget", _halves(training.token_budget, load.context))
-        if engine.name == "vllm" and not engine.vllm.sleep and self.machine.kind != "cpu":
-            yield [(("engine.vllm.sleep", True),)]
-        if engine.max_context is None or engine.max_context > load.sampled:
-            yield _each("engine.max_context", [load.sampled])
-        if room is not None and room.missing and engine.vllm.kv_cache_mb is not None:
-            yield _each("engine.vllm.kv_cache_mb", [ceil(room.needs / 2**20)])
-        elif room is not None and engine.vllm.kv_cache_mb is None:
-            share = engine.vllm.memory_share
-            higher = [value for value in (0.6, 0.7, 0.8, 0.85, 0.9) if value > share]
-            lower = [value for value in (0.4, 0.3, 0.2, 0.1) if value < share]
-            yield _each("engine.vllm.memory_share", higher if room.missing else lower)
-        if engine.name != "vllm":
-            yield _each("engine.max_rows", _halves(min(engine.max_rows, load.rows), 8))
+        for key, values in now.engine.savings:
+            yield _each(f"engine.{key}", values)
         yield _each("training.logits_budget_mb", _halves(training.logits_budget_mb, 64))
         if config.model.dtype is Dtype.float32:
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
@@ -159,7 +147,7 @@ def _gpus(count: int) -> tuple[Turn, ...]:
     return ("distributed.processes", GPUS_PER_NODE), nodes, FIRST_NODE
 
 
-def _each(key: str, values: list[Any]) -> Choices:
+def _each(key: str, values: Sequence[Any]) -> Choices:
     return [((key, value),) for value in values]
 
 

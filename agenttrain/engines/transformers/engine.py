@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from agenttrain.engines.base import EngineError, refuse_images
-from agenttrain.engines.config import EngineConfig
 from agenttrain.engines.transformers import sampler
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.decoder import Decoder
 from agenttrain.engines.transformers.scheduler import Generation, Scheduler
 from agenttrain.engines.transformers.worker import EngineStats, EngineWorker
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class TransformersEngine:
     """An `Engine` and `Lockstep` over a transformers causal language model, e.g.::
 
-        engine = TransformersEngine(model, EngineConfig(max_context=1024))
+        engine = TransformersEngine(model, TransformersSettings(max_context=1024))
         completion = await engine.generate(
             [1, 41, 42], Sampling(max_tokens=16, stop_token_ids=(2,), seed=7), session="rollout-0"
         )
@@ -42,8 +42,8 @@ class TransformersEngine:
     `update` has to follow. Raises EngineError for a model whose cache it cannot keep.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig | None = None) -> None:
-        config = config or EngineConfig()
+    def __init__(self, model: PreTrainedModel, config: TransformersSettings | None = None) -> None:
+        config = config or TransformersSettings()
         self.max_context = max_context(model, config)
         _check_counts(config)
         self._model: Any = model
@@ -193,7 +193,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], resul
         loop.call_soon_threadsafe(settle)
 
 
-def max_context(model: PreTrainedModel, config: EngineConfig) -> int:
+def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:
     """Tokens of one sequence; raises EngineError for more than the model has positions."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     wanted = config.max_context if config.max_context is not None else limit
@@ -208,7 +208,7 @@ def max_context(model: PreTrainedModel, config: EngineConfig) -> int:
     return wanted
 
 
-def _check_counts(config: EngineConfig) -> None:
+def _check_counts(config: TransformersSettings) -> None:
     for key in ("max_rows", "rejoin_steps"):
         if getattr(config, key) < 1:
             raise EngineError(f"engine.{key}={getattr(config, key)}: set at least 1.")
@@ -216,7 +216,9 @@ def _check_counts(config: EngineConfig) -> None:
 
 def _check_sampling(sampling: Sampling) -> None:
     if sampling.grammar is not None:
-        raise EngineError("sampling.grammar: engine=transformers has none. Set engine=vllm.")
+        raise EngineError(
+            "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls out."
+        )
     in_range = {
         "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
         "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.engines.base import EngineDead, EngineError, refuse_images
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.driver import Driver, Stepper, VllmRequest, VllmStats, Waiter
 from agenttrain.engines.vllm.setup import build_llm_engine, check_device, settings_restored
 from agenttrain.engines.vllm.weights import Manifest, load_adapters, split_adapters
@@ -38,7 +38,7 @@ DRAIN_S = 600.0
 class VllmEngine:
     """An `Engine` over vLLM's `LLMEngine`, e.g.::
 
-        engine = VllmEngine(Path("my_model"), EngineConfig(name="vllm", max_context=1024))
+        engine = VllmEngine(Path("my_model"), VllmSettings(max_context=1024))
         completion = await engine.generate(
             [1, 41, 42], Sampling(max_tokens=16, stop_token_ids=(2,), seed=7), session="rollout-0"
         )
@@ -49,7 +49,7 @@ class VllmEngine:
     def __init__(
         self,
         folder: Path,
-        config: EngineConfig,
+        config: VllmSettings,
         *,
         dtype: str = "float32",
         adapters: LoraSettings | None = None,
@@ -85,6 +85,7 @@ class VllmEngine:
         self._driver = self._stepper.engine
         llm = self._driver.llm
         self.dtype: torch.dtype = llm.model_config.dtype
+        self.quantized = config.quantization is not None
         self._grammars = tokenizer is not None
         self._adapters = adapters
         self.takes_adapters = adapters is not None
@@ -92,7 +93,7 @@ class VllmEngine:
         self.max_context: int = llm.model_config.max_model_len
         self._mode = mode
         self._drain_s = drain_s
-        self._sleeps = config.vllm.sleep
+        self._sleeps = config.sleep
         self._manifest = Manifest()
         self._vocabulary: int = llm.model_config.get_vocab_size()
         self._closed = False
@@ -183,7 +184,7 @@ class VllmEngine:
         return await asyncio.wrap_future(self._stepper.call(function))
 
     async def rest(self) -> None:
-        """With engine.vllm.sleep: the GPU's memory is free until the next `update`."""
+        """With engine.sleep: the GPU's memory is free until the next `update`."""
         if self._sleeps:
             await self._between_steps(self._driver.sleep)
             self.lacks_base = self.takes_adapters

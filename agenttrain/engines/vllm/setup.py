@@ -18,7 +18,8 @@ from torch import Generator, Tensor
 from transformers import AutoConfig
 
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.config import EngineConfig, EngineDtype
+from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.weights import room_for
 from agenttrain.utils.threads import current_gpu
 
@@ -37,9 +38,9 @@ KEYS = {
     "max_model_len": "engine.max_context",
     "max seq len": "engine.max_context",
     "max_num_seqs": "engine.max_rows",
-    "gpu_memory_utilization": "engine.vllm.memory_share",
-    "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
-    "KV cache": "engine.vllm.kv_cache_mb",
+    "gpu_memory_utilization": "engine.memory_share",
+    "kv_cache_memory_bytes": "engine.kv_cache_mb",
+    "KV cache": "engine.kv_cache_mb",
     "dtype": "engine.dtype",
 }
 """vLLM's words -> the setting that they mean."""
@@ -47,7 +48,7 @@ KEYS = {
 
 def build_llm_engine(
     folder: Path,
-    config: EngineConfig,
+    config: VllmSettings,
     *,
     dtype: str,
     rank: int = 0,
@@ -70,7 +71,7 @@ def build_llm_engine(
         # Compiling the sampler costs half a minute here and gains nothing. The variable is read
         # when vLLM's functions are decorated.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if config.vllm.tensor_parallel_size > 1:
+        if config.tensor_parallel_size > 1:
             # Its own way puts each worker on cores of its own, and there may be too few.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -97,21 +98,21 @@ def build_llm_engine(
 
 
 def _arguments(
-    folder: Path, config: EngineConfig, dtype: str, rank: int, tokenizer: Path | None, seed: int
+    folder: Path, config: VllmSettings, dtype: str, rank: int, tokenizer: Path | None, seed: int
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs`."""
-    options, on_gpu = config.vllm, torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     arguments = dict[str, Any](
         model=str(folder),
         dtype=chosen_dtype(config.dtype, dtype),
         seed=seed % SEEDS,
         max_model_len=config.max_context,
         max_num_seqs=config.max_rows,
-        tensor_parallel_size=options.tensor_parallel_size,
-        gpu_memory_utilization=options.memory_share,
-        quantization=options.quantization,
-        enforce_eager=options.enforce_eager or not on_gpu,
-        enable_sleep_mode=options.sleep,
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu_memory_utilization=config.memory_share,
+        quantization=config.quantization,
+        enforce_eager=config.enforce_eager or not on_gpu,
+        enable_sleep_mode=config.sleep,
         enable_prefix_caching=True,
         # After temperature: what the trainer computes again.
         logprobs_mode="processed_logprobs",
@@ -121,8 +122,8 @@ def _arguments(
         use_tqdm_on_load=False,
         disable_log_stats=True,
     )
-    if options.kv_cache_mb is not None:
-        arguments["kv_cache_memory_bytes"] = options.kv_cache_mb << 20
+    if config.kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_mb << 20
     if rank:
         arguments |= room_for(rank)
     if tokenizer is not None:

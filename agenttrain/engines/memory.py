@@ -1,0 +1,140 @@
+"""Memory that an engine takes, for `agenttrain plan`: its parts, at each moment of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class When(StrEnum):
+    """Moments of a run."""
+
+    start = "start"
+    """The model is loaded, and the engine has measured itself."""
+    rollouts = "rollouts"
+    update = "update"
+    sync = "sync"
+    """The engine is awake and gets new weights."""
+    checkpoint = "checkpoint"
+
+
+EVER = tuple(When)
+AWAKE = (When.start, When.rollouts, When.sync, When.checkpoint)
+"""Moments at which an engine that sleeps during updates is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """Something that takes memory."""
+
+    name: str
+    bytes: int
+    why: str
+    """Its contents."""
+    when: tuple[When, ...] = EVER
+    on_host: bool = False
+    """It is in the host's memory."""
+    once: bool = False
+    """Only one process of a node has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory that an engine has for keys and values, and the least that it needs."""
+
+    has: int
+    """Bytes; below 0 where its weights alone are more than its share."""
+    needs: int
+    """Bytes of one sequence of `tokens`."""
+    tokens: int
+    """engine.max_context."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes for want of which the engine refuses to start."""
+        return max(0, self.needs - self.has)
+
+
+class ModelSizes(Protocol):
+    """Sizes of the model that a run trains; each is computed when it is first read."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        ...
+
+    @property
+    def largest_weight(self) -> int:
+        """Bytes of the largest weight."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the weights."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token's hidden state."""
+        ...
+
+    @property
+    def inner_width(self) -> int:
+        """Numbers of one token in the widest linear layer of a decoder layer."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the language-model head."""
+        ...
+
+    @property
+    def token_cache(self) -> int:
+        """Bytes of one token's keys and values in all layers, in the policy's number format."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The work and the machine that an engine's memory depends on, of one process."""
+
+    rows: int
+    """Rollouts in flight."""
+    prompt: int
+    """Tokens of a prompt."""
+    sampled: int
+    """Most tokens of one sequence: prompt and completion, of an evaluation's rollouts too."""
+    limit: int
+    """The engine's context, to which rows of its cache may grow."""
+    on_gpu: bool
+    memory: int | None
+    """Bytes of a GPU, on a CPU of a node; None: not known."""
+    taken: int
+    """Bytes of a node without GPUs that the process has taken before the engine starts."""
+    sharded: bool
+    """The policy's weights are divided among the processes."""
+    adapters: bool
+    """The policy has adapters."""
+
+
+Saving = tuple[str, Sequence[Any]]
+"""A setting and values of it that take less memory, the mildest first: ``("sleep", [True])``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Memory of an engine under its settings."""
+
+    items: tuple[MemoryItem, ...] = ()
+    room: Room | None = None
+    """The room for keys and values of an engine that refuses to start without enough of it."""
+    savings: tuple[Saving, ...] = ()
+    """Settings of the engine that make a run smaller, in the order in which to try them."""
+
+
+def shorter_context(max_context: int | None, load: EngineLoad) -> tuple[Saving, ...]:
+    """Return the saving of a context no longer than the run's sequences; none if it is none."""
+    longer = max_context is None or max_context > load.sampled
+    return (("max_context", [load.sampled]),) if longer else ()

@@ -1,0 +1,176 @@
+"""Engines by name: the bundled ones, each a folder with a `spec.py`, and those from outside.
+
+An engine from outside is named by the dotted path of its EngineSpec, `engine._target_`. Its module
+is somebody's code: it is imported by `admit` alone, once everything else in the settings is valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.spec import EngineSpec, S
+from agenttrain.types import ConfigError
+from agenttrain.utils.locate import Kind, locate, look_up
+from agenttrain.utils.moved import moved_key
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import SETTINGS, problem_lines, raise_problems, shown
+
+TARGET = "_target_"
+
+
+@dataclass(config=SETTINGS, kw_only=True)
+class OutsideEngine(EngineSettings):
+    """Settings of an engine from outside before its module is imported."""
+
+    own: dict[str, Any]
+    """Every key as it was given; the engine's own settings class checks them."""
+
+
+@cache
+def specs() -> Mapping[str, EngineSpec[Any]]:
+    """Return the bundled engines by name: every folder beside this file that has a `spec.py`."""
+    names = sorted(file.parent.name for file in Path(__file__).parent.glob("*/spec.py"))
+    return {name: import_module(f"agenttrain.engines.{name}.spec").SPEC for name in names}
+
+
+def spec_of(settings: S) -> EngineSpec[S]:
+    """Return the engine that the settings are of; one from outside has passed `admit`."""
+    assert not isinstance(settings, OutsideEngine), "its module is not imported yet"
+    bundled = specs().get(settings.name)
+    if bundled is not None:
+        return bundled
+    spec: EngineSpec[S] = locate(settings.name, key=f"engine.{TARGET}")
+    return spec
+
+
+def names_with(**abilities: bool) -> str:
+    """Return the bundled engines that have these abilities, as an override.
+
+    Example: ``names_with(grammars=True) == "engine=vllm"``.
+    """
+    able = [
+        name
+        for name, spec in specs().items()
+        if all(getattr(spec, ability) == value for ability, value in abilities.items())
+    ]
+    return f"engine={'|'.join(able)}"
+
+
+def default_engine() -> EngineSettings:
+    """Return the settings of a run that names no engine."""
+    return chosen({"name": DEFAULT_ENGINE})
+
+
+def chosen(section: Any) -> EngineSettings:
+    """Return the section `engine` as settings of the engine that it names.
+
+    Raises InvalidSettings with lines ``key=value: problem; remedy``. `_target_` counts before
+    `name`, which a section always has: that of the default engine.
+    """
+    if isinstance(section, EngineSettings):
+        return section
+    if not isinstance(section, Mapping):
+        raise ValueError("expected keys and values, e.g. {name: transformers}")
+    keys = {str(key): value for key, value in section.items()}
+    if TARGET in keys:
+        del keys["name"]
+        path = keys.pop(TARGET)
+        raise_problems(_path_problems(path))
+        shared = {key: keys[key] for key in _keys(EngineSettings) if key in keys}
+        base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
+        return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
+    name = keys["name"]
+    if name not in specs():
+        known = f"{', '.join(specs())}{did_you_mean(str(name), specs())}"
+        raise_problems([f"engine.name={name}: expected one of: {known}"])
+    return _validated(specs()[name].settings, keys, f"engine={name}")
+
+
+def admit(settings: EngineSettings) -> EngineSettings:
+    """Import an engine from outside and return its own settings; a bundled one's stay as they are.
+
+    Raises ConfigError where the path names no engine, or the engine refuses its keys.
+    """
+    if not isinstance(settings, OutsideEngine):
+        return settings
+    key, path = f"engine.{TARGET}", settings.name
+    try:
+        spec = locate(path, key=key)
+        if not isinstance(spec, EngineSpec):
+            raise ValueError(f"{key}={path}: is no EngineSpec; name the object that is one")
+        own = _validated(spec.settings, settings.own, f"{key}={path}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    own.name = path
+    return own
+
+
+def plain(settings: EngineSettings) -> dict[str, Any]:
+    """Return the section as it stands in config.yaml, complete as far as it is known."""
+    if isinstance(settings, OutsideEngine):
+        return {TARGET: settings.name, **settings.own}
+    keys = {
+        key: value.value if isinstance(value, Enum) else value
+        for key, value in asdict(settings).items()
+    }
+    if settings.name not in specs():
+        return {TARGET: keys.pop("name"), **keys}
+    return keys
+
+
+def known_keys() -> list[str]:
+    """Return the keys that some bundled engine has."""
+    return list(dict.fromkeys(key for spec in specs().values() for key in _keys(spec.settings)))
+
+
+def _keys(settings: type[EngineSettings]) -> list[str]:
+    return [field.name for field in fields(settings)]
+
+
+def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
+    known = _keys(settings)
+    others = [key for key in keys if key not in known]
+    lines = [line for key in others for line in _unknown(key, keys[key], known, engine)]
+    section = {key: keys[key] for key in known if key in keys}
+    try:
+        made = TypeAdapter(settings).validate_python(section)
+    except ValidationError as error:
+        lines += problem_lines(error, "engine")
+    raise_problems(lines)
+    return made
+
+
+def _unknown(key: str, value: Any, known: list[str], engine: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            typed = f"engine.{key}.{name}={shown(inner)}"
+            now = moved_key(typed)
+            yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
+        return
+    typed = f"engine.{key}={shown(value)}"
+    owners = [name for name, spec in specs().items() if key in _keys(spec.settings)]
+    if owners:
+        yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
+        return
+    hint = did_you_mean(f"engine.{key}", [f"engine.{name}" for name in known])
+    yield f"{typed}: unknown key{hint or f'; the keys of {engine} are: ' + ', '.join(known)}"
+
+
+def _path_problems(path: object) -> Iterator[str]:
+    target = look_up(path)
+    key = f"engine.{TARGET}={path}"
+    if target.problem is not None:
+        yield f"{key}: {target.problem}"
+    elif target.kind is not None:
+        kind = "function" if target.kind is Kind.function else "class"
+        yield f"{key}: is a {kind}; name an EngineSpec, which describes the engine"

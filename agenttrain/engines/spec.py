@@ -1,0 +1,105 @@
+"""`EngineSpec`: an engine as its folder registers it.
+
+Setup, `plan` and the checks ask the spec of the chosen engine; none of them knows an engine's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from agenttrain.engines.base import Engine
+from agenttrain.engines.config import LEAST_TEMPERATURE, EngineSettings
+from agenttrain.engines.memory import EngineLoad, EngineMemory, ModelSizes
+from agenttrain.training.config import LoraSettings, WeightSyncMode
+
+S = TypeVar("S", bound=EngineSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInputs:
+    """The parts of a run that engines are built from; most engines need few of them."""
+
+    policy: Any
+    """The module to sample from; None for an engine with weights of its own."""
+    model: Path
+    """Folder of the model; of its base, where the policy has adapters."""
+    dtype: str
+    """Number format of the policy's weights, e.g. float32."""
+    adapters: LoraSettings | None
+    """The policy's adapters; None: it has none."""
+    tokenizer: Path | None
+    """Folder of the tokenizer, where requests come with a grammar."""
+    sync_mode: WeightSyncMode
+    """What becomes of requests in flight at an update."""
+    seed: int
+    on_gpu: bool
+    rank: int
+    """Number of this process; each one builds an engine."""
+    run_folder: Path | None
+    """Folder for the engine's log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Settings of other sections that an engine's check may see."""
+
+    lora_rank: int
+    """model.lora.rank; 0: no adapters."""
+    distributed: str
+    """distributed.name."""
+    several: bool
+    """The run has more than one process."""
+
+
+def _no_problems(*_: Any) -> Iterable[str]:
+    return ()
+
+
+def _no_memory(settings: EngineSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
+    return EngineMemory()
+
+
+def _accept(settings: EngineSettings, model: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec(Generic[S]):
+    """An engine: its settings, how it is built, and what has to be known about it before that.
+
+    A bundled one is `SPEC` in `engines/<name>/spec.py`. One from outside the package is any object
+    of this class, named by its dotted path::
+
+        SPEC = EngineSpec(settings=MySettings, build=build)   # engine._target_=my_pkg.engine.SPEC
+
+    Problems are complete lines ``key=value: problem; remedy``. The module of a spec is imported
+    to check settings, so it imports torch and the engine itself in `build`, not at its top.
+    """
+
+    settings: type[S]
+    """Keys of the section `engine` and their bounds."""
+    build: Callable[[S, EngineInputs], Engine]
+    check: Callable[[S, RunFacts], Iterable[str]] = _no_problems
+    """Yield what is wrong with the settings beside those of other sections."""
+    check_machine: Callable[[S, Callable[[], int]], Iterable[str]] = _no_problems
+    """Yield what this machine lacks. The second argument counts its GPUs, which imports torch."""
+    check_model: Callable[[S, Any], None] = _accept
+    """Raise EngineError for a model, built without weights, that the engine cannot serve."""
+    gpu_notes: Callable[[S], Iterable[str]] = _no_problems
+    """Yield what would be slow on a GPU, with a remedy."""
+    memory: Callable[[S, EngineLoad, ModelSizes], EngineMemory] = _no_memory
+    """Estimate the memory that the engine takes in each process."""
+    own_weights: bool = False
+    """It samples from weights of its own, which are sent to it; else from the policy's module."""
+    deterministic: bool = False
+    """It can repeat a run bit for bit (`Lockstep`)."""
+    grammars: bool = False
+    """It takes requests with a grammar."""
+    too_cold: str = (
+        f"must be at least {LEAST_TEMPERATURE:g}: divided by less, logits turn their rounding "
+        "errors into whole nats, and overflow in the end"
+    )
+    """Reason against a temperature between 0 and LEAST_TEMPERATURE."""

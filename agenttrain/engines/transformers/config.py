@@ -1,0 +1,19 @@
+"""Settings of the engine that samples in this process from the policy's own weights."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from agenttrain.engines.config import EngineSettings
+from agenttrain.utils.sections import SETTINGS, Whole
+
+
+@dataclass(config=SETTINGS, kw_only=True)
+class TransformersSettings(EngineSettings):
+    """Settings of engine=transformers."""
+
+    name: str = "transformers"
+    rejoin_steps: Whole = Field(default=2, ge=1)
+    """Decode steps between a completion and its rollout's return; no effect with
+    rollout.deterministic=false."""

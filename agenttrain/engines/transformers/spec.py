@@ -1,0 +1,75 @@
+"""engine=transformers: sampling in this process, from the policy's own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agenttrain.engines.base import Engine
+from agenttrain.engines.memory import (
+    EngineLoad,
+    EngineMemory,
+    MemoryItem,
+    ModelSizes,
+    When,
+    shorter_context,
+)
+from agenttrain.engines.spec import EngineInputs, EngineSpec
+from agenttrain.engines.transformers.config import TransformersSettings
+
+FEWEST_ROWS = 8
+"""Rows of the smallest batch that is proposed."""
+
+
+def build(settings: TransformersSettings, inputs: EngineInputs) -> Engine:
+    """Build the engine on the policy's module."""
+    from agenttrain.engines.transformers.engine import TransformersEngine
+
+    return TransformersEngine(inputs.policy, settings)
+
+
+def check_model(settings: TransformersSettings, model: Any) -> None:
+    """Raise EngineError for too long a context, and for a cache that the engine does not know."""
+    from agenttrain.engines.transformers.decoder import refuse_unknown_caches
+    from agenttrain.engines.transformers.engine import max_context
+
+    max_context(model, settings)
+    refuse_unknown_caches(model)
+
+
+def memory(settings: TransformersSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
+    """Estimate the keys and values, and the copy of weights that are divided among processes."""
+    from agenttrain.engines.transformers.cache import final_capacity
+
+    items = []
+    if load.sharded:
+        why = "one weight whole, for the engine's copy"
+        items.append(
+            MemoryItem(name="weight", bytes=sizes.largest_weight, why=why, when=(When.sync,))
+        )
+        why = "engine=transformers samples from weights that are whole"
+        items.append(MemoryItem(name="engine's weights", bytes=sizes.weights, why=why))
+    tokens = final_capacity(load.prompt, load.sampled, load.limit)
+    grown = f", in rows that grew to {tokens:,}" if tokens > load.sampled else ""
+    items.append(
+        MemoryItem(
+            name="keys and values",
+            bytes=(load.rows * tokens + 1) * sizes.token_cache,  # one slot takes the padding
+            why=f"{load.rows:,} rollouts of {load.sampled:,} tokens{grown}, "
+            f"{sizes.token_cache:,} bytes each",
+        )
+    )
+    rows, fewer = min(settings.max_rows, load.rows), []
+    while rows // 2 >= FEWEST_ROWS:
+        rows //= 2
+        fewer.append(rows)
+    savings = (*shorter_context(settings.max_context, load), ("max_rows", fewer))
+    return EngineMemory(items=tuple(items), savings=savings)
+
+
+SPEC = EngineSpec(
+    settings=TransformersSettings,
+    build=build,
+    check_model=check_model,
+    memory=memory,
+    deterministic=True,
+)

@@ -1,0 +1,130 @@
+"""Memory of vLLM: its share of the GPU, or the size of its cache, and what it keeps asleep.
+
+It takes its share whole: weights, what its own forward passes need, and the remainder for keys and
+values. vLLM refuses to start where that does not hold one sequence of engine.max_context.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.memory import (
+    AWAKE,
+    EVER,
+    EngineLoad,
+    EngineMemory,
+    MemoryItem,
+    ModelSizes,
+    Room,
+    Saving,
+    When,
+    shorter_context,
+)
+from agenttrain.engines.vllm.config import VllmSettings
+
+GIB = 2**30
+BFLOAT16 = 2
+"""Bytes of a number in it."""
+FLOAT32 = 4
+ITEMSIZES = {EngineDtype.bfloat16: 2, EngineDtype.float16: 2, EngineDtype.float32: 4}
+GRAPHS, WORKSPACES = GIB, GIB // 2
+"""Bytes of a vLLM on a GPU: CUDA graphs, and workspaces, of which FlashInfer's alone are 394 MiB
+(VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE of vLLM 0.32). Assumed; they stay while it sleeps."""
+BATCHED_TOKENS = 2048
+"""Tokens of a forward pass of vLLM's, with which it measures its own peak: the default of an
+`LLMEngine` (SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS of vLLM 0.32)."""
+BATCHED_ON_CPU = 8192
+"""The same on a CPU, at least: `setup.py`."""
+HIDDEN_STATES, INNER_STATES, LOGITS = 4, 3, 3
+"""At vLLM's peak, per token of the pass: hidden states, and as wide as an MLP's inner layer; per
+row: logits in float32, and copies of them that sampling makes. Estimated."""
+SYNCED = 3
+"""Largest weights at once while an engine is sent new ones: gathered, in its format, and in the
+layout of its kernels."""
+
+
+def memory(settings: VllmSettings, load: EngineLoad, sizes: ModelSizes) -> EngineMemory:
+    """Estimate vLLM's parts, and its room for keys and values."""
+    on_gpu = load.on_gpu
+    when = AWAKE if settings.sleep else EVER
+    by = settings.tensor_parallel_size
+    if settings.dtype is EngineDtype.auto:
+        itemsize = BFLOAT16 if on_gpu else sizes.itemsize
+    else:
+        itemsize = ITEMSIZES[settings.dtype]
+    weights = sizes.weights * itemsize // sizes.itemsize // by
+    token_cache = sizes.token_cache * itemsize // sizes.itemsize
+    batch = max(BATCHED_TOKENS if on_gpu else max(BATCHED_ON_CPU, load.limit), settings.max_rows)
+    states = batch * (HIDDEN_STATES * sizes.width + INNER_STATES * sizes.inner_width) * itemsize
+    passes = (states + settings.max_rows * sizes.vocabulary * FLOAT32 * LOGITS) // by
+    kept = (WORKSPACES + (0 if settings.enforce_eager else GRAPHS)) * on_gpu
+    wanted = load.rows * load.sampled * token_cache // by
+    needs = load.limit * token_cache // by
+    if settings.kv_cache_mb is not None:
+        has, why = settings.kv_cache_mb * 2**20, "engine.kv_cache_mb"
+    elif load.memory is not None:
+        has = int(load.memory * settings.memory_share) - weights - passes - kept
+        # On a CPU vLLM counts what the whole process has taken when it starts.
+        has -= 0 if on_gpu else load.taken
+        why = f"what engine.memory_share={settings.memory_share:g} leaves"
+    else:
+        has, why = max(wanted, needs), f"{load.rows:,} rollouts of {load.sampled:,} tokens"
+    cache = max(0, has)
+    holds = cache * by // (load.sampled * token_cache)
+    if holds < load.rows:
+        why += f"; holds {holds:,} of {load.rows:,} rollouts of {load.sampled:,} tokens"
+    items = [
+        MemoryItem(name="engine's weights", bytes=weights, why="vLLM has its own", when=when),
+        MemoryItem(
+            name="engine's passes",
+            bytes=passes,
+            why=f"vLLM's own peak with {batch:,} tokens and {settings.max_rows:,} rows: estimated",
+            when=when,
+        ),
+        # Asleep vLLM gives its keys and values back; after a sync they come last.
+        MemoryItem(
+            name="keys and values",
+            bytes=cache,
+            why=why,
+            when=tuple(w for w in when if w is not When.sync) if settings.sleep else when,
+        ),
+    ]
+    if kept:
+        graphs = "" if settings.enforce_eager else "CUDA graphs and "
+        why = f"{graphs}workspaces, asleep too: assumed"
+        items.append(MemoryItem(name="engine's graphs", bytes=kept, why=why))
+    # Under adapters a sleeping engine forgets its weights, which are sent again when it wakes.
+    if not load.adapters or settings.merge_adapters or settings.sleep:
+        largest = sizes.largest_weight * itemsize // sizes.itemsize
+        why = "the largest weight: gathered, cast, and as vLLM lays it out"
+        items.append(MemoryItem(name="sync", bytes=SYNCED * largest, why=why, when=(When.sync,)))
+    if by > 1:
+        why = "a copy, and one in /dev/shm for the engine's workers"
+        items.append(
+            MemoryItem(
+                name="sent weights",
+                bytes=2 * weights * by,
+                why=why,
+                when=(When.sync,),
+                on_host=on_gpu,
+                once=True,
+            )
+        )
+    room = Room(has=has, needs=needs, tokens=load.limit)
+    return EngineMemory(items=tuple(items), room=room, savings=_savings(settings, load, room))
+
+
+def _savings(settings: VllmSettings, load: EngineLoad, room: Room) -> tuple[Saving, ...]:
+    sleep: tuple[Saving, ...] = ()
+    if load.on_gpu and not settings.sleep:
+        sleep = (("sleep", [True]),)
+    cache: tuple[Saving, ...] = ()
+    share = settings.memory_share
+    if settings.kv_cache_mb is None:
+        higher = [value for value in (0.6, 0.7, 0.8, 0.85, 0.9) if value > share]
+        lower = [value for value in (0.4, 0.3, 0.2, 0.1) if value < share]
+        cache = (("memory_share", higher if room.missing else lower),)
+    elif room.missing:
+        cache = (("kv_cache_mb", [ceil(room.needs / 2**20)]),)
+    return (*sleep, *shorter_context(settings.max_context, load), *cache)

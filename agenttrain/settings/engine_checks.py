@@ -1,0 +1,72 @@
+"""Checks of the engine: its abilities beside what other sections ask of it, and its own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agenttrain.engines.config import LEAST_TEMPERATURE
+from agenttrain.engines.registry import OutsideEngine, admit, names_with, plain, spec_of
+from agenttrain.engines.spec import RunFacts
+from agenttrain.launch.config import several_processes
+from agenttrain.settings.compose import Composed
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import WeightSyncConfig
+from agenttrain.types import ConfigError
+
+
+def engine_problems(config: RunConfig, *, several: bool | None = None) -> Iterator[str]:
+    """Yield settings that the engine cannot have, or that have no effect with it.
+
+    `several`: the run has more than one process; None: what its settings say. Nothing is known of
+    an engine from outside before `admit_engine`.
+    """
+    engine = config.engine
+    if isinstance(engine, OutsideEngine):
+        return
+    spec = spec_of(engine)
+    for name in ("rollout", "eval"):
+        temperature = getattr(config, name).temperature
+        if 0 < temperature < LEAST_TEMPERATURE:
+            greedy = "; or set it to 0, which is greedy" if name == "eval" else ""
+            yield f"{name}.temperature={temperature:g}: {spec.too_cold}; raise it{greedy}"
+    if config.rollout.deterministic and not spec.deterministic:
+        yield (
+            f"rollout.deterministic=true: the batches of engine={engine.name} depend on the clock; "
+            f"leave it out, or set {names_with(deterministic=True)}"
+        )
+    if config.rollout.structured_calls and not spec.grammars:
+        yield (
+            f"rollout.structured_calls=true: engine={engine.name} has no grammars; set "
+            f"{names_with(grammars=True)}, or leave it out"
+        )
+    sync = config.weight_sync
+    if not spec.own_weights and sync.tolerance is not None:
+        yield (
+            f"weight_sync.tolerance={sync.tolerance}: has no effect: engine={engine.name} samples "
+            "from the policy itself"
+        )
+    if not spec.own_weights and sync.mode != WeightSyncConfig.mode:
+        yield (
+            f"weight_sync.mode={sync.mode}: has no effect without {names_with(own_weights=True)}"
+        )
+    facts = RunFacts(
+        lora_rank=config.model.lora.rank,
+        distributed=str(config.distributed.name),
+        several=several_processes(config.distributed) if several is None else several,
+    )
+    yield from spec.check(engine, facts)
+
+
+def admit_engine(composed: Composed) -> None:
+    """Let an engine from outside in: import it, and check its keys; raises ConfigError.
+
+    Called where a run samples, once its other settings are valid and the code that a saved run
+    names is trusted. A bundled engine is there already.
+    """
+    config = composed.config
+    if not isinstance(config.engine, OutsideEngine):
+        return
+    config.engine = admit(config.engine)
+    composed.plain["engine"] = plain(config.engine)
+    if problems := list(engine_problems(config)):
+        raise ConfigError("\n".join(problems))
