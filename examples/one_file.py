@@ -33,7 +33,7 @@ from agenttrain.algorithms.losses import token_weights
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
 from agenttrain.data.bundled.calculator import row
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
@@ -154,7 +154,7 @@ async def train() -> list[float]:
     tools = [FunctionTool(function) for function in (add, subtract, multiply, final_answer)]
     # A call to a stop tool ends the rollout.
     toolbox = Toolbox({tool.name: tool for tool in tools}, stop_tools=["final_answer"])
-    engine = TransformersEngine(model, EngineConfig(max_context=1024))
+    engine = TransformersEngine(model, TransformersSettings(max_context=1024))
     # Computes log-probabilities of sampled tokens, many rollouts in one forward pass.
     scorer = Scorer(model, temperature=LIMITS.temperature, logits_budget_mb=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import tiny
 import torch
 
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
@@ -23,7 +23,7 @@ def sharp_model(seed=0, **overrides):
 @contextlib.asynccontextmanager
 async def running(model, **config):
     """An engine that is closed at the end."""
-    engine = TransformersEngine(model, EngineConfig(**config))
+    engine = TransformersEngine(model, TransformersSettings(**config))
     try:
         yield engine
     finally:

@@ -46,7 +46,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
@@ -109,7 +109,9 @@ async def _rollout(engine: TransformersEngine, plan: Plan, name: str) -> None:
 
 
 async def _engine(model: Any, todo: list[Plan], deterministic: bool) -> tuple[float, int]:
-    engine = TransformersEngine(model, EngineConfig(max_rows=max(len(todo), 2), max_context=1024))
+    engine = TransformersEngine(
+        model, TransformersSettings(max_rows=max(len(todo), 2), max_context=1024)
+    )
     await engine.generate([1, 2], Sampling(max_tokens=1), session="warm-up")
     await engine.release("warm-up")
     before = engine.stats.prefilled_tokens

@@ -97,7 +97,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
-from agenttrain.engines.config import EngineConfig, VllmSettings
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import sync
@@ -131,7 +131,7 @@ class Bench:
         self.trainer = make_trl(self.tokenizer)
         self.chat = load_chat(self.tokenizer, ChatTemplateConfig(), ResponseSchemaConfig())
         self.model = make_model(folder, self.tokenizer)
-        config = EngineConfig(max_context=CONTEXT, max_rows=128, vllm=VllmSettings(kv_cache_mb=512))
+        config = VllmSettings(max_context=CONTEXT, max_rows=128, kv_cache_mb=512)
         self.engine = VllmEngine(folder, config)
         self._versions = itertools.count(1)
 

@@ -217,14 +217,14 @@ def test_a_machine_is_looked_at_only_where_settings_depend_on_it() -> None:
 
 
 def test_vllm_has_as_many_gpus_as_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = run_with("engine=vllm", "engine.vllm.tensor_parallel_size=4")
-    monkeypatch.setattr("agenttrain.settings.optimizer_checks.find_spec", lambda name: None)
+    shared = run_with("engine=vllm", "engine.tensor_parallel_size=4")
+    monkeypatch.setattr("agenttrain.engines.vllm.spec.find_spec", lambda name: None)
     (line,) = machine_problems("check", [shared], machine(2))
     assert line.startswith("engine=vllm: vLLM is not installed here")
     assert machine_problems("sft", [shared], machine(2)) == []
-    monkeypatch.setattr("agenttrain.settings.optimizer_checks.find_spec", lambda name: object())
+    monkeypatch.setattr("agenttrain.engines.vllm.spec.find_spec", lambda name: object())
     (line,) = machine_problems("check", [shared], machine(2))
-    assert line == "engine.vllm.tensor_parallel_size=4: this machine has 2 GPUs; lower it"
+    assert line == "engine.tensor_parallel_size=4: this machine has 2 GPUs; lower it"
     assert machine_problems("check", [shared], machine(4)) == []
 
 

@@ -10,8 +10,8 @@ import torch
 from allocated import Allocated
 from training_cases import random_groups
 
-from agenttrain.engines.config import EngineConfig
 from agenttrain.engines.transformers.cache import final_capacity
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.training import sharding
 from agenttrain.training.batch import make_rows
@@ -89,7 +89,7 @@ def test_an_engines_cache_is_as_large_as_was_told(first, longest):
     model, limit = tiny.model(), 512
 
     async def rollouts() -> TransformersEngine:
-        engine = TransformersEngine(model, EngineConfig(max_context=limit, max_rows=3))
+        engine = TransformersEngine(model, TransformersSettings(max_context=limit, max_rows=3))
         await asyncio.gather(
             *(
                 engine.generate(

@@ -11,9 +11,10 @@ import pytest
 
 from agenttrain import cli
 from agenttrain.commands.plan.command import parse
-from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, When, estimate
+from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estimate
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.memory import When
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.run_config import RunConfig
 
@@ -186,10 +187,10 @@ def test_vllm_takes_its_share_and_says_whom_it_holds(capsys, short):
     (why,) = [p["why"] for p in found["parts"] if p["name"] == "keys and values"]
     assert "holds 71 of 200 rollouts of 3,072 tokens" in why
     # asleep, its memory is the update's, but for CUDA graphs and workspaces
-    _, asleep = plan(capsys, short, *settings, "engine.vllm.sleep=true")
+    _, asleep = plan(capsys, short, *settings, "engine.sleep=true")
     assert found["update_bytes"] - asleep["update_bytes"] == 2.5 * GIB
     # with a cache of its own size, what vLLM takes besides comes on top
-    _, sized = plan(capsys, short, *settings, "engine.vllm.kv_cache_mb=512")
+    _, sized = plan(capsys, short, *settings, "engine.kv_cache_mb=512")
     assert sized["rollouts_bytes"] - found["rollouts_bytes"] == GIB // 2 - got["keys and values"]
 
 
@@ -267,7 +268,7 @@ def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
         (folder / "config.json").write_text(json.dumps(model))
         run = (
             *("experiment=none", "model=folder", f"model.path={folder}", "model.dtype=bfloat16"),
-            *("engine=vllm", "engine.vllm.sleep=true", "distributed=fsdp2"),
+            *("engine=vllm", "engine.sleep=true", "distributed=fsdp2"),
             *("distributed.processes=8", "distributed.nodes=8", "tasks_per_step=64"),
             *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
         )
@@ -283,12 +284,13 @@ def test_an_engine_that_does_not_hold_one_sequence_does_not_start(
 ):
     config, sizes = engines[name]
     config = deepcopy(config)
-    config.engine.vllm.memory_share, config.engine.max_context = share, context
+    config.engine.memory_share, config.engine.max_context = share, context
     found = estimate(config, sizes, PlannedHardware(devices=64, memory=80 * GIB), 1024)
-    assert found.room is not None
-    assert (found.room.has / GIB, found.room.needs / GIB) == pytest.approx((has, needs), abs=1e-3)
-    assert (found.room.missing == 0) is (has >= needs)
-    assert found.excess == found.over + found.room.missing
+    room = found.engine.room
+    assert room is not None
+    assert (room.has / GIB, room.needs / GIB) == pytest.approx((has, needs), abs=1e-3)
+    assert (room.missing == 0) is (has >= needs)
+    assert found.excess == found.over + room.missing
 
 
 def test_the_engines_own_format_is_what_it_takes(engines):
@@ -298,9 +300,9 @@ def test_the_engines_own_format_is_what_it_takes(engines):
     found = estimate(config, sizes, PlannedHardware(memory=80 * GIB), 1024)
     got = {part.name: part.bytes for part in found.parts}
     assert got["engine's weights"] == 4 * WEIGHTS
-    assert found.room.needs == 40960 * TOKEN_CACHE * 4
+    assert found.engine.room.needs == 40960 * TOKEN_CACHE * 4
     config.engine.dtype = EngineDtype.auto
-    assert estimate(config, sizes, PlannedHardware(memory=80 * GIB), 1024).room.needs == (
+    assert estimate(config, sizes, PlannedHardware(memory=80 * GIB), 1024).engine.room.needs == (
         40960 * TOKEN_CACHE * 2
     )
 
@@ -315,7 +317,7 @@ def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
     assert found.excess > 30 * GIB
     (together, *_) = planner.remedies()
     assert together.fits and together.peak <= 80 * GIB
-    assert "engine.vllm.memory_share=0.85" in together.overrides
+    assert "engine.memory_share=0.85" in together.overrides
     assert "engine.max_context=3072" in together.overrides
     # Eight processes of a node load 61 GiB each, and the first writes as much.
     told = estimate(
@@ -327,21 +329,21 @@ def test_32b_on_gpus_of_80_gib_is_refused_with_what_helps(engines, capsys):
 
 def test_the_words_of_a_run_that_does_not_start(capsys, short):
     run = ("--gpu-memory-gb", "8", "--host-memory-gb", "1", "engine=vllm", "model.dtype=bfloat16")
-    share = ("engine.vllm.memory_share=0.3", "training.gradient_checkpointing=true")
+    share = ("engine.memory_share=0.3", "training.gradient_checkpointing=true")
     few = ("training.token_budget=4096", "training.logits_budget_mb=64", "eval.questions=0")
     sized = ("model=folder", "experiment=none", f"model.path={short}", *few)
     assert cli.main(["plan", *run, *share, *sized]) == 1
     told = capsys.readouterr().out
     # 0.3 x 8 - 0.348 - 0.485 - 1.5 and 40960 x 8192 bytes
     assert (
-        "DOES NOT START: vLLM wants room for one sequence of 40,960 tokens (engine.max_context), "
-        "0.31 GiB of keys and values, and has 0.07 GiB"
+        "DOES NOT START: the engine wants room for one sequence of 40,960 tokens "
+        "(engine.max_context), 0.31 GiB of keys and values, and has 0.07 GiB"
     ) in told
     assert "of a node's own 1.00, the most at the start" in told
-    larger = ("--gpu-memory-gb", "24", *run[4:], *few, "engine.vllm.kv_cache_mb=100")
+    larger = ("--gpu-memory-gb", "24", *run[4:], *few, "engine.kv_cache_mb=100")
     code, found = plan(capsys, short, *larger)
     assert (code, found["engine"]["missing"]) == (1, 40960 * 8192 - 100 * 2**20)
-    assert found["remedies"][-1]["overrides"] == "engine.vllm.kv_cache_mb=320"
+    assert found["remedies"][-1]["overrides"] == "engine.kv_cache_mb=320"
 
 
 def test_nothing_is_known_that_helps(capsys, short):

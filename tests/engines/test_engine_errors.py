@@ -9,7 +9,7 @@ from engine_kit import PLAIN, expected_logprobs, ids_of, running, sharp_model
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from agenttrain.engines.base import EngineError, ImagesRefused, Lockstep
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
@@ -116,7 +116,7 @@ def test_models_whose_cache_it_cannot_keep_are_refused():
         (alibi, "BloomForCausalLM cannot run on this engine's cache"),
     ):
         with pytest.raises(EngineError, match=message):
-            TransformersEngine(model, EngineConfig(max_context=32))
+            TransformersEngine(model, TransformersSettings(max_context=32))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_models_whose_cache_it_cannot_keep_are_refused():
 )
 def test_settings_out_of_range_are_refused(config, message):
     with pytest.raises(EngineError, match=message):
-        TransformersEngine(tiny.model(), EngineConfig(**config))
+        TransformersEngine(tiny.model(), TransformersSettings(**config))
 
 
 def test_the_engine_is_a_lockstep_engine():

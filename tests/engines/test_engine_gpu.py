@@ -18,8 +18,10 @@ import torch
 from fake_vllm import Machine, machine
 
 from agenttrain.engines.base import EngineDead, EngineError
-from agenttrain.engines.config import EngineConfig, EngineDtype, VllmSettings
+from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.engines.vllm.engine import VllmEngine
 from agenttrain.engines.vllm.setup import check_device
 from agenttrain.engines.vllm.weights import SPREAD, Manifest, checksum
@@ -44,7 +46,7 @@ def run(
     **settings: bool,
 ) -> None:
     async def main() -> None:
-        config = EngineConfig(name="vllm", dtype=dtype, vllm=VllmSettings(**settings))
+        config = VllmSettings(dtype=dtype, **settings)
         engine = VllmEngine(Path("model"), config, mode=mode, seed=2**40 + 5, log=log)
         try:
             async with asyncio.timeout(20):
@@ -124,7 +126,7 @@ def test_a_token_on_its_way_carries_the_version_of_its_weights(
 def test_the_engine_has_a_number_format_of_its_own(
     machine: Machine, wanted: str, policys: str, chosen: str
 ) -> None:
-    config = EngineConfig(name="vllm", dtype=EngineDtype(wanted))
+    config = VllmSettings(dtype=EngineDtype(wanted))
     engine = VllmEngine(Path("model"), config, dtype=policys)
     assert machine.llms[0].arguments.dtype == chosen
     assert engine.dtype is getattr(torch, chosen)
@@ -135,7 +137,7 @@ def test_auto_is_the_policys_format_where_the_gpu_has_no_bfloat16(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    engine = VllmEngine(Path("model"), EngineConfig(name="vllm"), dtype="float32")
+    engine = VllmEngine(Path("model"), VllmSettings(), dtype="float32")
     assert machine.llms[0].arguments.dtype == "float32"
     asyncio.run(engine.aclose())
 
@@ -220,7 +222,7 @@ def test_blocking_functions_run_on_the_gpu_of_their_caller(machine: Machine) -> 
 
 def test_the_decode_thread_works_on_the_process_gpu(machine: Machine) -> None:
     async def main() -> None:
-        engine = TransformersEngine(tiny.model(), EngineConfig(max_context=64))
+        engine = TransformersEngine(tiny.model(), TransformersSettings(max_context=64))
         await engine.generate([7, 8], Sampling(max_tokens=2), session="a")
         await engine.aclose()
 
@@ -241,7 +243,7 @@ def test_a_run_draws_the_same_numbers_with_vllm_as_without(
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
     config = RunConfig()
     config.model.path = "bundled:shop"
-    config.engine.name = "vllm"
+    config.engine = VllmSettings()
     world = SimpleNamespace(is_main=True, rank=0)
     policy = SimpleNamespace(
         world=world, accelerator=SimpleNamespace(device=torch.device("cuda", 3))

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.config import EngineConfig
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.types import Sampling
 
@@ -53,7 +53,7 @@ def run(seed, max_rows=4, steps=2, rejoin_steps=2):
     delays = random.Random(seed)
 
     async def main():
-        config = EngineConfig(max_rows=max_rows, rejoin_steps=rejoin_steps)
+        config = TransformersSettings(max_rows=max_rows, rejoin_steps=rejoin_steps)
         engine = TransformersEngine(model, config)
         done = []
         with batches_of(model) as seen:
@@ -91,7 +91,7 @@ def test_without_expectations_the_batches_follow_the_arrivals():
     model = tiny.model(initializer_range=0.4)
 
     async def main(seed):
-        engine = TransformersEngine(model, EngineConfig(max_rows=4))
+        engine = TransformersEngine(model, TransformersSettings(max_rows=4))
         delays = random.Random(seed)
         with batches_of(model) as seen:
             done = await asyncio.gather(*(rollout(engine, name, delays) for name in NAMES))
@@ -106,7 +106,7 @@ def test_without_expectations_the_batches_follow_the_arrivals():
 
 def test_a_cancelled_session_counts_as_released():
     async def main():
-        engine = TransformersEngine(tiny.model(), EngineConfig(max_rows=2))
+        engine = TransformersEngine(tiny.model(), TransformersSettings(max_rows=2))
         engine.expect(["a", "b", "c"])
         slow, quick = Sampling(max_tokens=400), Sampling(max_tokens=3)
         a, b, c = (
@@ -130,7 +130,7 @@ def test_a_cancelled_session_counts_as_released():
 
 def test_a_refused_call_and_its_release_hold_nobody_up():
     async def main():
-        engine = TransformersEngine(tiny.model(), EngineConfig(max_context=16))
+        engine = TransformersEngine(tiny.model(), TransformersSettings(max_context=16))
         engine.expect(["a", "b"])
         b = asyncio.create_task(engine.generate([5], Sampling(max_tokens=3), session="b"))
         with pytest.raises(EngineError, match="leave no room"):

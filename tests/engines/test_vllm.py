@@ -14,8 +14,10 @@ import tiny
 import torch
 
 from agenttrain.engines.base import EngineError, ImagesRefused
-from agenttrain.engines.config import EngineConfig, EngineDtype, VllmSettings
+from agenttrain.engines.config import EngineDtype
+from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import LoraSettings, WeightSyncConfig, WeightSyncMode
 from agenttrain.training.lora import adapter_weights, add_lora
 from agenttrain.training.weight_sync import StaleWeights, named_weights, sync
@@ -57,13 +59,7 @@ def run(
     """`use` an engine of its own, closed afterwards."""
 
     async def main() -> None:
-        config = EngineConfig(
-            name="vllm",
-            dtype=dtype,
-            max_context=CONTEXT,
-            vllm=VllmSettings(kv_cache_mb=16),
-            max_rows=64,
-        )
+        config = VllmSettings(dtype=dtype, max_context=CONTEXT, kv_cache_mb=16, max_rows=64)
         engine = VllmEngine(folder, config, adapters=adapters, mode=WeightSyncMode(mode))
         try:
             await use(engine)
@@ -472,7 +468,7 @@ def test_greedy_sampling_gives_the_tokens_of_the_transformers_engine(folder: Pat
         )
 
     async def use(engine: VllmEngine) -> None:
-        other = TransformersEngine(small(), EngineConfig(max_context=CONTEXT))
+        other = TransformersEngine(small(), TransformersSettings(max_context=CONTEXT))
         for mine, theirs in zip(await greedy(engine), await greedy(other), strict=True):
             assert mine.token_ids == theirs.token_ids
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from agenttrain.engines.config import EngineConfig, VllmSettings
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync
 from agenttrain.types import Sampling
@@ -51,8 +51,7 @@ def test_two_workers_hold_the_policys_weights(tmp_path: Path) -> None:
             await sync(PolicyOf(tiny.model(head_dim=32)), Deaf(engine), 3, WeightSyncConfig())
 
     async def main() -> None:
-        settings = VllmSettings(kv_cache_mb=16, tensor_parallel_size=2)
-        config = EngineConfig(name="vllm", max_context=512, max_rows=8, vllm=settings)
+        config = VllmSettings(max_context=512, max_rows=8, kv_cache_mb=16, tensor_parallel_size=2)
         engine = VllmEngine(tmp_path, config)
         try:
             await use(engine)

@@ -22,7 +22,7 @@ pytest.importorskip(
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SETTINGS = ("engine=vllm", "engine.vllm.kv_cache_mb=128", "engine.max_context=1024", "tracker=none")
+SETTINGS = ("engine=vllm", "engine.kv_cache_mb=128", "engine.max_context=1024", "tracker=none")
 
 
 def agenttrain(*arguments: str) -> str:
@@ -57,8 +57,8 @@ def test_sleep_mode_is_refused_on_the_build_that_would_ignore_it(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert cli.main(["engine=vllm", "engine.vllm.sleep=true"]) == 2
-    assert "engine.vllm.sleep=true: needs a GPU" in capsys.readouterr().err
+    assert cli.main(["engine=vllm", "engine.sleep=true"]) == 2
+    assert "engine.sleep=true: needs a GPU" in capsys.readouterr().err
 
 
 SERVE = """

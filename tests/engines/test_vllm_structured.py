@@ -20,7 +20,7 @@ import torch
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
 from agenttrain.engines.base import EngineError
-from agenttrain.engines.config import EngineConfig, VllmSettings
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.rollout.row_tools import check_grammars, grammar_of
@@ -82,9 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(folder: Path, *, grammars: bool = True, mode: str = "drain") -> VllmEngine:
-    config = EngineConfig(
-        name="vllm", max_context=512, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
-    )
+    config = VllmSettings(max_context=512, kv_cache_mb=16, max_rows=64)
     tokenizer = folder if grammars else None
     return VllmEngine(folder, config, tokenizer=tokenizer, mode=WeightSyncMode(mode))
 
@@ -324,7 +322,7 @@ def test_training_with_structured_calls(tmp_path: Path) -> None:
     """From the bundled agent: no malformed call, and weights of at most 1."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "agenttrain.cli", "engine=vllm", "engine.vllm.kv_cache_mb=128"),
+            *(sys.executable, "-m", "agenttrain.cli", "engine=vllm", "engine.kv_cache_mb=128"),
             *(
                 "engine.max_context=1024",
                 "tracker=none",

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from agenttrain.engines.base import EngineDead, EngineError
-from agenttrain.engines.config import EngineConfig, VllmSettings
+from agenttrain.engines.vllm.config import VllmSettings
 from agenttrain.training.config import WeightSyncMode
 from agenttrain.training.weight_sync import named_weights
 from agenttrain.types import Completion, Sampling
@@ -38,9 +38,7 @@ def run(
     """`use` an engine of its own within a minute, closed afterwards."""
 
     async def main() -> None:
-        config = EngineConfig(
-            name="vllm", max_context=512, vllm=VllmSettings(kv_cache_mb=16), max_rows=64
-        )
+        config = VllmSettings(max_context=512, kv_cache_mb=16, max_rows=64)
         engine = VllmEngine(folder, config, mode=WeightSyncMode(mode), **more)
         try:
             async with asyncio.timeout(60):
@@ -162,7 +160,7 @@ def test_a_drain_does_not_wait_for_ever(folder: Path) -> None:
 
 def test_what_vllm_refuses_is_told_with_the_setting_that_is_meant(folder: Path) -> None:
     with pytest.raises(EngineError, match=r"max_model_len \(9999\).*\(settings: engine.max_cont"):
-        VllmEngine(folder, EngineConfig(name="vllm", max_context=9999))
+        VllmEngine(folder, VllmSettings(max_context=9999))
 
 
 def test_it_steps_in_this_process_whatever_the_environment_says(

@@ -331,7 +331,7 @@ def test_what_torchrun_started_is_checked_as_it_is(monkeypatch):
     run = composed()
     check_processes(parse([]), [run])
     assert not is_later_node(run.config.distributed)
-    shared = composed("engine=vllm", "engine.vllm.tensor_parallel_size=2")
+    shared = composed("engine=vllm", "engine.tensor_parallel_size=2")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: with distributed=ddp each"):
         check_processes(parse([]), [shared])
 
