@@ -1,0 +1,114 @@
+"""An engine from a module outside the package: README's, written beside the user's other files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_readme_examples import block
+
+from agenttrain.cli import main
+from agenttrain.settings.trust import KEY_FILE
+
+TRACE = '\nfrom pathlib import Path\n\nPath(__file__).with_name("imported").touch()\n'
+OUTSIDE = "engine._target_=my_engine.SPEC"
+RUN = ("debug=tiny", "steps=1", "eval.questions=0", "tracker=none", "tracker.rollouts=all", OUTSIDE)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working folder with `my_engine.py`, which leaves a trace when it is imported."""
+    (tmp_path / "my_engine.py").write_text(block("`my_engine.py`, which samples") + TRACE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    forget(monkeypatch)
+    return tmp_path
+
+
+def forget(monkeypatch) -> None:
+    """Undo that `my_engine` was imported, as a new process would."""
+    Path("imported").unlink(missing_ok=True)
+    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_samples_with_it_and_its_folder_is_read_without_it(
+    folder, monkeypatch, capsys
+) -> None:
+    assert main([*RUN, "engine.most_tokens=5", "hydra.run.dir=run"]) == 0
+    lines = Path("run/rollouts/step-000001.jsonl").read_text().splitlines()
+    trajectories = [t for line in lines for t in json.loads(line)["trajectories"]]
+    sampled = [s for t in trajectories for s in t["spans"] if s["origin"] == "sampled"]
+    assert max(span["end"] - span["start"] for span in sampled) == 5
+    engine = yaml.safe_load(Path("run/config.yaml").read_text())["engine"]
+    assert engine == {
+        "_target_": "my_engine.SPEC",
+        "max_context": None,
+        "max_rows": 128,
+        "most_tokens": 5,
+    }
+
+    forget(monkeypatch)
+    assert main(["view", "run", "to=page.html"]) == 0
+    assert main(["replay", "run"]) == 0
+    assert not Path("imported").exists()
+
+    # A run of the user's own may go on with it; somebody else's names it first.
+    assert main(["check", "resume=run", "steps=2"]) == 0
+    assert Path("imported").exists()
+    forget(monkeypatch)
+    monkeypatch.setenv(KEY_FILE, str(folder / "another_key"))
+    capsys.readouterr()
+    for verb in (["resume=run"], ["eval", "run=run"], ["plan", "resume=run"]):
+        assert main([*verb, "steps=2"] if verb[0] != "eval" else verb) == 2
+        assert "engine._target_=my_engine.SPEC\n" in capsys.readouterr().err
+    assert not Path("imported").exists()
+    assert main(["check", "resume=run", "steps=2", "engine=transformers"]) == 0
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("engine.most_token=3", "engine.most_token=3: unknown key (did you mean 'engine.most_toke"),
+        ("engine.most_tokens=0", "engine.most_tokens=0: must be at least 1"),
+        (
+            "engine.memory_share=0.4",
+            "engine._target_=my_engine.SPEC has no such key; it belongs to",
+        ),
+        ("engine._target_=my_engine.Field", "engine._target_=my_engine.Field: is no EngineSpec"),
+        ("weight_sync.tolerance=0.1", "engine=my_engine.SPEC samples from the policy itself"),
+    ],
+)
+def test_its_own_class_and_abilities_refuse_settings(folder, capsys, setting, expected) -> None:
+    assert main(["check", OUTSIDE, setting]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_plan_shows_what_it_says_that_it_takes(folder, capsys) -> None:
+    assert main(["plan", OUTSIDE, "engine.max_rows=4", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    (item,) = [part for part in parts if part["name"] == "keys and values"]
+    assert item["why"] == "4 rollouts, no growth"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--cfg", "job", OUTSIDE],
+        ["check", OUTSIDE, "steps=0"],
+        ["check", OUTSIDE, "engine.max_rows=0"],
+        ["check", OUTSIDE, "tools.sql._target_=nowhere.tool"],
+        ["sft", OUTSIDE, "steps=0"],
+        ["data", OUTSIDE],
+    ],
+    ids=" ".join,
+)
+def test_it_is_imported_where_a_valid_run_samples_only(folder, words) -> None:
+    main(words)
+    assert not Path("imported").exists()

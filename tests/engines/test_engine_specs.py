@@ -1,0 +1,97 @@
+"""Every bundled engine is one folder: its name is written nowhere else in the package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import agenttrain
+from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
+from agenttrain.engines.registry import names_with, specs
+from agenttrain.utils.moved import in_this_layout, override_in_this_layout
+
+PACKAGE = Path(agenttrain.__file__).parent
+ALLOWED = {
+    ("engines/config.py", "transformers"): "the default engine",
+    ("utils/moved.py", "vllm"): "runs of the first layout had a section of that name",
+    ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
+    ("commands/templates.py", "transformers"): "the package, whose version is recorded",
+}
+
+
+def written(source: str, name: str) -> Iterator[str]:
+    """Imports, attributes and texts of a module that name an engine; docstrings may."""
+    tree = ast.parse(source)
+    docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if f"agenttrain.engines.{name}." in f"{node.module}.":
+                yield node.module
+        elif isinstance(node, ast.Attribute) and node.attr == name:
+            yield f".{name}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+            named = (f"engine={name}", f"engine.name={name}", f"engine.{name}")
+            if id(node) not in docstrings and (text == name or any(n in text for n in named)):
+                yield text
+
+
+def test_no_module_outside_an_engines_folder_names_it() -> None:
+    outside = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        place = file.relative_to(PACKAGE).as_posix()
+        for name in specs():
+            if not place.startswith(f"engines/{name}/") and (place, name) not in ALLOWED:
+                outside += [f"{place}: {text}" for text in written(file.read_text(), name)]
+    assert outside == []
+
+
+def test_the_check_finds_comparisons_imports_and_messages() -> None:
+    assert list(written('if engine.name == "vllm": pass', "vllm")) == ["vllm"]
+    assert list(written("size = config.engine.vllm.size", "vllm")) == [".vllm"]
+    module = "agenttrain.engines.vllm.engine"
+    assert list(written(f"def f():\n    from {module} import VllmEngine", "vllm")) == [module]
+    assert list(written('raise ValueError("set engine=vllm")', "vllm")) == ["set engine=vllm"]
+    assert list(written('def f():\n    """As vllm does, engine=vllm."""', "vllm")) == []
+
+
+def test_the_bundled_engines() -> None:
+    assert list(specs()) == ["transformers", "vllm"]
+    assert DEFAULT_ENGINE in specs()
+    assert names_with(grammars=True) == names_with(own_weights=True) == "engine=vllm"
+    assert names_with(deterministic=True) == "engine=transformers"
+
+
+@pytest.mark.parametrize("name", specs())
+def test_settings_have_the_folders_name_and_a_default_for_each_key(name: str) -> None:
+    settings = specs()[name].settings()
+    assert settings.name == name
+    assert isinstance(settings, EngineSettings)
+    assert {f.name for f in fields(EngineSettings)} <= {f.name for f in fields(settings)}
+
+
+def test_saved_settings_of_the_first_layout_get_the_keys_of_their_own_engine() -> None:
+    common = {"dtype": "auto", "max_context": None, "max_rows": 64, "rejoin_steps": 2}
+    vllm = {"memory_share": 0.4, "sleep": True}
+    saved = {"engine": {"name": "transformers", **common, "vllm": vllm}}
+    assert in_this_layout(saved)["engine"] == {
+        "name": "transformers",
+        "max_context": None,
+        "max_rows": 64,
+        "rejoin_steps": 2,
+    }
+    saved["engine"]["name"] = "vllm"
+    assert in_this_layout(saved)["engine"] == {
+        "name": "vllm",
+        "dtype": "auto",
+        "max_context": None,
+        "max_rows": 64,
+        "memory_share": 0.4,
+        "sleep": True,
+    }
+    assert override_in_this_layout("engine.vllm.sleep=true") == "engine.sleep=true"
+    assert override_in_this_layout("engine.max_rows=4") == "engine.max_rows=4"
