@@ -9,21 +9,17 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import sys
-import threading
-import time
 from importlib import import_module
 from pathlib import Path
 
+from agenttrain.utils.child_process import end_with_parent
 from agenttrain.utils.exit_codes import DONE
 from agenttrain.utils.output import protect
 from agenttrain.utils.signals import listening
 
 TOLD = "signal.txt"
 """File of the exchange: which signal the launcher passes on, always as the same one."""
-WATCH_S = 1.0
-"""Seconds between two checks that the launcher still lives."""
 
 
 def main() -> int:
@@ -37,7 +33,8 @@ def main() -> int:
         except OSError:
             return None
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # Nobody would pass signals on, or notice a dead rank.
+    end_with_parent("the launcher of this process is gone: it stops")
     with listening() as stop:  # before anything is imported that takes its time
         stop.passed_on = signal_passed_on
         try:
@@ -59,14 +56,6 @@ def main() -> int:
 
             write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)
-
-
-def _end_with(launcher: int) -> None:
-    """Stop when the launcher is gone: nobody would pass signals on, or notice a dead rank."""
-    while os.getppid() == launcher:
-        time.sleep(WATCH_S)
-    print("the launcher of this process is gone: it stops", file=sys.stderr, flush=True)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def leave(code: int) -> None:
