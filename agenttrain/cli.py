@@ -28,7 +28,7 @@ from agenttrain.commands.sweep.compare import compare
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import is_job
 from agenttrain.commands.sweep.run import end_with_sweep
-from agenttrain.launch.orders import (
+from agenttrain.launch.processes import (
     assigned_folder,
     check_processes,
     count_gpus,

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from agenttrain.launch.config import DistributedConfig
-from agenttrain.launch.orders import (
+from agenttrain.launch.processes import (
     EXCHANGE,
     QUIET,
     WorkerCommand,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agenttrain.launch.config import DistributedName
-from agenttrain.launch.orders import (
+from agenttrain.launch.processes import (
     QUIET,
     adopt,
     code_of,

@@ -38,21 +38,21 @@ def main() -> int:
     with listening() as stop:  # before anything is imported that takes its time
         stop.passed_on = signal_passed_on
         try:
-            from agenttrain.launch import orders
+            from agenttrain.launch import processes
 
-            command = orders.WorkerCommand(**json.loads(sys.argv[1]))
-            orders.worker_command = command
+            command = processes.WorkerCommand(**json.loads(sys.argv[1]))
+            processes.worker_command = command
             # `python -m` has put the current folder first, where it can hide a package.
             sys.path[:] = command.sys_path
             from agenttrain.launch.ranks import share
 
             return share(lambda: import_module(command.program).run(command.arguments))
         except KeyboardInterrupt:
-            from agenttrain.launch.orders import stop_code
+            from agenttrain.launch.processes import stop_code
 
             return stop_code(stop, json.loads(sys.argv[1])["verb"])
         except BaseException as error:
-            from agenttrain.launch.orders import code_of, write_crash
+            from agenttrain.launch.processes import code_of, write_crash
 
             write_crash(exchange, os.environ["RANK"], error)
             return code_of(error)

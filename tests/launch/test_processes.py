@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
-from agenttrain.launch.orders import (
+from agenttrain.launch.processes import (
     adopt,
     check_processes,
     foreign_problems,
