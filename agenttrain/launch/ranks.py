@@ -95,16 +95,16 @@ def agree(world: World, own: Proposal) -> Proposal:
     if problem is None and first.problem is None:
         problem = own.differs_from(first)
     problems = world.gather([(problem, socket.gethostname())], "the settings")
-    texts = {text for text, _ in problems}
-    if texts == {None}:
+    named = {text for text, _ in problems if text is not None}
+    if not named:
         return first
-    if len(texts) == 1:
-        raise Refused(str(texts.pop()))
+    if named == {first.problem}:  # of all ranks, or of the folder, which is the first one's
+        raise Refused(str(first.problem))
     raise Refused(
         "\n".join(
             f"rank {rank} on {host}: {text}"
             for rank, (text, host) in enumerate(problems)
-            if text and text not in [earlier for earlier, _ in problems[:rank]]
+            if text is not None and text not in [earlier for earlier, _ in problems[:rank]]
         )
     )
 
