@@ -28,8 +28,15 @@ from agenttrain.commands.sweep.compare import compare
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import is_job
 from agenttrain.commands.sweep.run import end_with_sweep
-from agenttrain.launch.orders import check_processes, count_gpus, is_later_node, started_by_others
+from agenttrain.launch.processes import (
+    assigned_folder,
+    check_processes,
+    count_gpus,
+    is_later_node,
+    started_by_others,
+)
 from agenttrain.launch.start import as_rank, start
+from agenttrain.launch.worker import leave
 from agenttrain.settings.checks import (
     check_init,
     check_structured,
@@ -90,13 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
     # that no file there hides an installed package.
     sys.path.append(os.getcwd())
-    if started_by_others():
-        return as_rank(lambda: _do(arguments))
+    # A run's results are in its folder; another verb's are what it prints.
+    prints = SHORT_ANSWERS & set(arguments) or split_verb(arguments)[0] not in RUNNING_VERBS
+    if started_by_others() and prints and os.environ["RANK"] != "0":
+        return DONE
     code = _do(arguments)
+    if started_by_others() and not prints:
+        leave(code)
     if lost := lost_output():
         print(f"agenttrain: {lost}", file=sys.stderr)
-        # A run's results are in its folder; another verb's are what it prints.
-        prints = SHORT_ANSWERS & set(arguments) or split_verb(arguments)[0] not in RUNNING_VERBS
         if code == DONE and prints:
             return FAILED
     return code
@@ -123,7 +132,11 @@ def _do(arguments: list[str]) -> int:
                 "plan": _plan,
             },
         }.get(verb)
-        return _run(parse(arguments)) if own is None else own(rest)
+        if own is not None:
+            return own(rest)
+        if started_by_others() and verb in RUNNING_VERBS:
+            return as_rank(lambda: run(arguments), verb)
+        return run(arguments)
     except ConfigError as error:
         for line in without_password(str(error)).splitlines():
             print(f"agenttrain: {line}", file=sys.stderr)
@@ -132,7 +145,12 @@ def _do(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def _run(command: Command) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb of a command line that composes settings; return the exit code.
+
+    Raises ConfigError. It is what each worker of a run calls.
+    """
+    command = parse(arguments)
     if command.shows is not None:
         return _show(command)
     with hydra_session(command.source):
@@ -152,10 +170,13 @@ def _run(command: Command) -> int:
             return cli_sweep.start(command, runs)
     if command.verb == CHECK:
         return _check(command, runs, problems)
+    folder = assigned_folder()
+    if folder is not None:
+        return _start(command, runs[0], folder)
     if command.saved is not None:
         return _go_on(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
-        return start(runs[0], Path(), command.verb)
+        return _start(command, runs[0], Path())
     return _hand_over(command)
 
 
@@ -245,7 +266,7 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
             return 0
         remedy = "make it writable, or copy the run and resume the copy"
         check_writable(saved, f"resume={saved}", remedy)
-        return _launch(composed, saved, command.verb)
+        return _launch(command, composed, saved)
     run = run_of(saved)
     named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
     default = run.parent / f"{datetime.now():{TIMESTAMP}}_eval"
@@ -253,7 +274,7 @@ def _go_on(command: Command, saved: Path, composed: Composed) -> int:
     if _holds_run(folder):
         raise _taken(folder)
     check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
-    return _launch(composed, folder, "eval")
+    return _launch(command, composed, folder)
 
 
 def _finished(verb: str, saved: Path, done: int, composed: Composed) -> str:
@@ -297,10 +318,9 @@ def _hand_over(command: Command) -> int:
             if _holds_run(folder) and composed.config.resume is None:
                 raise _taken(folder)
             check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
+            codes.append(_launch(command, composed, folder))
         except ConfigError as error:
             refused.append(error)  # raised after Hydra, which would announce an error of its own
-            return
-        codes.append(_launch(composed, folder, command.verb, sweep=is_job(folder)))
 
     register()
     # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
@@ -382,9 +402,14 @@ def _export(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
-def _launch(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    print(f"{verb} in {folder}", flush=True)
-    return start(composed, folder, verb, sweep=sweep)
+def _launch(command: Command, composed: Composed, folder: Path) -> int:
+    print(f"{command.verb} in {folder}", flush=True)
+    return _start(command, composed, folder)
+
+
+def _start(command: Command, composed: Composed, folder: Path) -> int:
+    sweep = command.saved is None and is_job(folder)
+    return start(command, composed, folder, program="agenttrain.cli", sweep=sweep)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """A run in several processes: one worker per device, on one node or several.
 
-The launcher composes and checks; from then on it only watches, passes signals on, and reports which
-worker was the first to go.
+The launcher composes and checks, as each worker does again; from then on it only watches, passes
+signals on, and reports which worker was the first to go.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -28,20 +30,20 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from agenttrain.launch.config import DistributedConfig
-from agenttrain.launch.orders import (
+from agenttrain.launch.processes import (
     EXCHANGE,
     QUIET,
-    Order,
+    WorkerCommand,
     node_rank,
     read_crash,
     resolve,
-    write_order,
 )
 from agenttrain.launch.rendezvous import NotMet, meet
 from agenttrain.launch.worker import TOLD
 from agenttrain.launch.workers import PASSED_ON, WorkerEnd, Workers
-from agenttrain.settings.command_line import resuming
+from agenttrain.settings.command_line import Command, resuming
 from agenttrain.settings.compose import Composed
+from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
@@ -57,24 +59,30 @@ WHY = {
 }
 
 
-def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    """Run `verb` in as many processes as the settings say; return the exit code.
+def run_workers(command: Command, composed: Composed, folder: Path, program: str) -> int:
+    """Run a command in as many processes as the settings say; return the exit code.
 
     Raises ConfigError where this machine cannot run as many.
     """
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
-    order = Order.of(composed, folder, verb, sweep=sweep)
+    shared = WorkerCommand(
+        # The user has let the saved run's code run already, where that was asked.
+        arguments=[*command.arguments, *([TRUSTED] if command.saved is not None else [])],
+        program=program,
+        verb=command.verb,
+        folder=str(folder),
+        sys_path=sys.path,
+    )
     with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
         exchange = Path(name)
-        write_order(exchange, order)
         try:
             with _environment(section, processes, exchange):
                 spec = WorkerSpec(
                     role="worker",
                     local_world_size=processes,
                     entrypoint=sys.executable,
-                    args=("-u", "-m", "agenttrain.launch.worker"),
+                    args=("-u", "-m", "agenttrain.launch.worker", json.dumps(asdict(shared))),
                     rdzv_handler=meet(section, node),
                     max_restarts=0,
                     monitor_interval=0.1,
@@ -96,7 +104,7 @@ def run_workers(composed: Composed, folder: Path, verb: str, *, sweep: bool = Fa
         except (NotMet, DistNetworkError, DistStoreError) as error:
             print(f"agenttrain: {error}", file=sys.stderr)
             return FAILED
-        return _verdict(workers, exchange, order, first_node=node == 0)
+        return _verdict(workers, exchange, command.verb, folder, first_node=node == 0)
 
 
 @contextmanager
@@ -128,7 +136,7 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool) -> int:
+def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
     """Return the run's exit code; print and record what the first rank could not."""
 
     def when(ended: WorkerEnd) -> tuple[bool, bool, float]:
@@ -136,7 +144,7 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
     # The cause of several that went together: the first to go that did not go for another's sake.
-    first, folder = min(workers.early, key=when, default=None), Path(order.folder)
+    first = min(workers.early, key=when, default=None)
     if first is None and workers.far is None:  # they were done, or were asked to stop
         lowest = min(workers.ended, default=None)
         code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
@@ -160,8 +168,8 @@ def _verdict(workers: Workers, exchange: Path, order: Order, *, first_node: bool
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
     says_it_itself = first is not None and first.rank == 0 and first.code > 0
     if not says_it_itself or crash.get("of_peer") or workers.silent:
-        again = f"agenttrain {resuming(order.verb)}resume={quote(str(folder))}"
-        remedy = "" if order.verb == "eval" else f". To go on: {again}"
+        again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
+        remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
         if first_node:
             _record(folder, dict.fromkeys(UNFINISHED, "failed"), message)

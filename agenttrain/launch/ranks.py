@@ -1,103 +1,161 @@
-"""The ranks that torchrun, or one of its like, has started: the first composes for all of them.
+"""One rank of a run: it composes its own command line, and all ranks compare what they have.
 
-They meet at the store of MASTER_ADDR and MASTER_PORT, before there is a process group: how long
-that waits is a setting.
+Composing is deterministic, so only the run folder, which is named by a clock, goes round. What
+differs nevertheless (another command line, another node's files, another version) is refused on
+every rank before weights are loaded.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import socket
 import sys
-import time
-from contextlib import suppress
-from datetime import timedelta
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from agenttrain.launch.orders import Order, code_of, in_a_line, stop_code, trace
-from agenttrain.launch.worker import serve
-from agenttrain.training.world import PeerFailed, World
-from agenttrain.utils.exit_codes import FAILED
-from agenttrain.utils.output import unfailing
-from agenttrain.utils.signals import listening
+from agenttrain.settings.command_line import Command
+from agenttrain.settings.compose import Composed
+from agenttrain.settings.saved import differences
+from agenttrain.training.world import World
+from agenttrain.types import ConfigError
+from agenttrain.utils.exit_codes import DONE
 
-KEY = "agenttrain/order"
-"""An Order as JSON, or the exit code of a command that runs nothing."""
-SLICE = timedelta(seconds=0.5)
-"""Longest wait at once: signals are heard in between."""
-HEARD_S = 30.0
-"""For the others to hear that there is nothing to run, before the store goes with this process."""
-LAST_S = 1.0
-"""That the others stay longer, so that who started them does not end the first one for it."""
+OF_NODE = ("processes", "rendezvous", "node_rank")
+"""Settings of `distributed` that may differ from node to node."""
+SHOWN = 3
+"""Differences that are named; one cause may have many."""
 
 
-def lead(order: Order) -> int:
-    """Tell the other ranks what to run, and do the first one's share; return the exit code."""
-    _store().set(KEY, order.text())
+class Refused(ConfigError):
+    """Not all ranks can run the same; raised on every rank with the same message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a rank would run."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """All that must be the same on every rank; empty: nothing is to be run."""
+    folder: str = ""
+    resumes: bool = False
+    """True if there is a run in the folder already, which goes on."""
+    problem: str | None = None
+    """The reason why this rank cannot run it."""
+
+    @classmethod
+    def of(cls, command: Command, composed: Composed, folder: Path) -> Proposal:
+        """The proposal to run a command with the settings that it composes to."""
+        config, plain = composed.config, composed.plain
+        sections = {name: value for name, value in plain.items() if name != "distributed"}
+        section = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
+        settings = {
+            **sections,
+            "distributed": section,
+            # The folder of resume=auto is the first rank's: another node may not see yet that a run
+            # is in it.
+            "resume": "auto" if command.auto else config.resume,
+            "resume_changed": [str(part) for part in config.resume_changed],
+            "verb": command.verb,
+            "agenttrain": version("agenttrain"),
+        }
+        return cls(settings=settings, folder=str(folder), resumes=config.resume is not None)
+
+    def differs_from(self, first: Proposal) -> str | None:
+        """Return what this rank has otherwise than the first; None if it has the same.
+
+        Example: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
+        """
+        if not first.settings:
+            return None
+        both = list(differences(first.settings, self.settings))
+        if not both:
+            return None
+        more = f" and {len(both) - SHOWN} more" if len(both) > SHOWN else ""
+        ours = " ".join(f"{key}={own}" for key, _, own in both[:SHOWN])
+        theirs = " ".join(f"{key}={other}" for key, other, _ in both[:SHOWN])
+        return (
+            f"{ours}{more}: the first rank has {theirs}; start every rank with the same command "
+            "line, the same files and the same version of agenttrain"
+        )
+
+
+def agree(world: World, own: Proposal) -> Proposal:
+    """Return the first rank's proposal.
+
+    Raises Refused on every rank unless all can run the same.
+    """
+    first = world.broadcast(own, "the settings")
+    problem = own.problem
+    if problem is None and first.problem is None:
+        problem = own.differs_from(first)
+    problems = world.gather([(problem, socket.gethostname())], "the settings")
+    named = {text for text, _ in problems if text is not None}
+    if not named:
+        return first
+    if named == {first.problem}:  # of all ranks, or of the folder, which is the first one's
+        raise Refused(str(first.problem))
+    raise Refused(
+        "\n".join(
+            f"rank {rank} on {host}: {text}"
+            for rank, (text, host) in enumerate(problems)
+            if text is not None and text not in [earlier for earlier, _ in problems[:rank]]
+        )
+    )
+
+
+def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> int:
+    """Do this rank's share of a command; raises what stops it, besides errors of the run on the
+    first rank."""
+    world = World.start(timeout_s=composed.config.distributed.timeout_s)
+    first = agree(world, Proposal.of(command, composed, folder))
+    if not first.settings:
+        return DONE
+    composed.config.resume = first.folder if first.resumes else None
+    if not world.is_main:
+        redirect(Path(first.folder) / "logs" / f"rank-{world.rank}.log")
+        faulthandler.enable()
+    from agenttrain.runs.run import Run
+
+    return Run(
+        verb=command.verb,
+        config=composed.config,
+        plain=composed.plain,
+        folder=Path(first.folder),
+        sweep=sweep,
+        world=world,
+    ).execute()
+
+
+def share(command: Callable[[], int]) -> int:
+    """Run a command that composes and comes to `run`; return its exit code.
+
+    Where it does not come so far the other ranks, which wait for this one, get to know why.
+    """
+    if os.environ["RANK"] != "0":
+        redirect(Path(os.devnull))  # the first rank prints what all of them compose
     try:
-        return serve(order, _start(order))
-    except PeerFailed as error:  # who started the processes may not let the other one speak
-        print(in_a_line(error), file=sys.stderr)
-        return FAILED
+        code = command()
+    except ConfigError as error:
+        if not dist.is_initialized():
+            agree(World.start(), Proposal(problem=str(error)))
+        raise
+    if code == DONE and not dist.is_initialized():
+        agree(World.start(), Proposal())
+    return code
 
 
-def dismiss(code: int) -> None:
-    """End the other ranks as the first one ends, if they were told nothing before."""
-    # Suppressed: the launcher of the processes is gone, and the store with it.
-    with suppress(dist.DistNetworkError):
-        store = _store()
-        if store.check([KEY]):
-            return
-        store.set(KEY, str(code))
-        others = [f"agenttrain/heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
-        deadline = time.monotonic() + HEARD_S
-        while not store.check(others) and time.monotonic() < deadline:
-            time.sleep(0.1)
-
-
-def follow() -> int:
-    """Do what the first rank says, in another one; return the exit code."""
-    rank = int(os.environ["RANK"])
-    terminal = unfailing(os.dup(2))  # where stderr leads now
-    verb = "train"
-    with listening() as stop:
-        try:
-            text = _order_or_code(rank)
-            if text.isdecimal():
-                time.sleep(LAST_S)
-                return int(text)
-            order = Order.parse(text)
-            verb = order.verb
-            return serve(order, _start(order))
-        except KeyboardInterrupt:
-            return stop_code(stop, verb)
-        except Exception as error:
-            for line in (trace(error) or in_a_line(error)).splitlines():
-                print(f"rank {rank}: {line}", file=terminal, flush=True)
-            return code_of(error)
-
-
-def _start(order: Order) -> World:
-    return World.start(timeout_s=order.composed().config.distributed.timeout_s)
-
-
-def _order_or_code(rank: int) -> str:
-    """Wait for what the first rank puts under KEY."""
-    store = _store()
-    while True:
-        try:
-            store.wait([KEY], SLICE)
-        except dist.DistNetworkError:
-            return str(FAILED)  # the first rank is gone, and has said why where it could
-        except dist.DistStoreError:
-            continue
-        text: str = store.get(KEY).decode()
-        store.set(f"agenttrain/heard/{rank}", "")
-        return text
-
-
-@cache
-def _store() -> dist.Store:
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore("order", store)
+def redirect(path: Path) -> None:
+    """Append all that this process prints from now on, by libraries in C too, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)

@@ -1,4 +1,4 @@
-"""Start of a checked command: in this process, in several workers, or as one of torchrun's ranks.
+"""Start of a checked command: in this process, in several workers, or as one rank of a run.
 
 Modules that need torch are imported last, so that a command that is refused never loads it.
 """
@@ -6,54 +6,89 @@ Modules that need torch are imported last, so that a command that is refused nev
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from agenttrain.launch.config import DistributedName
-from agenttrain.launch.orders import QUIET, Order, adopt, is_first, started_by_others, stop_code
+from agenttrain.launch.processes import (
+    QUIET,
+    adopt,
+    code_of,
+    in_a_line,
+    is_rank,
+    started_by_others,
+    stop_code,
+    trace,
+)
+from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import SAMPLING_VERBS
-from agenttrain.utils.exit_codes import FAILED
+from agenttrain.types import ConfigError
+from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
+LAST_S = 1.0
+"""That the other ranks of a refused run stay longer: torchrun ends all once one has ended, and the
+first says why."""
 
-def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
-    """Run `verb` in its folder; return the exit code. Raises ConfigError."""
-    if verb in SAMPLING_VERBS:
+
+def start(
+    command: Command, composed: Composed, folder: Path, *, program: str, sweep: bool = False
+) -> int:
+    """Run a command in its folder; return the exit code. Raises ConfigError.
+
+    `program` is the module whose `run` workers call with the command's arguments.
+    """
+    if command.verb in SAMPLING_VERBS:
         admit_engine(composed)
-    config, plain = composed.config, composed.plain
-    if config.distributed.name is not DistributedName.single and not started_by_others():
+    if composed.config.distributed.name is not DistributedName.single and not is_rank():
         from agenttrain.launch.launcher import run_workers
 
-        return run_workers(composed, folder, verb, sweep=sweep)
+        return run_workers(command, composed, folder, program)
     with listening() as stop:
         try:
-            if started_by_others():
-                from agenttrain.launch.ranks import lead
+            if is_rank():
+                from agenttrain.launch.ranks import run
 
-                adopt(composed, ())
-                return lead(Order.of(composed, folder, verb, sweep=sweep))
+                if started_by_others():
+                    adopt(composed, ())
+                return run(command, composed, folder, sweep=sweep)
             from agenttrain.runs.run import Run
 
-            return Run(verb=verb, config=config, plain=plain, folder=folder, sweep=sweep).execute()
+            return Run(
+                verb=command.verb,
+                config=composed.config,
+                plain=composed.plain,
+                folder=folder,
+                sweep=sweep,
+            ).execute()
         except KeyboardInterrupt:
-            return stop_code(stop, verb)
+            return stop_code(stop, command.verb)
 
 
-def as_rank(command: Callable[[], int]) -> int:
+def as_rank(command: Callable[[], int], verb: str) -> int:
     """Run a command in one of the processes that torchrun started; return the exit code.
 
-    The first does the command, and has the others do their share where it runs something.
+    Raises ConfigError on the first rank; the others print what stopped them alone.
     """
+    rank = int(os.environ["RANK"])
     os.environ.update(QUIET)
-    from agenttrain.launch.ranks import dismiss, follow
+    terminal = unfailing(os.dup(2))  # where stderr leads now
+    with listening() as stop:
+        try:
+            from agenttrain.launch.ranks import Refused, share
 
-    if not is_first():
-        return follow()
-    code = FAILED
-    try:
-        code = command()
-    finally:
-        dismiss(code)
-    return code
+            return share(command)
+        except KeyboardInterrupt:
+            return stop_code(stop, verb)
+        except Exception as error:
+            if rank == 0 and isinstance(error, ConfigError):
+                raise
+            if isinstance(error, Refused):
+                time.sleep(LAST_S)
+            else:
+                for line in (trace(error) or in_a_line(error)).splitlines():
+                    print(f"rank {rank}: {line}", file=terminal, flush=True)
+            return code_of(error)

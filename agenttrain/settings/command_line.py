@@ -54,6 +54,8 @@ WITH_VALUE = (
 class Command:
     """A parsed command line."""
 
+    arguments: list[str]
+    """The command line itself."""
     verb: str
     overrides: list[str]
     """Overrides without `saved`."""
@@ -116,6 +118,7 @@ def parse(arguments: Sequence[str]) -> Command:
     ):
         shows = "other"
     return Command(
+        arguments=list(arguments),
         verb=verb,
         overrides=overrides,
         saved=saved,

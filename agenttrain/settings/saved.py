@@ -82,7 +82,7 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     problems = [
         f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
         "another folder"
-        for key, before, now in _differences(begun.plain, composed.plain)
+        for key, before, now in differences(begun.plain, composed.plain)
         if key.partition(".")[0] not in (*RESUMABLE, "resume")
     ]
     if problems:
@@ -108,14 +108,14 @@ def _going_on(argument: str, folder: Path, composed: Composed) -> Composed:
     return composed
 
 
-def _differences(
+def differences(
     before: Any, now: Any, prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, value before, value now) of each setting that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys([*before, *now]):
             values = before.get(name), now.get(name)
-            yield from _differences(*values, prefix=(*prefix, str(name)))
+            yield from differences(*values, prefix=(*prefix, str(name)))
     elif before != now:
         yield ".".join(prefix), before, now
 

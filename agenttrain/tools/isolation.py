@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from agenttrain.tools.isolation_worker import Recipe, WorkerRequest, build
 from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply
 from agenttrain.tools.tool import call_optional
 from agenttrain.types import ToolContext, ToolError, ToolUnavailable
+from agenttrain.utils.child_process import ChildProcess
 from agenttrain.utils.threads import DaemonThreads
 
 START_S = 120.0
@@ -39,8 +39,6 @@ END_S = 5.0
 """Seconds at the end for killed workers, and what they started, to be gone."""
 LOOK_S = 0.2
 """Seconds between two checks that a silent worker is still alive."""
-MAX_TAIL = 2000
-"""Bytes kept of what a worker prints, for the error when it dies."""
 
 
 class ToolWorker:
@@ -57,13 +55,12 @@ class ToolWorker:
         self._most = 16 * recipe.max_chars
         self._lock = threading.Lock()
         self._killed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._tail = b""
+        self._process: ChildProcess | None = None
 
     @property
     def alive(self) -> bool:
         """True while it can take a call."""
-        return not self._killed and self._process is not None and self._process.poll() is None
+        return not self._killed and self._process is not None and self._process.alive
 
     @property
     def pid(self) -> int | None:
@@ -83,13 +80,9 @@ class ToolWorker:
             with self._lock:
                 if self._killed:
                     raise ToolUnavailable(f"tool {self.name}: was closed")
-                self._process = subprocess.Popen(
+                self._process = ChildProcess(
                     [*command, str(os.getpid()), str(theirs.fileno()), str(read_end)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(), read_end),
-                    start_new_session=True,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = ours
@@ -104,8 +97,6 @@ class ToolWorker:
         finally:
             theirs.close()
             os.close(read_end)
-        self._reader = threading.Thread(target=self._read_output, daemon=True)
-        self._reader.start()
         self._connection.send_bytes(json.dumps(sys.path).encode())
         problem = self._exchange(self._recipe, limit_s=START_S).get("problem")
         if problem is not None:
@@ -134,7 +125,7 @@ class ToolWorker:
             return
         with suppress(OSError, ValueError):  # it has ended; it is closed
             self._lifeline.write(b".")
-        process.send_signal(signal.SIGCONT)  # a tool may have stopped its parent
+        process.signal(signal.SIGCONT)  # a tool may have stopped its parent
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer wakes up
 
@@ -142,9 +133,7 @@ class ToolWorker:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
         if self._process is None:
             return True
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        if not self._process.ended(timeout_s):
             return False
         self._lifeline.close()
         self._socket.close()
@@ -174,28 +163,9 @@ class ToolWorker:
     def _died(self) -> ToolUnavailable:
         """Make the error that says how the worker ended."""
         assert self._process is not None
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        code = self._process.returncode
+        how = self._process.gone()
         self.kill()
-        # For its last words, but not for ever: a process that it left behind may hold the pipe.
-        self._reader.join(1.0)
-        if code is None:
-            how = "hangs"
-        elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit code {code}"
-        tail = self._tail.decode("utf-8", "replace").strip()
-        return ToolUnavailable(
-            f"tool {self.name}: its worker process {how}" + (f"; it printed: {tail}" * bool(tail))
-        )
-
-    def _read_output(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        with self._process.stdout as output:
-            while chunk := os.read(output.fileno(), 65536):
-                self._tail = (self._tail + chunk)[-MAX_TAIL:]
+        return ToolUnavailable(f"tool {self.name}: its worker process {how}")
 
 
 class ProcessTool:

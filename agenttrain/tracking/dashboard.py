@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from threading import Thread
 from typing import Any
 
 from agenttrain.tracking.dashboard_process import HEARD_BY_RUN
+from agenttrain.utils.child_process import ChildGone, ChildProcess
 from agenttrain.utils.json_lines import dumps
 
 FINISH_TIMEOUT_S = 15.0
@@ -60,7 +60,7 @@ class TrackioSink:
         name, if there is one; `warn` is given the one line that says why tracking stopped."""
         self._warn = warn
         self._queue: SimpleQueue[str | None] = SimpleQueue()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ChildProcess | None = None
         self.failed = False
         """True if something is missing from the dashboard, or all of it."""
         arguments = {
@@ -91,7 +91,7 @@ class TrackioSink:
         """Log one point per metric at `step`; `rollouts` (records) appear among the traces."""
         if self._process is None:
             return
-        if self._process.poll() is not None:
+        if not self._process.alive:
             self._fail(self._failure())
             return
         try:
@@ -106,18 +106,17 @@ class TrackioSink:
         if self._process is None:
             return
         self._queue.put(None)
-        try:
-            status = self._process.wait(FINISH_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if not self._process.ended(FINISH_TIMEOUT_S):
             self._fail(f"did not finish within {FINISH_TIMEOUT_S:.0f} s")
-            return
-        if status != 0:
+        elif self._process.code != 0:
             self._fail(self._failure())
-        self._stop()
+        else:
+            self._stop()
 
     def _failure(self) -> str:
-        assert self._process is not None and self._process.stdout is not None
-        return self._process.stdout.read().strip() or f"exit status {self._process.returncode}"
+        assert self._process is not None
+        lines = self._process.printed().splitlines()
+        return lines[-1] if lines else f"exit status {self._process.code}"
 
     def _fail(self, reason: str) -> None:
         self.failed = True
@@ -131,43 +130,31 @@ class TrackioSink:
         if self._process is not None:
             self._queue.put(None)
             self._process.kill()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
             self._process = None
 
 
-def _start(folder: Path) -> subprocess.Popen[str]:
+def _start(folder: Path) -> ChildProcess:
     environment = {k: v for k, v in os.environ.items() if k not in _REMOTE_VARIABLES}
     environment |= {"TRACKIO_DIR": str(folder.resolve()), "HF_HUB_OFFLINE": "1"}
     script = Path(__file__).with_name("dashboard_process.py")
     # Blocked until the process ignores them; one that comes meanwhile is this process's alone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_BY_RUN)
     try:
-        return subprocess.Popen(
-            # -P: the script's own folder must not shadow modules that trackio imports.
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-        )
+        # -P: the script's own folder must not shadow modules that trackio imports.
+        command = [sys.executable, "-P", str(script)]
+        return ChildProcess(command, requests=True, own_session=False, env=environment)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _feed(process: subprocess.Popen[str], queue: SimpleQueue[str | None]) -> None:
+def _feed(process: ChildProcess, queue: SimpleQueue[str | None]) -> None:
     """Feed the process until None or until it is gone; runs in a thread of its own."""
-    assert process.stdin is not None
-    # A broken pipe: the process died, and `log` or `close` reads its exit status and says so.
-    with suppress(OSError), process.stdin as pipe:
+    # Gone: `log` or `close` reads its exit status and says so.
+    with suppress(ChildGone):
         while (line := queue.get()) is not None:
-            pipe.write(line + "\n")
-            pipe.flush()
+            process.send(line)
         # Said explicitly: a process forked from this one may hold the pipe open.
-        pipe.write(END + "\n")
+        process.send(END)
 
 
 def trace(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_BY_RUN)
     report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
     try:
         import trackio
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from agenttrain.types import AgenttrainError
 from agenttrain.utils.json_lines import finite
@@ -63,23 +64,22 @@ def held(folder: Path) -> Iterator[None]:
     system that has no locks lets everyone in.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", blocking=False)
     try:
-        file = (folder / ".lock").open("w")
-    except OSError as error:  # the folder is what the user can do something about
-        error.filename = str(folder)
-        raise
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FolderInUse(
-                f"{folder}: another process works in this run folder. Wait for it or stop it, or "
-                "choose another folder with hydra.run.dir."
-            ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        lock.acquire()
+    except Timeout as error:  # an OSError too
+        raise FolderInUse(
+            f"{folder}: another process works in this run folder. Wait for it or stop it, or "
+            "choose another folder with hydra.run.dir."
+        ) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            error.filename = str(folder)  # what the user can do something about
+            raise
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_check_and_run_refuse_the_same(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agenttrain.launch.orders.count_gpus", lambda: 0)
+    monkeypatch.setattr("agenttrain.launch.processes.count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)
     assert main(["check", *overrides]) == 2
     assert message in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_check_and_run_refuse_the_same(
 def test_everything_that_stands_against_a_run_is_told_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agenttrain.launch.orders.count_gpus", lambda: 0)
+    monkeypatch.setattr("agenttrain.launch.processes.count_gpus", lambda: 0)
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("steps: 1\n")

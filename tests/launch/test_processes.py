@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
-from agenttrain.launch.orders import (
-    Order,
+from agenttrain.launch.processes import (
     adopt,
     check_processes,
     foreign_problems,
@@ -28,7 +27,6 @@ from agenttrain.launch.orders import (
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import parse
 from agenttrain.settings.compose import Source, compose_run, hydra_session
-from agenttrain.settings.run_config import RunPart
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 
@@ -266,13 +264,37 @@ def composed(*overrides: str):
         return compose_run(list(overrides), Source())
 
 
-def test_an_order_is_what_was_composed():
-    ordered = composed("optimizer.betas=[0.8,0.9]", *TWO)
-    ordered.config.resume = "my run"
-    ordered.config.resume_changed = [RunPart.data]
-    order = Order.parse(Order.of(ordered, Path("my run"), "train", sweep=True).text())
-    assert (order.folder, order.verb, order.sweep) == ("my run", "train", True)
-    assert order.composed() == ordered
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ("optimizer.lr=0.25", "optimizer.lr=0.25: the first rank has optimizer.lr=0.0008; start"),
+        ("steps=-1", "steps=-1: must be at least 1"),
+    ],
+)
+def test_ranks_that_compose_otherwise_are_refused_by_name(tmp_path, other, problem):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            command(*TINY, "hydra.run.dir=run", *more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment(RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+        )
+        for rank, more in (("0", ()), ("1", (other,)))
+    ]
+    try:
+        ends = [rank.communicate(timeout=HANGS) for rank in ranks]
+    finally:
+        kill_left(tmp_path)
+    assert [rank.returncode for rank in ranks] == [REFUSED, REFUSED], ends
+    (line,) = ends[0][1].splitlines()
+    assert line.startswith(f"agenttrain: rank 1 on {socket.gethostname()}: {problem}")
+    assert ends[1] == ("", "")
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_process_per_gpu_or_as_many_as_the_user_says(monkeypatch):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -17,6 +13,7 @@ from typing import Any
 from agenttrain.rewards.builtin.answers import AnswerReward, as_text
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import Rollout
+from agenttrain.utils.child_process import ChildGone, ChildProcess
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_S = 120.0
@@ -67,59 +64,32 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read = b""
+        self._process: ChildProcess | None = None
 
     def ask(self, request: dict[str, Any], *, limit_s: float) -> bool | None:
         """Return the worker's reply; False when there is none in time."""
         with self._lock:
             process = self._started()
-            assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-                line = self._line(process, limit_s)
-            except BrokenPipeError:
-                line = None
-            if line is None:
-                self._kill()
+                process.send(json.dumps(request))
+                reply: bool | None = process.receive(limit_s=limit_s)
+            except ChildGone:
+                process.kill()
                 return False
-            return json.loads(line)
+            return reply
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
+    def _started(self) -> ChildProcess:
+        if self._process is not None and self._process.alive:
             return self._process
-        self._kill()
-        self._process = subprocess.Popen(
-            # -P: beside the script lies our math_verify.py, which is not the library.
-            [sys.executable, "-P", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the run; the worker ends with its input
+        # -P: beside the script lies our math_verify.py, which is not the library.
+        self._process = ChildProcess(
+            [sys.executable, "-P", str(WORKER)], requests=True, replies=True
         )
-        if self._line(self._process, START_S) is None:
-            self._kill()
+        try:
+            self._process.receive(limit_s=START_S)
+        except ChildGone as error:
+            self._process.kill()
             raise RewardUnavailable(
                 f"the process for math-verify did not start; {sys.executable} -P {WORKER} says why"
-            )
+            ) from error
         return self._process
-
-    def _line(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes | None:
-        """Return the next line of the worker's output; None if it ends or takes too long."""
-        assert process.stdout is not None
-        end = time.monotonic() + limit_s
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([process.stdout], [], [], max(end - time.monotonic(), 0))
-            piece = os.read(process.stdout.fileno(), 65536) if ready else b""
-            if not piece:
-                return None
-            self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
-        return line
-
-    def _kill(self) -> None:
-        process, self._process, self._read = self._process, None, b""
-        if process is not None:
-            process.kill()
-            process.communicate()

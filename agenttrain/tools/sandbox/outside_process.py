@@ -164,6 +164,7 @@ class Jail:
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
             before = bwrap_command(user) if self.backend == "bwrap" else []
             code = START.format(root=PACKAGE_ROOT)
+            # Not a ChildProcess: its thread for the last words would be one for each rollout.
             self._process = subprocess.Popen(
                 [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,

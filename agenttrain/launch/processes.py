@@ -1,8 +1,8 @@
-"""The processes of a run: how many there are, who started them, and their messages to each other.
+"""The processes of a run: how many there are, who started them, and what a launcher hears of them.
 
 They come from `launcher.py`, or from torchrun and its like, which say so in the environment
-(RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the exchange: an
-`Order` says what to do, a crash file why a rank stopped.
+(RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the exchange, for
+crash files, which say why a rank stopped.
 """
 
 from __future__ import annotations
@@ -14,81 +14,41 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agenttrain.launch.config import DistributedConfig, DistributedName, shared_problems
 from agenttrain.settings.command_line import Command
-from agenttrain.settings.compose import Composed, convert
-from agenttrain.settings.engine_checks import admit_engine, engine_problems
-from agenttrain.settings.machine import CHECK, SAMPLING_VERBS, process_count_problem
-from agenttrain.settings.run_config import RunPart
+from agenttrain.settings.compose import Composed
+from agenttrain.settings.engine_checks import engine_problems
+from agenttrain.settings.machine import CHECK, process_count_problem
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED, TERMINATED
 from agenttrain.utils.signals import StopRequest
 
 EXCHANGE = "AGENTTRAIN_EXCHANGE"
 """Environment: the folder where a launcher and its workers leave each other files."""
-ORDER, CRASH = "order.json", "crash-{rank}.json"
-"""Files of the exchange: what the launcher wants done; why a rank could not go on."""
+CRASH = "crash-{rank}.json"
+"""File of the exchange: why a rank could not go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A run as plain data: what the process that composed it tells the others."""
+class WorkerCommand:
+    """The launcher's own command line, which each of its workers composes again."""
 
-    plain: dict[str, Any]
-    resume: str | None
-    folder: str
+    arguments: list[str]
+    program: str
+    """Module whose `run` takes the arguments."""
     verb: str
-    sweep: bool = False
-    resume_changed: tuple[str, ...] = ()
-    """Settings changed for this resume only: `plain` does not have them."""
-
-    @classmethod
-    def of(cls, composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> Order:
-        """The order to run `verb` in `folder`."""
-        return cls(
-            plain=composed.plain,
-            resume=composed.config.resume,
-            folder=str(folder),
-            verb=verb,
-            sweep=sweep,
-            resume_changed=tuple(map(str, composed.config.resume_changed)),
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> Order:
-        """Read an order that `text` wrote."""
-        return cls(**json.loads(text))
-
-    def text(self) -> str:
-        """Return the order as JSON."""
-        return json.dumps(asdict(self))
-
-    def composed(self) -> Composed:
-        """Return the settings."""
-        composed = convert(self.plain)
-        if self.verb in SAMPLING_VERBS:
-            admit_engine(composed)
-        composed.config.resume = self.resume
-        composed.config.resume_changed = [RunPart(name) for name in self.resume_changed]
-        return composed
+    folder: str
+    """The run folder; only the first rank's is right."""
+    sys_path: list[str]
+    """Where the launcher finds modules."""
 
 
-def write_order(exchange: Path, order: Order) -> None:
-    """Write the order for the workers that are to be started, with where they find modules."""
-    text = json.dumps({"order": order.text(), "sys_path": sys.path})
-    (exchange / ORDER).write_text(text, encoding="utf-8")
-
-
-def read_order(exchange: Path) -> Order:
-    """Read what `write_order` wrote; from now on modules are found as in the launcher."""
-    record = json.loads((exchange / ORDER).read_text(encoding="utf-8"))
-    # `python -m` has put the current folder first, where it can hide a package.
-    sys.path[:] = record["sys_path"]
-    return Order.parse(record["order"])
+worker_command: WorkerCommand | None = None
+"""Set in a worker of the launcher; what a worker starts is none."""
 
 
 def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
@@ -152,9 +112,21 @@ def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
     return several and EXCHANGE not in environment
 
 
-def is_first(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True for the process that composes for the others, where others started it."""
-    return environment["RANK"] == "0"
+def is_rank() -> bool:
+    """Return True in one of the processes that share a run, whoever started them."""
+    return worker_command is not None or started_by_others()
+
+
+def assigned_folder() -> Path | None:
+    """Return the folder of a rank's run where another process has made it; None: this one does.
+
+    Of ranks after the first it is the current one: they are sent the name later.
+    """
+    if not is_rank():
+        return None
+    if os.environ["RANK"] != "0":
+        return Path()
+    return None if worker_command is None else Path(worker_command.folder)
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
@@ -276,6 +248,6 @@ def node_rank(section: DistributedConfig) -> int:
 
 def is_later_node(section: DistributedConfig) -> bool:
     """Return True if another node has the run folder and the terminal."""
-    if started_by_others():  # the first rank composes, whichever machine it is on
+    if started_by_others():  # their first rank has both, whichever machine it is on
         return False
     return section.name is not DistributedName.single and node_rank(section) > 0

@@ -1,0 +1,189 @@
+"""Child processes: start one, speak with it in JSON lines, read its last words, end it.
+
+    child = ChildProcess([sys.executable, "-P", "adder.py"], requests=True, replies=True)
+    child.send("[1, 2]")
+    child.receive(limit_s=5.0)   # 3
+    child.kill()
+
+A child that hangs or ends instead raises, e.g. ``ChildGone: ended with exit code 1; it printed:
+ModuleNotFoundError: No module named 'numpy'``.
+
+A child is to end with this process also where that is killed. One that takes requests does so when
+its standard input ends; any other calls `end_with_parent`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from threading import Thread
+from typing import IO, Any
+
+MAX_TAIL = 2000
+"""Bytes kept of what a child prints."""
+LAST_WORDS_S = 1.0
+"""Longest wait for the last words of a child: a process that it left behind may hold the pipe."""
+WATCH_S = 1.0
+"""Seconds between two checks of the parent, where the system has no pidfd."""
+
+
+class ChildGone(Exception):
+    """A child ended, or did not answer in time; the message says how, and what it printed last."""
+
+
+class ChildProcess:
+    """A child process of this one, in a session of its own: Ctrl-C is for the parent alone.
+
+    What it prints is read all the time, so that it never waits for a reader, and the end is kept.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        requests: bool = False,
+        replies: bool = False,
+        own_session: bool = True,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start the command; raises OSError.
+
+        `requests`: its standard input is for `send`, else empty. `replies`: its standard output is
+        for `receive`, else part of what it prints. Without a session of its own it gets the
+        signals of this process's group, and `kill` ends it alone.
+        """
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if requests else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if replies else subprocess.STDOUT,
+            start_new_session=own_session,
+            env=env,
+            pass_fds=pass_fds,
+        )
+        self._own_session = own_session
+        self._replies = replies
+        self._tail = b""
+        self._unread = b""
+        printed = self._process.stderr if replies else self._process.stdout
+        self._reader = Thread(target=self._collect, args=(printed,), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process number, also that of its group where it has a session of its own."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True while it runs."""
+        return self.code is None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, less than 0 for a signal; None while it runs."""
+        return self._process.poll()
+
+    def send(self, line: str) -> None:
+        """Send a line; raises ChildGone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError) as error:  # its end is closed, or ours
+            raise self.gone() from error
+
+    def receive(self, *, limit_s: float) -> Any:
+        """Return the next line of its standard output, which is JSON; raises ChildGone."""
+        assert self._process.stdout is not None
+        end = time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            left = max(end - time.monotonic(), 0)
+            ready, _, _ = select.select([self._process.stdout], [], [], left)
+            piece = os.read(self._process.stdout.fileno(), 65536) if ready else b""
+            if not piece:
+                raise self.gone()
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait for its end; return False if it still runs."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def gone(self) -> ChildGone:
+        """Make the error that says how it ended, in at most two `LAST_WORDS_S`."""
+        self.ended(LAST_WORDS_S)
+        code = self.code
+        if code is None:
+            how = "hangs"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        printed = self.printed()
+        return ChildGone(how + (f"; it printed: {printed}" if printed else ""))
+
+    def printed(self) -> str:
+        """Return the end of what it has printed."""
+        if not self.alive:
+            self._reader.join(LAST_WORDS_S)
+        return self._tail.decode("utf-8", "replace").strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing where it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it, and what it started and left in its session's group; harmless when it has ended.
+
+        A child that ended by itself and was collected (`alive`, `ended`) leaves its group alone,
+        whose number may be another's by now.
+        """
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if self._own_session else os.kill)(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout if self._replies else None):
+            if pipe is not None:
+                with suppress(OSError):  # unsent requests
+                    pipe.close()
+
+    def _collect(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while piece := os.read(pipe.fileno(), 65536):
+                self._tail = (self._tail + piece)[-MAX_TAIL:]
+
+
+def end_with_parent(message: str = "") -> None:
+    """Kill this process's group as soon as its parent is gone, however that ended.
+
+    Call it in the child, first. Not the kernel's PR_SET_PDEATHSIG, which also strikes when the
+    thread ends that has started the child.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        with suppress(AttributeError, OSError):  # no Linux, or it is gone already
+            poller = select.poll()
+            poller.register(os.pidfd_open(parent), select.POLLIN)
+            poller.poll()
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()
