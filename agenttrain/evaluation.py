@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any, Protocol
 
 from agenttrain.data.tasks import TaskSource
-from agenttrain.rollout.collector import Collected, Collector, may_be_scored, unrewarded
+from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
-from agenttrain.rollout.sharing import Costs, collect_share, merge
+from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.metrics import Estimate, mean_estimate, pass_at_k, solved
@@ -187,24 +187,24 @@ def _flat(name: str, found: Estimate) -> dict[str, float]:
 class Best:
     """The best of the evaluations while training and after, by the mean of the sampled reward."""
 
-    found: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
     """``{"step": 40, "reward": 0.53, "low": 0.48, "high": 0.58, "n": 400}``"""
 
     @property
     def step(self) -> int | None:
         """Steps that the policy had done."""
-        return None if self.found is None else self.found["step"]
+        return None if self.record is None else self.record["step"]
 
-    def look(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
+    def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
         """Return True if these are better than all before; of equals the first stays."""
         first = evaluations[0]
         if not isinstance(first, Scores):
             return False
         reward = first.reward
-        if math.isnan(reward.mean) or (self.found and reward.mean <= self.found["reward"]):
+        if math.isnan(reward.mean) or (self.record and reward.mean <= self.record["reward"]):
             return False
         ends = {"low": reward.low, "high": reward.high, "n": reward.n}
-        self.found = {"step": step, "reward": reward.mean, **ends}
+        self.record = {"step": step, "reward": reward.mean, **ends}
         return True
 
 
@@ -233,7 +233,7 @@ async def evaluate(
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
     collector = for_evaluation(collector, config)
-    tasks = [restricted(task, config.tools, collector.declared(task)) for task in tasks]
+    tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:
         collected, _ = await collect_share(
@@ -252,7 +252,7 @@ async def evaluate(
 def _of_all(label: str, share: Collected, group_by: str | None, world: World) -> Evaluation:
     """The figures over all processes; World of one: of the share."""
     shares = world.to_main([share], "the rollouts of an evaluation")
-    mine = summarise(label, merge(shares), group_by) if world.is_main else None
+    mine = summarise(label, merge_shares(shares), group_by) if world.is_main else None
     if mine:
         _tell_unscored(mine)
     told = world.broadcast(mine and replace(mine, rollouts=[]), "the figures of an evaluation")
@@ -264,7 +264,7 @@ def _of_all(label: str, share: Collected, group_by: str | None, world: World) ->
 def _tell_unscored(evaluation: Evaluation) -> None:
     """Say why rollouts that ended well have no reward."""
     reasons = [r.error for r in evaluation.rollouts if may_be_scored(r) and r.error is not None]
-    if not reasons and (reason := unrewarded(evaluation.rollouts)):
+    if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
         print(
             f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
             f"has a reward; the first: {reason}",

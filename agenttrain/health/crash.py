@@ -25,10 +25,10 @@ from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.training.batch import Row
-from agenttrain.training.blame import BrokenUpdate
+from agenttrain.training.batch import TrainingSequence
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError
+from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import read_tensors
 from agenttrain.training.world import PeerFailed
@@ -55,7 +55,7 @@ class Evidence:
     checkpoints: Checkpoints
 
     @contextmanager
-    def of(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
+    def collect(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
         """Within, an error that stops the step leaves a bundle, whose path is added to its message.
 
         `rollouts` are those of the step so far; a RewardError has its own.
@@ -107,33 +107,33 @@ class Evidence:
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts)
         if isinstance(error, BrokenUpdate):
-            write_batch(bundle, error.rows)
+            write_batch(bundle, error.sequences)
         write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
 
 
-def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
+def write_batch(bundle: Path, sequences: Sequence[TrainingSequence]) -> None:
     """Write the rows of an update, with tensors as they were: JSON knows no NaN."""
     saved = [
         {
-            "rollout_id": row.rollout.rollout_id,
-            "trajectory": row.trajectory.index,
-            "advantage": row.rollout.advantage,
-            **{name: getattr(row, name) for name in TENSORS},
+            "rollout_id": sequence.rollout.rollout_id,
+            "trajectory": sequence.trajectory.index,
+            "advantage": sequence.rollout.advantage,
+            **{name: getattr(sequence, name) for name in TENSORS},
         }
-        for row in rows
+        for sequence in sequences
     ]
     torch.save(saved, bundle / "batch.pt")
 
 
-def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
+def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
     """Read the rows that `write_batch` wrote; `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    rows = []
+    sequences = []
     for saved in read_tensors(bundle / "batch.pt"):
         rollout = by_id[saved["rollout_id"]]
         rollout.advantage = saved["advantage"]
         tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
         # Bundles of the first edition do not name it.
         trajectory = rollout.trajectories[saved.get("trajectory", 0)]
-        rows.append(Row(rollout=rollout, trajectory=trajectory, **tensors))
-    return rows
+        sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
+    return sequences

@@ -54,7 +54,7 @@ class Guards:
     """Guards that were warned of and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
 
-    def look(
+    def check_step(
         self,
         step: int,
         metrics: Mapping[str, float],
@@ -101,7 +101,7 @@ class Guards:
         for tool, problem in failing.items():
             self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
 
-    def look_at_evaluation(
+    def check_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
         """Warn of tools that fail in an evaluation; nothing stops one."""

@@ -24,7 +24,7 @@ import psutil
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.utils.exit_codes import STALLED
 
-TELL_S = 20.0
+WRITE_S = 20.0
 """Longest that the evidence may take to write: the disk may be what stalls."""
 SHOWN = 200
 """Rollouts of the table, and stacks of the event loop's tasks."""
@@ -34,7 +34,7 @@ SHOWN = 200
 class Stall:
     """The evidence of a stall."""
 
-    told: str
+    message: str
     """One line: phase, step, seconds, setting."""
     waiting: Sequence[Waiting]
     tasks: Sequence[tuple[str, asyncio.Task]]
@@ -42,7 +42,7 @@ class Stall:
 
     def lines(self) -> Iterator[str]:
         """Yield all of the evidence."""
-        yield self.told
+        yield self.message
         yield f"\nrollouts in flight: {len(self.waiting)}"
         yield from map(str, self.waiting[:SHOWN])
         if self.tasks:
@@ -91,8 +91,8 @@ def _write_evidence(stall: Stall, path: Path, record: Callable[[], None]) -> Non
     try:
         text = "\n".join(stall.lines()) + "\n"
     except Exception as error:  # the table changes while it is read
-        text = "\n".join([stall.told, f"(no table of rollouts: {error!r})", *stacks()]) + "\n"
-    until = time.monotonic() + TELL_S
+        text = "\n".join([stall.message, f"(no table of rollouts: {error!r})", *stacks()]) + "\n"
+    until = time.monotonic() + WRITE_S
     works: tuple[Callable[[], object], ...] = (
         lambda: path.write_text(text, encoding="utf-8", errors="replace"),
         record,

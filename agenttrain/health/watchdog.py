@@ -25,11 +25,11 @@ from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, Waiting
 from agenttrain.tracking.run_folder import update_summary, write_atomically
 from agenttrain.training.world import World
 
-LOOKS = 100
+READ_ATTEMPTS = 100
 """Attempts to read a table that changes meanwhile."""
 TICK_S = 0.25
 """Seconds between two checks."""
-HELD_S = 60.0
+GIL_GRACE_S = 60.0
 """Seconds that C code that keeps the interpreter to itself gets on top of a deadline: no thread of
 ours runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
 ARM_S = 5.0
@@ -155,12 +155,12 @@ class Watchdog:
     def _signs(self) -> int:
         collector = self._collector
         rollouts = 0 if collector is None else collector.in_flight.progress
-        waits = 0 if self._world is None else self._world.looks
+        waits = 0 if self._world is None else self._world.wait_checks
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
         collector = self._collector
-        for _ in range(LOOKS):
+        for _ in range(READ_ATTEMPTS):
             with suppress(RuntimeError):  # the event loop changed what was being read
                 return [] if collector is None else collector.waiting()
         return []
@@ -198,7 +198,7 @@ class Watchdog:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
-        end(Stall(told=message, waiting=self._waiting(), tasks=tasks), path, record)
+        end(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
 
 def _longest_tick_s(deadline_s: float | None) -> float:
@@ -211,7 +211,7 @@ def _arm(deadline_s: float | None) -> None:
         faulthandler.cancel_dump_traceback_later()
         return
     with suppress(RuntimeError):  # no thread is to be had now: the next heartbeat tries again
-        faulthandler.dump_traceback_later(deadline_s + HELD_S, file=2, exit=True)
+        faulthandler.dump_traceback_later(deadline_s + GIL_GRACE_S, file=2, exit=True)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

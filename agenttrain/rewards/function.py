@@ -163,9 +163,9 @@ class FunctionScorer:
         """Call the function on a copy of the rollout, which it must leave as it is."""
 
         def call() -> Any:
-            given = own_copy(rollout)
+            given = copy_rollout(rollout)
             columns = self._columns.pick(rollout.task.columns)
-            value = self._function(given, **{name: own_value(v) for name, v in columns.items()})
+            value = self._function(given, **{name: copy_value(v) for name, v in columns.items()})
             if inspect.isawaitable(value):
                 return _checked_later(value, given, rollout)
             check_unchanged(given, rollout)
@@ -175,16 +175,16 @@ class FunctionScorer:
 
     async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Call a function of TRL's once, with all rollouts in lists of their own."""
-        arguments = batch_arguments([own_copy(rollout) for rollout in rollouts])
+        arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
         outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
         if isinstance(outcome.error, RewardUnavailable):
             return [outcome.error] * len(rollouts)
         if outcome.error is not None:
-            raise failed(self.name, rollouts[0], outcome.error) from outcome.error
+            raise scoring_error(self.name, rollouts[0], outcome.error) from outcome.error
         values = outcome.value
         if not isinstance(values, Sequence) or len(values) != len(rollouts):
             wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
-            raise failed(self.name, rollouts[0], wrong)
+            raise scoring_error(self.name, rollouts[0], wrong)
         return [
             self._read(await self._as_number(Outcome(value=value)), rollout)
             for value, rollout in zip(values, rollouts, strict=True)
@@ -212,7 +212,7 @@ class FunctionScorer:
 
         def read() -> Score:
             try:
-                return checked(value)
+                return as_reward(value)
             except (TypeError, ValueError) as error:
                 return NoNumber(str(error))
 
@@ -230,19 +230,19 @@ class FunctionScorer:
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
         if isinstance(outcome.error, ChangedRollout):  # raised by us: no line of the function's
-            raise failed(self.name, rollout, outcome.error.with_traceback(None))
+            raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
-            raise failed(self.name, rollout, outcome.error) from outcome.error
+            raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         if isinstance(outcome.value, NoNumber) and not self._lenient:
-            raise failed(self.name, rollout, ValueError(str(outcome.value)))
+            raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
         if isinstance(outcome.value, RewardUnavailable):  # one of a batch
             return outcome.value
         try:
-            return checked(outcome.value)
+            return as_reward(outcome.value)
         except (TypeError, ValueError) as error:
             if self._lenient:
                 return NoNumber(str(error))
-            raise failed(self.name, rollout, error.with_traceback(None)) from error
+            raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
 
 
 async def _checked_later(value: Awaitable[Any], given: Rollout, rollout: Rollout) -> Any:
@@ -291,12 +291,12 @@ LARGEST = 1e100
 """Largest absolute reward: the squares of as many as a step can have still add up to a number."""
 
 
-def checked(value: Any) -> float | None:
+def as_reward(value: Any) -> float | None:
     """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
 
     Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
     """
-    result = number(value)
+    result = as_number(value)
     if result is not None and not math.isfinite(result):
         raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
     if result is not None and abs(result) > LARGEST:
@@ -306,8 +306,8 @@ def checked(value: Any) -> float | None:
     return result
 
 
-def number(value: Any) -> float | None:
-    """Return `value` as `checked` does, but let NaN and infinity pass; too large is infinite."""
+def as_number(value: Any) -> float | None:
+    """Return `value` as `as_reward` does, but let NaN and infinity pass; too large is infinite."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
@@ -329,7 +329,7 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
+def scoring_error(name: str, rollout: Rollout, error: BaseException) -> RewardError:
     """Return an error naming the function, the rollout, and the line of the function that raised.
 
     Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
@@ -338,23 +338,23 @@ def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    message = f"{about(name, rollout)}: {type(error).__name__}: {text}{at}"
+    message = f"{error_prefix(name, rollout)}: {type(error).__name__}: {text}{at}"
     return RewardError(message, culprits=[rollout.rollout_id])
 
 
-def about(name: str, rollout: Rollout) -> str:
+def error_prefix(name: str, rollout: Rollout) -> str:
     """Return the beginning of an error about one reward function and one rollout."""
     return f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}"
 
 
-TRLS = ("prompts", "completions", "completion_ids")
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
 """Parameters that TRL passes beside the row's columns; a function may want one of them alone."""
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Return True if its parameters are TRL's: some of `TRLS`, and no `rollout`."""
+    """Return True if its parameters are TRL's: some of `TRL_PARAMETERS`, and no `rollout`."""
     names = inspect.signature(function).parameters
-    return any(name in names for name in TRLS) and "rollout" not in names
+    return any(name in names for name in TRL_PARAMETERS) and "rollout" not in names
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -395,23 +395,23 @@ class ChangedRollout(AgenttrainError):
     """A reward function changed the rollout that it was given."""
 
 
-def own_copy(rollout: Rollout) -> Rollout:
+def copy_rollout(rollout: Rollout) -> Rollout:
     """Return a copy that shares no list, mapping or ledger with the rollout.
 
     Costs O(messages) and one copy of the ids: strings and spans cannot be changed and are shared.
     """
     results = [
-        replace(result, call=replace(result.call, arguments=own_value(result.call.arguments)))
+        replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
         for result in rollout.tool_results
     ]
     return replace(
         rollout,
-        task=own_task(rollout.task),
+        task=copy_task(rollout.task),
         trajectories=[
             replace(
                 trajectory,
                 spans=list(trajectory.spans),
-                messages=own_value(trajectory.messages),
+                messages=copy_value(trajectory.messages),
                 _ids=trajectory.token_ids,
             )
             for trajectory in rollout.trajectories
@@ -421,20 +421,20 @@ def own_copy(rollout: Rollout) -> Rollout:
     )
 
 
-def own_task(task: Task) -> Task:
+def copy_task(task: Task) -> Task:
     """Return a copy of the task; columns that cannot be copied (an open file, say) are shared."""
-    messages = tuple(own_value(message) for message in task.messages)
-    return replace(task, messages=messages, columns=own_value(task.columns))
+    messages = tuple(copy_value(message) for message in task.messages)
+    return replace(task, messages=messages, columns=copy_value(task.columns))
 
 
-def own_value(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return a deep copy of a JSON value, quickly; of anything else what `copy.deepcopy` makes."""
     if isinstance(value, str | int | float | None):
         return value
     if type(value) is dict:
-        return {key: own_value(item) for key, item in value.items()}
+        return {key: copy_value(item) for key, item in value.items()}
     if type(value) is list:
-        return [own_value(item) for item in value]
+        return [copy_value(item) for item in value]
     try:
         return copy.deepcopy(value)
     except Exception:  # a column may hold anything

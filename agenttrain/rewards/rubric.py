@@ -19,7 +19,7 @@ from agenttrain.rewards.function import (
     RewardFunction,
     RewardUnavailable,
     Score,
-    about,
+    error_prefix,
     is_trl,
 )
 from agenttrain.types import Rollout
@@ -98,7 +98,7 @@ class Rubric:
             for rollout, score in zip(rollouts, values[scorer.name], strict=True):
                 if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
                     raise RewardError(
-                        f"{about(scorer.name, rollout)}: {score} "
+                        f"{error_prefix(scorer.name, rollout)}: {score} "
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
@@ -110,7 +110,7 @@ class Rubric:
                 score = values[name][index]
                 rewards[name] = None if isinstance(score, RewardUnavailable) else score
                 if isinstance(score, RewardUnavailable) and reason is None:
-                    reason = f"{about(name, rollout)}: {score}"
+                    reason = f"{error_prefix(name, rollout)}: {score}"
             try:
                 total = None if reason else self._sum(rewards)
             except ValueError as error:

@@ -1,6 +1,6 @@
 """The rollouts of one step: groups in flight, no barrier between rollouts, ordered results.
 
-`step_figures` makes metrics of them.
+`step_metrics` makes metrics of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agenttrain.engines.base import Lockstep
 from agenttrain.rewards.function import RewardError
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnBreak
-from agenttrain.rollout.ledger import Readings, verify
+from agenttrain.rollout.ledger import ParsedTurns, verify
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, check_room, run_rollout
-from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Pace, Waiting, short_collections
+from agenttrain.rollout.monitoring import InFlight, LoopMonitor, Throttle, Waiting, light_gc
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.tracking.metrics import rollout_metrics
 from agenttrain.types import (
@@ -77,7 +77,7 @@ class Collector(RolloutContext):
         """Names of the tools whose abandoned calls still run, one per call."""
         return (*self.toolbox.stuck, *self.environments.stuck)
 
-    def declared(self, task: Task) -> tuple[str, ...]:
+    def tools_of(self, task: Task) -> tuple[str, ...]:
         """Every tool that rollouts of this task may have."""
         methods = self.environments.toolbox_of(self.environments.kind_of(task))
         return (*self.toolbox.names, *methods.names)
@@ -168,10 +168,12 @@ async def collect(
     attempts = _plan(collector, placed, samples, sampling, seed_path, collected)
     limit_s = collector.limits.max_loop_lag_s
     schemas: Schemas = {}
-    readings = Readings()
-    with short_collections():
+    parsed_turns = ParsedTurns()
+    with light_gc():
         async with LoopMonitor(limit_s, collector.blocking) as monitor:
-            results = await _run_all(replace(collector, readings=readings), attempts, schemas)
+            results = await _run_all(
+                replace(collector, parsed_turns=parsed_turns), attempts, schemas
+            )
     collected.loop_lag_s = monitor.max_lag_s
     attempts, results = _without_overlong(attempts, results, collected)
     if tasks and not attempts and not may_be_empty:
@@ -198,7 +200,7 @@ async def collect(
         raise
     for rollout in usable:
         # Once more, after all code that is not ours: what is trained is what was verified.
-        verify(rollout, collector.chat, schemas[rollout.rollout_id], readings)
+        verify(rollout, collector.chat, schemas[rollout.rollout_id], parsed_turns)
     collected.dropped += len(unscored)
     collected.reward_s = time.perf_counter() - started
     if collector.rubric.strict and usable and len(unscored) == len(usable):
@@ -207,7 +209,7 @@ async def collect(
     return collected
 
 
-def unrewarded(rollouts: Sequence[Rollout]) -> str | None:
+def why_unrewarded(rollouts: Sequence[Rollout]) -> str | None:
     """Return why the first rollout has no reward, empty for no rollouts; None: one has a reward."""
     if any(rollout.reward is not None for rollout in rollouts):
         return None
@@ -289,14 +291,14 @@ async def _run_all(
         engine.expect([attempt.request.rollout_id for attempt in attempts])
         # The engine admits by its rows; a limit here would keep back rollouts it waits for.
         at_once = len(attempts)
-    gate, pace = asyncio.Semaphore(at_once), Pace()
-    paced = replace(collector, pace=pace)
+    gate, throttle = asyncio.Semaphore(at_once), Throttle()
+    paced = replace(collector, throttle=throttle)
     finished = 0
 
     async def run(attempt: _Attempt) -> Rollout | _Left:
         nonlocal finished
         async with gate:
-            await pace.turn()
+            await throttle.wait()
             result = await _attempt(paced, attempt.request, schemas)
         finished += 1
         if collector.progress is not None:
@@ -316,12 +318,12 @@ async def _attempt(
 ) -> Rollout | _Left:
     """One rollout with its ledger verified, or why there is none; `schemas` gets its tools'."""
     try:
-        with collector.in_flight.noted(request.rollout_id, collector.engine) as engine:
+        with collector.in_flight.tracked(request.rollout_id, collector.engine) as engine:
             rollout = await run_rollout(request, replace(collector, engine=engine))
         if rollout.length:  # an environment that could not be started has not even a prompt
             tools = RowTools(rollout.task, collector.toolbox, collector.environments)
             schemas[rollout.rollout_id] = tools.schemas
-            verify(rollout, collector.chat, tools.schemas, collector.readings)
+            verify(rollout, collector.chat, tools.schemas, collector.parsed_turns)
     except PromptTooLong:
         return _Left.overlong
     except LedgerError:
@@ -368,7 +370,7 @@ def _whole_groups(
     }
 
 
-def step_figures(
+def step_metrics(
     collector: Collector, collected: Collected, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """The metrics of the rollouts of all processes; `seconds` by phase, `rollout` among them."""

@@ -16,7 +16,7 @@ Place = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class Readings:
+class ParsedTurns:
     """Turns that the loop has parsed, so that `verify` need not parse the same ids again.
 
     One may serve many rollouts, whose ids differ. It keeps a digest and not the message, which
@@ -38,7 +38,7 @@ class Readings:
         place = trajectory.rollout_id, trajectory.index, turn
         self._digests[place] = token_ids, after, _digest(message)
 
-    def confirm(
+    def matches(
         self,
         trajectory: Trajectory,
         token_ids: tuple[int, ...],
@@ -58,19 +58,19 @@ def _digest(message: Message) -> bytes:
 
 
 def verify(
-    rollout: Rollout, chat: Chat, schemas: Sequence[dict], readings: Readings | None = None
+    rollout: Rollout, chat: Chat, schemas: Sequence[dict], parsed_turns: ParsedTurns | None = None
 ) -> None:
     """Raise LedgerError unless tokens, mask, logprobs and messages agree.
 
     What was sent to the engine is compared in `Trajectory.append_sampled`, at the time of sending.
-    A turn whose ids and message are those of `readings` has been parsed; every other one is, here.
+    A turn whose ids and message are those of `parsed_turns` has been parsed; every other one is, here.
     """
     for trajectory in rollout.trajectories:
-        _verify(trajectory, chat, schemas, readings or Readings())
+        _verify(trajectory, chat, schemas, parsed_turns or ParsedTurns())
 
 
 def _verify(
-    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict], readings: Readings
+    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict], parsed_turns: ParsedTurns
 ) -> None:
     _check_lengths(trajectory)
     spoken = [
@@ -86,7 +86,7 @@ def _verify(
     for spans, (message, after) in zip(turns, spoken, strict=True):
         token_ids = _check_end(trajectory, spans, chat)
         turn = spans[0].turn
-        if not readings.confirm(trajectory, token_ids, message, turn=turn, after=after):
+        if not parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
             _check_message(trajectory, spans, message, chat, schemas, after)
 
 

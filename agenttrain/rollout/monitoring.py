@@ -1,7 +1,7 @@
 """The event loop while rollouts are in flight: what each waits for, and what holds the loop up.
 
-`InFlight` reports the rollouts, `LoopMonitor` measures how long the loop stands still, `Pace` and
-`short_collections` keep it from standing still.
+`InFlight` reports the rollouts, `LoopMonitor` measures how long the loop stands still, `Throttle` and
+`light_gc` keep it from standing still.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class InFlight:
     _flights: dict[str, Flight] = field(default_factory=dict)
 
     @contextmanager
-    def noted(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
+    def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
         """Within, the rollout is in flight; it must use the engine that this gives."""
         flight = self._flights[rollout_id] = Flight(rollout_id=rollout_id)
         try:
-            yield NotedEngine(engine, self, flight)
+            yield TrackedEngine(engine, self, flight)
         finally:
             del self._flights[rollout_id]
             self.progress += 1
@@ -116,7 +116,7 @@ def _row(flight: Flight, calls: Sequence[RunningCall], now: float) -> Waiting:
     )
 
 
-class NotedEngine:
+class TrackedEngine:
     """An engine as one rollout sees it; every request is noted."""
 
     def __init__(self, engine: Engine, in_flight: InFlight, flight: Flight) -> None:
@@ -227,7 +227,7 @@ AT_ONCE = 64
 """Rollouts that go on in one pass of the event loop: about 20 ms of work."""
 
 
-class Pace:
+class Throttle:
     """Throttle: resumes at most `at_once` rollouts per pass of its event loop, in their order.
 
     A turn's own work takes a fraction of a millisecond, but an engine or a tool may answer
@@ -241,7 +241,7 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._scheduled = False
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Return when it is the caller's turn: at once, unless many came before in this pass."""
         loop = asyncio.get_running_loop()
         if not self._scheduled:
@@ -275,14 +275,14 @@ class _Heap:
     """State of this process's heap."""
 
     ours = False
-    """It is frozen by a `short_collections`."""
+    """It is frozen by a `light_gc`."""
     theirs = False
     """It was found frozen by somebody else. Not asked again: the count walks the frozen heap, a
     tenth of a second beside vLLM, which freezes its own."""
 
 
 @contextmanager
-def short_collections() -> Iterator[None]:
+def light_gc() -> Iterator[None]:
     """Within, Python's cyclic garbage collector looks at new objects only, and less often.
 
     It stops the event loop: a full collection visits every object of the process, a third of a
@@ -290,7 +290,7 @@ def short_collections() -> Iterator[None]:
     every second or so. All is as before afterwards.
 
     Objects that existed before are set aside, at no cost and not for good. A process that has
-    frozen its heap itself, and a `short_collections` inside another, are left alone.
+    frozen its heap itself, and a `light_gc` inside another, are left alone.
     """
     _Heap.theirs = _Heap.theirs or (not _Heap.ours and gc.get_freeze_count() > 0)
     if _Heap.ours or _Heap.theirs:

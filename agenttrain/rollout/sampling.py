@@ -13,12 +13,12 @@ from agenttrain.algorithms.config import AlgorithmConfig, Rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.rollout.sharing import Alone, Costs, Group, Note, Peers, collect_share
+from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
 from agenttrain.types import Rollout, Sampling, Task
 
 
 @dataclass(slots=True, kw_only=True)
-class Drawn:
+class StepGroups:
     """The groups of one step, as this process sees them."""
 
     collected: Collected = field(default_factory=Collected)
@@ -43,17 +43,17 @@ class Drawn:
             "resample/surplus": float(self.surplus),
         }
 
-    def keep(self, notes: Sequence[Note], count: int, rank: int) -> None:
+    def keep(self, notes: Sequence[GroupInfo], count: int, rank: int) -> None:
         """Choose `count` of the groups that the notes are of; `rank` is this process."""
-        chosen = select([note.seen for note in notes], count)
-        left = [note.seen for index, note in enumerate(notes) if index not in set(chosen)]
+        chosen = select([note.informative for note in notes], count)
+        left = [note.informative for index, note in enumerate(notes) if index not in set(chosen)]
         self.uninformative, self.surplus = left.count(False), left.count(True)
         mine = dict(zip(self.collected.places, self.collected.groups, strict=True))
         kept = [notes[index] for index in chosen]
         self.trained = [mine[note.place] if note.owner == rank else [] for note in kept]
 
 
-async def draw(
+async def sample_groups(
     collector: Collector,
     tasks: Callable[[int, int], Sequence[Task]],
     *,
@@ -63,7 +63,7 @@ async def draw(
     seed_path: tuple[int | str, ...],
     peers: Peers | None = None,
     costs: Costs | None = None,
-) -> Drawn:
+) -> StepGroups:
     """The groups of a step that trains on `count` of them, this process's share sampled here.
 
     `tasks(start, n)` gives the n tasks from the start-th after the data cursor. The first round
@@ -71,9 +71,9 @@ async def draw(
     each of at most `dynamic_sampling` further rounds takes as many for each missing one. Raises as
     `collect`, for the first round only.
     """
-    peers, costs = peers or Alone(), costs or Costs()
+    peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights
-    drawn, notes = Drawn(), list[Note]()
+    drawn, notes = StepGroups(), list[GroupInfo]()
     missing = count
     for number in range(config.dynamic_sampling + 1):
         wanted = tasks_of_round(missing, config.oversample)
@@ -99,7 +99,7 @@ async def draw(
         drawn.collected.extend(collected)
         drawn.tasks += wanted
         drawn.rounds = number
-        missing = count - sum(note.seen for note in notes)
+        missing = count - sum(note.informative for note in notes)
         if missing <= 0:
             break
     drawn.keep(notes, count, peers.rank)

@@ -1,6 +1,6 @@
 """The tasks of a step over all processes: each runs its share alone, then they exchange notes.
 
-`deal` assigns whole groups, so that all processes finish together. It is a pure function of the
+`assign_tasks` assigns whole groups, so that all processes finish together. It is a pure function of the
 tasks and of what earlier ones cost, which every process evaluates alike: nothing is asked, nothing
 waits, and the order of arrival decides nothing. No process waits for another before the exchange.
 """
@@ -38,7 +38,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A run of one process."""
 
     rank = 0
@@ -59,7 +59,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
+class GroupInfo:
     """A group as every process knows it, whichever of them has its rollouts."""
 
     place: int
@@ -67,13 +67,13 @@ class Note:
     kind: str
     tokens: float
     """Tokens of a rollout after its prompt, on average."""
-    seen: Any
+    informative: Any
     """Result of `look` for the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    notes: tuple[Note, ...]
+    notes: tuple[GroupInfo, ...]
     tasks: int
     empty: str | None
     """Why a process with tasks has nothing to learn from."""
@@ -91,13 +91,13 @@ async def collect_share(
     look: Callable[[Group], Any] = lambda group: None,
     parts: int = 1,
     may_be_empty: bool = False,
-) -> tuple[Collected, list[Note]]:
+) -> tuple[Collected, list[GroupInfo]]:
     """`collect` this process's share of `tasks`; notes of the groups of all, in task order.
 
     An error of one process is raised by all: the others raise one that names it. Raises NoRollouts
     when not one process has a rollout, unless the call `may_be_empty`; Preempted.
     """
-    owners = deal([costs.expected(task) for task in tasks], peers.size, parts)
+    owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, parts)
     mine = [place for place, owner in enumerate(owners) if owner == peers.rank]
     collected, empty, failure = Collected(), None, None
     share = collect(
@@ -137,18 +137,18 @@ def _notes(
     costs: Costs,
     rank: int,
     look: Callable[[Group], Any],
-) -> Iterator[Note]:
+) -> Iterator[GroupInfo]:
     for place, group in zip(collected.places, collected.groups, strict=True):
-        yield Note(
+        yield GroupInfo(
             place=place,
             owner=rank,
             kind=costs.kind(tasks[place]),
-            tokens=spent(group),
-            seen=look(group),
+            tokens=mean_new_tokens(group),
+            informative=look(group),
         )
 
 
-def merge(shares: Sequence[Collected]) -> Collected:
+def merge_shares(shares: Sequence[Collected]) -> Collected:
     """Merge the shares of all processes in task order; seconds are the slowest one's."""
     whole = Collected()
     for share in shares:
@@ -198,7 +198,7 @@ class Costs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {"seen": {kind: list(seen) for kind, seen in self._seen.items()}}
+        return {"seen": {kind: list(informative) for kind, informative in self._seen.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Expect what those of `state_dict()` did."""
@@ -218,13 +218,13 @@ def _prompt(task: Task) -> float:
     return sum(len(text) for text in texts) / CHARACTERS
 
 
-def spent(group: Sequence[Rollout]) -> float:
+def mean_new_tokens(group: Sequence[Rollout]) -> float:
     """Mean tokens of a rollout after its prompts."""
     later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
     return later / len(group) if group else 0.0
 
 
-def deal(costs: Sequence[float], processes: int, parts: int = 1) -> list[int]:
+def assign_tasks(costs: Sequence[float], processes: int, parts: int = 1) -> list[int]:
     """The process of each task: the longest first, each to the one with least to do.
 
     `parts`: as many successive parts (minibatches) are each spread evenly. Of equals the first task

@@ -11,10 +11,16 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.tasks import TaskSource
-from agenttrain.rollout.collector import Collected, Collector, NoRewards, step_figures, unrewarded
+from agenttrain.rollout.collector import (
+    Collected,
+    Collector,
+    NoRewards,
+    step_metrics,
+    why_unrewarded,
+)
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
-from agenttrain.rollout.sampling import draw
-from agenttrain.rollout.sharing import Alone, Costs, Peers, merge
+from agenttrain.rollout.sampling import sample_groups
+from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
 from agenttrain.types import Rollout, Sampling
 
 Metrics = dict[str, float]
@@ -23,7 +29,7 @@ SAMPLER_METRICS = "sampling/"
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class StepBatch:
     """One process's rollouts of a step."""
 
     groups: list[list[Rollout]]
@@ -33,7 +39,7 @@ class Batch:
 
 
 @dataclass(slots=True, kw_only=True)
-class SampledBatch(Batch):
+class SampledBatch(StepBatch):
     """Rollouts that an engine sampled."""
 
     collected: Collected
@@ -63,19 +69,19 @@ class RolloutSource:
     """The run's."""
     curriculum: Curriculum | None = None
     """Chooses among the tasks; None: they are taken in their order."""
-    peers: Peers = field(default_factory=Alone)
+    peers: Peers = field(default_factory=SingleProcess)
     costs: Costs = field(default_factory=Costs)
     """Costs of finished rollouts: which process gets which task is the same after a resume."""
     cursor: int = 0
 
-    async def groups(self, step: int) -> Batch:
+    async def batch(self, step: int) -> StepBatch:
         """Sample and score the groups of a step; `finish` takes note of them.
 
         Raises NoRewards, in all processes, where not one rollout of all has a reward.
         """
         costs = self.costs.copy()
         tasks = self.curriculum or self.tasks
-        drawn = await draw(
+        drawn = await sample_groups(
             self.collector,
             lambda start, count: tasks.tasks(self.cursor + start, count),
             count=self.tasks_per_step,
@@ -86,7 +92,7 @@ class RolloutSource:
             costs=costs,
         )
         rollouts = drawn.collected.rollouts
-        reasons = self.peers.exchange([unrewarded(rollouts)], "the rewards of a step")
+        reasons = self.peers.exchange([why_unrewarded(rollouts)], "the rewards of a step")
         if None not in reasons:
             reason = next(filter(None, reasons), "no rollout ended well")
             raise NoRewards(
@@ -104,7 +110,7 @@ class RolloutSource:
             metrics=drawn.metrics() if self.algorithm.resamples else {},
         )
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: StepBatch) -> None:
         """Move on to the tasks of the next step: the policy has learnt from this one."""
         assert isinstance(batch, SampledBatch)
         self.cursor += batch.tasks
@@ -114,15 +120,15 @@ class RolloutSource:
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
 
     def summarise(
-        self, batches: Sequence[Batch], training: Metrics, seconds: Mapping[str, float]
+        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
     ) -> tuple[Metrics, list[Rollout]]:
         """Return the metrics and rollouts of a step from the batches of all processes.
 
         `training` are those of the update; `seconds` are the slowest process's, by phase.
         """
         sampled = [batch for batch in batches if isinstance(batch, SampledBatch)]
-        collected = merge([batch.collected for batch in sampled])
-        metrics = {**step_figures(self.collector, collected, seconds), **training}
+        collected = merge_shares([batch.collected for batch in sampled])
+        metrics = {**step_metrics(self.collector, collected, seconds), **training}
         metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
         if self.curriculum is not None:
             metrics |= self.curriculum.metrics()
@@ -145,7 +151,7 @@ class RolloutSource:
 
 
 @dataclass(slots=True, kw_only=True)
-class DemonstrationBatch(Batch):
+class DemonstrationBatch(StepBatch):
     """Rollouts made of rows, and counts of the rows that gave none."""
 
     places: list[int]
@@ -170,9 +176,9 @@ class Demonstrations:
     on_bad_row: OnBadRow = OnBadRow.error
     max_tokens: int = 2**31
     """Most tokens of a conversation; longer ones are left out."""
-    peers: Peers = field(default_factory=Alone)
+    peers: Peers = field(default_factory=SingleProcess)
 
-    async def groups(self, step: int) -> Batch:
+    async def batch(self, step: int) -> StepBatch:
         """Make the demonstrations of a step. Raises BadDemonstration, in all processes."""
         await asyncio.sleep(0)  # nothing else here waits, and Ctrl-C arrives where something does
         return self.demonstrate(self.tasks, (step - 1) * self.batch_size, self.batch_size)
@@ -210,11 +216,11 @@ class Demonstrations:
         batch.rollouts.append(rollout)
         batch.places.append(place)
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: StepBatch) -> None:
         """Do nothing: the rows of a step follow from its number."""
 
     def summarise(
-        self, batches: Sequence[Batch], training: Metrics, seconds: Mapping[str, float]
+        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
     ) -> tuple[Metrics, list[Rollout]]:
         """Return the metrics and rollouts of a step from the batches of all processes."""
         shown = [batch for batch in batches if isinstance(batch, DemonstrationBatch)]

@@ -157,7 +157,7 @@ def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, 
     return record
 
 
-def limit(setting: str) -> int | None:
+def rollout_limit(setting: str) -> int | None:
     """How many rollouts of a step `tracker.rollouts` asks for; None: all of them.
 
     Raises ValueError unless it is `all`, `none` or a number.

@@ -56,7 +56,7 @@ def _number(folder: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the run folder, which is made if need be; the end of the process gives it back too.
 
     Raises FolderInUse when another process holds it, OSError when it cannot be written. A file

@@ -72,7 +72,7 @@ class Tracker:
         """
         if config.name not in ("trackio", "none"):
             raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
-        self._most = rollouts_file.limit(config.rollouts)
+        self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         self._presence = Presence(run_folder)
@@ -205,7 +205,7 @@ def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     return [rollouts_file.rollout_record(r) for r in rollouts_file.in_order(rollouts)[:TRACES]]
 
 
-class Silent(Tracker):
+class SilentTracker(Tracker):
     """Tracker of a process that is not the run's main one: writes nothing and shows nothing."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.training.batch import Block, Segment
-from agenttrain.training.kernels import Kernel, fit, in_format, is_choosy, note
+from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
@@ -88,17 +88,17 @@ def packed_attention(
     if varlen is not None and (kernel := varlen_kernel()) is not None:
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
-            note(Kernel.varlen)
+            count_call(Kernel.varlen)
             return attend_varlen(*short, varlen, scaling, kernel)[None], None
     # Split at once: the gradient of a slice is as large as what it was taken from.
     sizes = [block.tokens for block in blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
-    for block, own, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
+    for block, own, own_key, copy_value in zip(blocks, queries, keys, values, strict=True):
         output = attend(
             _padded(block, own),
             _after_prefix(block, keys, own_key),
-            _after_prefix(block, values, own_value),
+            _after_prefix(block, values, copy_value),
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)
@@ -260,7 +260,7 @@ def _kernel(
     missing = query.shape[-1] - size
     if missing > 0:
         value = pad(value, (0, missing))
-    if is_choosy(query.device):
+    if is_restrictive(query.device):
         query, key, value, scale = fit(query, key, value, mask, scale)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -300,7 +300,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attend with all scores in memory, m x n per head: no fused kernel caps them."""
     assert scoring.softcap is not None
-    note(Kernel.math)
+    count_call(Kernel.math)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

@@ -8,7 +8,7 @@ rollouts ``p p s s t s`` and ``p s s`` (p prompt, s sampled, t tool)::
     targets_S        1 2   4   | 6 7        positions whose NEXT token was sampled
     row_S            0 0   0   | 1 1
 
-A group's rollouts may share their prompt (`bundle_rows`): its tokens then stand once, and each
+A group's rollouts may share their prompt (`bundle_sequences`): its tokens then stand once, and each
 rollout's own tokens attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their
 own, and a third one::
 
@@ -35,12 +35,12 @@ from agenttrain.types import LedgerError, Rollout, Task, Trajectory
 Item = TypeVar("Item")
 
 
-RowKey = tuple[str, int]
+SequenceKey = tuple[str, int]
 """A rollout's id and the index of one of its trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrainingSequence:
     """One trajectory as training sees it; everything of it comes from the trajectory's spans."""
 
     rollout: Rollout
@@ -60,7 +60,7 @@ class Row:
     """Weight of each sampled token in the loss; 0: no gradient from this rollout."""
 
     @property
-    def key(self) -> RowKey:
+    def key(self) -> SequenceKey:
         """Names the row among those of all processes."""
         return self.rollout.rollout_id, self.trajectory.index
 
@@ -80,19 +80,19 @@ class Row:
         return self.rollout.advantage or 0.0
 
 
-def make_rows(rollout: Rollout) -> list[Row]:
+def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
     """Return the tensors of each trajectory that has a sampled token."""
-    return [_make_row(rollout, t) for t in rollout.trajectories if t.sampled_length]
+    return [_make_sequence(rollout, t) for t in rollout.trajectories if t.sampled_length]
 
 
-def _make_row(rollout: Rollout, trajectory: Trajectory) -> Row:
+def _make_sequence(rollout: Rollout, trajectory: Trajectory) -> TrainingSequence:
     mask_T = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     if mask_T[0]:
         raise LedgerError(
             f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
             "is nothing before it that it was sampled from. Append the prompt first."
         )
-    return Row(
+    return TrainingSequence(
         rollout=rollout,
         trajectory=trajectory,
         token_ids_T=torch.tensor(trajectory.token_ids),
@@ -101,14 +101,14 @@ def _make_row(rollout: Rollout, trajectory: Trajectory) -> Row:
     )
 
 
-def stand_in() -> Row:
+def stand_in() -> TrainingSequence:
     """A row without a sampled token, for a process that has no row and must not stay away.
 
     Its loss is an empty sum: the backward pass meets the other processes' and adds nothing.
     """
     task = Task(task_id="stand-in", messages=())
     rollout = Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0)
-    return Row(
+    return TrainingSequence(
         rollout=rollout,
         trajectory=rollout.trajectories[0],
         token_ids_T=torch.zeros(2, dtype=torch.long),
@@ -122,7 +122,7 @@ def stand_in() -> Row:
 class Microbatch:
     """Rows packed into one forward pass, the longest first."""
 
-    rows: tuple[Row, ...]
+    sequences: tuple[TrainingSequence, ...]
     token_ids_T: Tensor
     segments: tuple[Segment, ...]
     """The tokens' layout: one segment per rollout, and one per shared prompt."""
@@ -130,8 +130,8 @@ class Microbatch:
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
-    row_S: Tensor
-    """Index of the token's rollout in `rows`."""
+    sequence_S: Tensor
+    """Index of the token's rollout in `sequences`."""
     advantages_B: Tensor
     weights_B: Tensor
     ref_logprobs_S: Tensor | None
@@ -141,7 +141,7 @@ class Microbatch:
 class Bundle:
     """Rows that are packed together because they share their first tokens; or one row alone."""
 
-    rows: tuple[Row, ...]
+    sequences: tuple[TrainingSequence, ...]
     """The longest first."""
     shared: int = 0
     """Tokens of the shared prefix, a part of every row."""
@@ -149,7 +149,7 @@ class Bundle:
     @property
     def tokens(self) -> int:
         """Tokens when the prefix stands once."""
-        return self.shared + sum(row.length - self.shared for row in self.rows)
+        return self.shared + sum(sequence.length - self.shared for sequence in self.sequences)
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> list[Microbatch]:
@@ -160,27 +160,27 @@ def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> 
     keep the order in which they were given.
     """
     fitting = [part for bundle in bundles for part in _fit(bundle, token_budget)]
-    by_length = sorted(fitting, key=lambda bundle: -bundle.rows[0].length)
+    by_length = sorted(fitting, key=lambda bundle: -bundle.sequences[0].length)
     microbatches = [_pack_one(part, device) for part in _within(by_length, token_budget)]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
 
 def _fit(bundle: Bundle, token_budget: int) -> Iterator[Bundle]:
     """The bundle in parts of at most `token_budget` tokens each, as far as rows allow."""
-    part: list[Row] = []
+    part: list[TrainingSequence] = []
     tokens = bundle.shared
-    for row in bundle.rows:
-        own = row.length - bundle.shared
+    for sequence in bundle.sequences:
+        own = sequence.length - bundle.shared
         if part and tokens + own > token_budget:
             yield _bundle(part, bundle.shared)
             part, tokens = [], bundle.shared
-        part.append(row)
+        part.append(sequence)
         tokens += own
     yield _bundle(part, bundle.shared)
 
 
-def _bundle(rows: list[Row], shared: int) -> Bundle:
-    return Bundle(tuple(rows), shared if len(rows) > 1 else 0)
+def _bundle(sequences: list[TrainingSequence], shared: int) -> Bundle:
+    return Bundle(tuple(sequences), shared if len(sequences) > 1 else 0)
 
 
 def _within(bundles: Sequence[Bundle], token_budget: int) -> Iterator[tuple[Bundle, ...]]:
@@ -201,20 +201,24 @@ def _pack_one(bundles: tuple[Bundle, ...], device: torch.device) -> Microbatch:
     prefixes = layout.add_roots(bundles)
     for bundle, prefix in zip(bundles, prefixes, strict=True):
         layout.add_continuations(bundle, prefix)
-    rows = tuple(row for row, _ in layout.placed)
-    counts_B = torch.tensor([row.sampled_length for row in rows])
-    refs = [row.ref_logprobs_S for row in rows if row.ref_logprobs_S is not None]
-    labels = [row.token_ids_T[row.targets_S + 1] for row in rows]
+    sequences = tuple(sequence for sequence, _ in layout.placed)
+    counts_B = torch.tensor([sequence.sampled_length for sequence in sequences])
+    refs = [
+        sequence.ref_logprobs_S for sequence in sequences if sequence.ref_logprobs_S is not None
+    ]
+    labels = [sequence.token_ids_T[sequence.targets_S + 1] for sequence in sequences]
     return Microbatch(
-        rows=rows,
+        sequences=sequences,
         token_ids_T=torch.cat(layout.pieces).to(device),
         segments=tuple(layout.segments),
-        targets_S=torch.cat([_packed(row.targets_S, at) for row, at in layout.placed]).to(device),
+        targets_S=torch.cat([_packed(sequence.targets_S, at) for sequence, at in layout.placed]).to(
+            device
+        ),
         labels_S=torch.cat(labels).to(device),
-        behaviour_S=torch.cat([row.behaviour_S for row in rows]).to(device),
-        row_S=torch.repeat_interleave(torch.arange(len(rows)), counts_B).to(device),
-        advantages_B=torch.tensor([row.advantage for row in rows]).to(device),
-        weights_B=torch.tensor([row.weight for row in rows]).to(device),
+        behaviour_S=torch.cat([sequence.behaviour_S for sequence in sequences]).to(device),
+        sequence_S=torch.repeat_interleave(torch.arange(len(sequences)), counts_B).to(device),
+        advantages_B=torch.tensor([sequence.advantage for sequence in sequences]).to(device),
+        weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
     )
 
@@ -225,7 +229,7 @@ class _Layout:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.pieces: list[Tensor] = []
-        self.placed: list[tuple[Row, Segment]] = []
+        self.placed: list[tuple[TrainingSequence, Segment]] = []
         """Every row with its last segment."""
 
     def add_roots(self, bundles: Sequence[Bundle]) -> list[Segment | None]:
@@ -234,10 +238,10 @@ class _Layout:
         Together, so that attention takes those of similar length in one call.
         """
         found: dict[int, Segment] = {}
-        lengths = [bundle.shared or bundle.rows[0].length for bundle in bundles]
+        lengths = [bundle.shared or bundle.sequences[0].length for bundle in bundles]
         for index in sorted(range(len(bundles)), key=lambda index: -lengths[index]):
             bundle = bundles[index]
-            first = bundle.rows[0]
+            first = bundle.sequences[0]
             segment = self._append(first.token_ids_T[: lengths[index]])
             if bundle.shared:
                 found[index] = segment
@@ -248,9 +252,9 @@ class _Layout:
     def add_continuations(self, bundle: Bundle, prefix: Segment | None) -> None:
         """Append the tokens that the rows of a bundle do not share."""
         if prefix is not None:
-            for row in bundle.rows:
-                own = row.token_ids_T[prefix.length :]
-                self.placed.append((row, self._append(own, prefix.start, prefix.length)))
+            for sequence in bundle.sequences:
+                own = sequence.token_ids_T[prefix.length :]
+                self.placed.append((sequence, self._append(own, prefix.start, prefix.length)))
 
     def _append(self, token_ids: Tensor, prefix: int = 0, prefix_length: int = 0) -> Segment:
         start = self.segments[-1].end if self.segments else 0
@@ -285,26 +289,28 @@ TOKEN_FLOPS = 72
 forward and 4 backward."""
 
 
-def bundle_rows(rows: Sequence[Row], *, share: bool, least: int = 1) -> list[Bundle]:
-    """`rows` in bundles: groups that share a prompt of at least `least` tokens, and rows alone.
+def bundle_sequences(
+    sequences: Sequence[TrainingSequence], *, share: bool, least: int = 1
+) -> list[Bundle]:
+    """`sequences` in bundles: groups that share a prompt of at least `least` tokens, and rows alone.
 
     Rows of a group whose prompts differ are apart. Bundles stand in the order of their first rows.
     """
-    alike: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(rows):
-        long = share and row.trajectory.prompt_length >= least
-        alike.setdefault(_prompt(row) if long else (index,), []).append(row)
+    alike: dict[tuple[object, ...], list[TrainingSequence]] = {}
+    for index, sequence in enumerate(sequences):
+        long = share and sequence.trajectory.prompt_length >= least
+        alike.setdefault(_prompt(sequence) if long else (index,), []).append(sequence)
     return [_prefix_bundle(found) for found in alike.values()]
 
 
-def _prompt(row: Row) -> tuple[object, ...]:
-    ids = row.token_ids_T[: row.trajectory.prompt_length]
-    return row.rollout.group_id, *ids.tolist()
+def _prompt(sequence: TrainingSequence) -> tuple[object, ...]:
+    ids = sequence.token_ids_T[: sequence.trajectory.prompt_length]
+    return sequence.rollout.group_id, *ids.tolist()
 
 
-def _prefix_bundle(rows: Sequence[Row]) -> Bundle:
-    by_length = tuple(sorted(rows, key=lambda row: -row.length))
-    return Bundle(by_length, rows[0].trajectory.prompt_length if len(rows) > 1 else 0)
+def _prefix_bundle(sequences: Sequence[TrainingSequence]) -> Bundle:
+    by_length = tuple(sorted(sequences, key=lambda sequence: -sequence.length))
+    return Bundle(by_length, sequences[0].trajectory.prompt_length if len(sequences) > 1 else 0)
 
 
 def least_prompt(hidden_size: int) -> int:

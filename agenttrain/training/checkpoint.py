@@ -47,10 +47,10 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import (
     WHOLE,
     assign,
+    full_weights,
     is_sharded,
     read_state,
     read_tensors,
-    whole_weights,
     write_part,
 )
 
@@ -111,7 +111,7 @@ class Checkpoints:
             if is_adapted(policy.model):
                 weights = adapter_weights(policy.model)
             else:
-                weights = whole_weights(policy.model, keep=world.is_main)
+                weights = full_weights(policy.model, keep=world.is_main)
             with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
                 if world.is_main:
                     shutil.rmtree(part, ignore_errors=True)

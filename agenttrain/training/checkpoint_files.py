@@ -110,12 +110,12 @@ def seal(part: Path) -> None:
     digests = {str(path.relative_to(part)): digest(path) for path in files}
     text = json.dumps({**digests, MANIFEST: _digest_of(digests)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
-    share_like(part / MANIFEST, files)
+    copy_mode(part / MANIFEST, files)
     for path in (*files, part / MANIFEST, part):
         sync(path)
 
 
-def share_like(example: Path, files: Iterable[Path]) -> None:
+def copy_mode(example: Path, files: Iterable[Path]) -> None:
     """Give `files` the mode of `example`, a file that was written in the ordinary way.
 
     safetensors writes weights with mode 0600, whatever the umask: a server that runs as another

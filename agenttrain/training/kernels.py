@@ -54,7 +54,7 @@ class SlowAttention(AgenttrainError):
     """On this GPU attention would keep all of its scores in memory."""
 
 
-def is_choosy(device: torch.device) -> bool:
+def is_restrictive(device: torch.device) -> bool:
     """Return whether a device's fused kernels refuse masks, sizes or formats; a CPU's takes all."""
     return device.type != "cpu"
 
@@ -104,7 +104,7 @@ def fit(
 _used: Counter[Kernel] | None = None
 
 
-def note(kernel: Kernel) -> None:
+def count_call(kernel: Kernel) -> None:
     """Count a call of a kernel that is not torch's `scaled_dot_product_attention`."""
     if _used is not None:
         _used[kernel] += 1
@@ -122,7 +122,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-            note(_called(*arguments, **keywords))
+            count_call(_called(*arguments, **keywords))
         return function(*arguments, **keywords)
 
 
@@ -139,7 +139,7 @@ def _called(
 
 
 @contextmanager
-def watching() -> Iterator[Counter[Kernel]]:
+def counting_calls() -> Iterator[Counter[Kernel]]:
     """Count the attention calls within, by kernel."""
     global _used
     before, _used = _used, Counter()
@@ -150,7 +150,7 @@ def watching() -> Iterator[Counter[Kernel]]:
         _used = before
 
 
-def named(kernels: Collection[Kernel]) -> str:
+def kernel_names(kernels: Collection[Kernel]) -> str:
     """A run's kernels in one word: ``varlen``, ``efficient,flash``; ``none`` without attention."""
     return ",".join(sorted(kernels)) or "none"
 
@@ -160,7 +160,7 @@ def check_kernels(kernels: Collection[Kernel], device: torch.device, tokens: int
     if device.type != "cuda" or Kernel.math not in kernels or tokens <= MOST_MATH_TOKENS:
         return
     raise SlowAttention(
-        f"training/kernel={named(kernels)}: on this GPU torch has no fused attention for what the "
+        f"training/kernel={kernel_names(kernels)}: on this GPU torch has no fused attention for what the "
         f"model asks for (a soft cap of its scores, a format, or a size of its heads), and every "
         f"score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
         f"training.mixed_precision=bf16; or training.token_budget and "

@@ -26,9 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agenttrain.training.attention import UnsupportedAttention, has_kernel, make_varlen, packing
 from agenttrain.training.batch import (
     Microbatch,
-    Row,
     Segment,
-    bundle_rows,
+    TrainingSequence,
+    bundle_sequences,
     least_prompt,
     make_blocks,
     one_after_the_other,
@@ -37,8 +37,8 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform, linear_logprobs
-from agenttrain.training.kernels import Kernel, watching
-from agenttrain.training.sharding import settle
+from agenttrain.training.kernels import Kernel, counting_calls
+from agenttrain.training.sharding import release_gathered
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
 
@@ -64,7 +64,7 @@ class Scorer(nn.Module):
     carries a gradient only with `entropy_grad`.
 
     How the model is computed is decided by trying, when the scorer is made; with `defer` by a call
-    of `decide`, once the model is where and how it will be trained.
+    of `choose_layout`, once the model is where and how it will be trained.
     """
 
     packed: bool
@@ -92,14 +92,14 @@ class Scorer(nn.Module):
         self.lengths = length_limits(model)
         self._share_prefix = share_prefix
         if not defer:
-            self.decide(model.device)
+            self.choose_layout(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
         """Call a function of the model with its weights gathered: FSDP2 gathers them for this
         method as for `forward`."""
         return function(self.model)
 
-    def decide(
+    def choose_layout(
         self,
         device: torch.device,
         world: World | None = None,
@@ -141,19 +141,24 @@ class Scorer(nn.Module):
         elif self.packed and self._share_prefix is SharePrefix.auto:
             self.least_shared = least_prompt(model.config.get_text_config().hidden_size)
         ids_T = trial_ids(model, device)
-        with torch.no_grad(), self.ready(), autocast or nullcontext(), watching() as self.kernels:
+        with (
+            torch.no_grad(),
+            self.ready(),
+            autocast or nullcontext(),
+            counting_calls() as self.kernels,
+        ):
             inside(lambda _: self._hidden(ids_T, TRIAL))
         # In float32 without autocast no layer is the kernel's.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
-        settle(self)
+        release_gathered(self)
 
-    def decide_as(self, other: Scorer) -> None:
+    def copy_layout(self, other: Scorer) -> None:
         """Compute as another scorer does, whose model differs in nothing but its weights."""
         self.varlen, self.packed, self.kernels = other.varlen, other.packed, other.kernels
         self.least_shared = other.least_shared
 
     def pack(
-        self, rows: Sequence[Row], token_budget: int, device: torch.device
+        self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
         """Pack rows into microbatches of at most `token_budget` tokens, as the model takes them.
 
@@ -161,12 +166,12 @@ class Scorer(nn.Module):
         rotary frequencies of their own are apart.
         """
         share, least = self.least_shared is not None, self.least_shared or 1
-        kinds: dict[tuple[int, ...], list[Row]] = {}
-        for row in rows:
-            kinds.setdefault(self.lengths.kind(row.length), []).append(row)
+        kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
+        for sequence in sequences:
+            kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
         microbatches: list[Microbatch] = []
         for alike in kinds.values():
-            bundles = bundle_rows(alike, share=share, least=least)
+            bundles = bundle_sequences(alike, share=share, least=least)
             microbatches += pack(bundles, token_budget, device)
         return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
@@ -186,7 +191,7 @@ class Scorer(nn.Module):
                 yield
         finally:
             self.model.train(training)
-            settle(self)
+            release_gathered(self)
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability of every sampled token and entropy where it was sampled, [S] each."""

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.logprobs import Scorer
-from agenttrain.training.sharding import assign, whole
+from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.utils.names import did_you_mean
 
 ADAPTER = "default"
@@ -124,7 +124,9 @@ class BaseScorer:
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The adapters' weights by peft's names, on the CPU; all processes gather them together."""
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    return {f"base_model.model.{name}": whole(t).contiguous().cpu() for name, t in state.items()}
+    return {
+        f"base_model.model.{name}": full_tensor(t).contiguous().cpu() for name, t in state.items()
+    }
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:

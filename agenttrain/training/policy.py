@@ -22,22 +22,35 @@ from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
-from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
-from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
+from agenttrain.training.batch import (
+    Microbatch,
+    SequenceKey,
+    TrainingSequence,
+    make_sequences,
+    split,
+    stand_in,
+)
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
-from agenttrain.training.kernels import check_kernels, named
+from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
+from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, describe_culprits
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
-from agenttrain.training.sharding import Sharding, refresh, spread, whole, whole_copy
+from agenttrain.training.sharding import (
+    Sharding,
+    copy_full_weights,
+    full_tensor,
+    shard_optimizer_state,
+    unsharded_copy,
+)
 from agenttrain.training.update import (
     Minibatch,
-    keep_scores,
     loss_inputs,
-    needs_own_scores,
+    needs_old_logprobs,
+    store_scores,
     top_entropy,
-    weigh,
+    weigh_sequences,
 )
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
@@ -86,7 +99,7 @@ class Policy:
         # Files may reach one process minutes after another: the collectives that follow would end.
         self.world.exchange((), "the model in every process", patient=True)
         share_weights(self.model, self.world)
-        self.sampler = whole_copy(self.model, device) if sharding and sampled else self.model
+        self.sampler = unsharded_copy(self.model, device) if sharding and sampled else self.model
         self.step = 0
         self.algorithm = algorithm
         self._config = optimizer
@@ -120,9 +133,9 @@ class Policy:
         Raises SlowAttention and UnsupportedModel.
         """
         device = self.accelerator.device
-        self._scorer.decide(device, self.world, self.accelerator.autocast())
+        self._scorer.choose_layout(device, self.world, self.accelerator.autocast())
         if self._reference is not None:
-            self._reference.decide_as(self._scorer)
+            self._reference.copy_layout(self._scorer)
         check_kernels(self._scorer.kernels, device, tokens)
 
     @property
@@ -134,31 +147,41 @@ class Policy:
     @property
     def kernel(self) -> str:
         """Kernels that compute attention: ``varlen``, or several, ``efficient,flash``."""
-        return named(self._scorer.kernels)
+        return kernel_names(self._scorer.kernels)
 
     def kernel_metrics(self) -> dict[str, float]:
         """The share of attention calls that each kernel computes: ``training/kernel/flash``: 1."""
         calls = self._scorer.kernels
         return {f"training/kernel/{name}": n / calls.total() for name, n in sorted(calls.items())}
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Row]]:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[TrainingSequence]]:
         """Return the rows of the rollouts that have a reward, scored as the algorithm asks.
 
         That is by the reference where there is a KL penalty, and by the policy itself where its
         probabilities before the step's first update are needed.
         """
-        rows = [[row for r in group if _is_trained(r) for row in make_rows(r)] for group in groups]
+        sequences = [
+            [sequence for r in group if _is_trained(r) for sequence in make_sequences(r)]
+            for group in groups
+        ]
         if self._reference is not None:
-            scores = self._scores(self._reference, _flat(rows))
-            rows = [[replace(row, ref_logprobs_S=scores[row.key][0]) for row in g] for g in rows]
-        if needs_own_scores(self.algorithm):
-            scores = self._scores(self._scorer, _flat(rows))
-            for row in _flat(rows):
-                keep_scores([row], *scores[row.key])
-            rows = [[_with_own(row, *scores[row.key]) for row in g] for g in rows]
-        return rows
+            scores = self._scores(self._reference, _flat(sequences))
+            sequences = [
+                [replace(sequence, ref_logprobs_S=scores[sequence.key][0]) for sequence in g]
+                for g in sequences
+            ]
+        if needs_old_logprobs(self.algorithm):
+            scores = self._scores(self._scorer, _flat(sequences))
+            for sequence in _flat(sequences):
+                store_scores([sequence], *scores[sequence.key])
+            sequences = [
+                [_with_own(sequence, *scores[sequence.key]) for sequence in g] for g in sequences
+            ]
+        return sequences
 
-    def penalties(self, groups: Sequence[Sequence[Row]]) -> tuple[dict[str, float], Metrics]:
+    def kl_penalties(
+        self, groups: Sequence[Sequence[TrainingSequence]]
+    ) -> tuple[dict[str, float], Metrics]:
         """Return the KL over each rollout's sampled tokens where it is a part of the reward.
 
         Between the reference and the probabilities that `algorithm.behaviour` names; by
@@ -168,12 +191,12 @@ class Policy:
             return {}, {}
         penalties: defaultdict[str, float] = defaultdict(float)
         kl = torch.zeros(2, device=self.device)
-        for row in _flat(groups):
+        for sequence in _flat(groups):
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
-            own_S = row.old_logprobs_S if recomputed else row.behaviour_S
-            assert own_S is not None and row.ref_logprobs_S is not None
-            kl_S = kl_estimate(own_S, row.ref_logprobs_S, self.algorithm.kl)
-            penalties[row.rollout.rollout_id] += kl_S.sum().item()
+            own_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
+            assert own_S is not None and sequence.ref_logprobs_S is not None
+            kl_S = kl_estimate(own_S, sequence.ref_logprobs_S, self.algorithm.kl)
+            penalties[sequence.rollout.rollout_id] += kl_S.sum().item()
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}
 
@@ -187,7 +210,7 @@ class Policy:
         """Within, `forward` may be called; backward passes belong inside too."""
         return self._scorer.ready()
 
-    def minibatches(self, groups: Sequence[Sequence[Row]]) -> Iterator[Minibatch]:
+    def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
         """Yield `num_epochs` passes of `minibatches` updates, cut by group.
 
         Those are left out in which no process has a token to learn from. Every process takes part
@@ -201,23 +224,23 @@ class Policy:
                     minibatch.first, minibatch.epoch, first = first, epoch, False
                     yield minibatch
 
-    def minibatch(self, rows: Sequence[Row]) -> Minibatch | None:
+    def minibatch(self, sequences: Sequence[TrainingSequence]) -> Minibatch | None:
         """Return the rows of one update, weighed; None where no process has one to learn from."""
         algorithm = self.algorithm
-        tokens = self._sum_of_ranks(sum(row.sampled_length for row in rows))
+        tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
             return None
-        weighed = weigh(
-            rows,
+        weighed = weigh_sequences(
+            sequences,
             algorithm,
             tokens=tokens,
-            rollouts=self._sum_of_ranks(len(rows)),
+            rollouts=self._sum_of_ranks(len(sequences)),
             fixed_length=self._max_completion_tokens,
         )
-        minibatch = Minibatch(rows=weighed, tokens=tokens)
+        minibatch = Minibatch(sequences=weighed, tokens=tokens)
         if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
             return None
-        count = sum(row.sampled_length for row in weighed if row.weight > 0)
+        count = sum(sequence.sampled_length for sequence in weighed if sequence.weight > 0)
         if algorithm.top_entropy < 1:
             minibatch.kept = top_entropy(weighed, algorithm.top_entropy, self.world)
             count = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
@@ -225,7 +248,7 @@ class Policy:
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
-    def batches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
+    def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
         """Yield the microbatches of an update; the last one's backward pass syncs the gradients."""
         microbatches = self._pack(minibatch.trained(self.algorithm))
         if not microbatches:
@@ -261,16 +284,16 @@ class Policy:
             raise self._broken_update(losses, minibatch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if minibatch.epoch == 0 and not needs_own_scores(self.algorithm):
+        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):
             for batch, logprobs_S, entropy_S in minibatch.scores:
-                keep_scores(batch.rows, logprobs_S, entropy_S)
+                store_scores(batch.sequences, logprobs_S, entropy_S)
         metrics = {
             "grad_norm": self._once(norm),
             "loss": torch.stack((losses.sum(), self._once(1.0)[1])),
             "train/tokens": self._once(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
-            masked = torch.tensor([row.weight == 0 for row in minibatch.rows])
+            masked = torch.tensor([sequence.weight == 0 for sequence in minibatch.sequences])
             metrics["mask/truncated"] = mean_parts(masked).to(self.device)
         if self.algorithm.has_bonus and minibatch.bonus_tokens:
             entropy = torch.stack(minibatch.entropy).sum()
@@ -281,11 +304,11 @@ class Policy:
 
     def _mismatch(self, minibatch: Minibatch) -> Metrics:
         """Return the distance of the engine that sampled; `minibatch` is the step's first."""
-        rows = [row for batch, _, _ in minibatch.scores for row in batch.rows]
+        sequences = [sequence for batch, _, _ in minibatch.scores for sequence in batch.sequences]
         engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
         trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
         # As many updates of the engine's weights as steps so far.
-        origins = origins_of(rows, self.step, engine_S.device)
+        origins = token_origins(sequences, self.step, engine_S.device)
         sums = torch.stack((engine_S.sum(), trainer_S.sum(), engine_S.new_tensor(len(engine_S))))
         engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
         return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
@@ -307,15 +330,17 @@ class Policy:
         }
         return {**empty, **averages.means(self.accelerator), "lr": lr}
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[RowKey, Tensor]:
+    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[SequenceKey, Tensor]:
         """Row's key -> log-probabilities of its sampled tokens [S], without a gradient."""
-        scores = self._scores(self._scorer, [row for r in rollouts for row in make_rows(r)])
+        scores = self._scores(
+            self._scorer, [sequence for r in rollouts for sequence in make_sequences(r)]
+        )
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
-    def probe(self, token_ids: Sequence[int]) -> list[float]:
+    def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability at temperature 1 of every id after the first; all processes together."""
         targets_S = torch.arange(len(token_ids) - 1)
-        row = replace(
+        sequence = replace(
             stand_in(),
             token_ids_T=torch.tensor(token_ids),
             targets_S=targets_S,
@@ -326,7 +351,7 @@ class Policy:
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
             with self._scorer.ready():
-                packed = self._scorer.pack([row], len(token_ids), self.device)
+                packed = self._scorer.pack([sequence], len(token_ids), self.device)
                 ((logprobs_S, _),) = score(self._scorer, packed).values()
         finally:
             self._scorer.transform = transform
@@ -336,7 +361,7 @@ class Policy:
     def refresh_sampler(self) -> None:
         """`sampler` gets the policy's weights, where it is a copy; all processes together."""
         if self.sampler is not self.model:
-            refresh(self.sampler, self.model)
+            copy_full_weights(self.sampler, self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next update depends on, besides the weights."""
@@ -353,16 +378,18 @@ class Policy:
         """Continue from `state_dict()` of any number of processes, its tensors whole or Parted."""
         self.step = state["step"]
         optimizer = self.optimizer.optimizer  # within accelerate's
-        self.optimizer.load_state_dict(spread(optimizer, state["optimizer"]))
+        self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._bonus = EntropyBonus(*state["entropy_bonus"])
         if self._reference is not None and state["reference"] is not None:
             self._reference.load_state_dict(state["reference"])
 
-    def _scores(self, scorer: Any, rows: Sequence[Row]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+    def _scores(
+        self, scorer: Any, sequences: Sequence[TrainingSequence]
+    ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
         with scorer.ready():
-            return score(scorer, self._pack(rows))
+            return score(scorer, self._pack(sequences))
 
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; its norm before, or None when it or a loss is not finite."""
@@ -370,7 +397,7 @@ class Policy:
         if self._masters is not None:
             parameters = self._masters.copies
             self._average(parameters)
-        norm = whole(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
         # The scaler of fp16 probes for overflows itself and skips such updates.
         probing = self.accelerator.scaler is not None
         finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
@@ -390,8 +417,8 @@ class Policy:
         self.optimizer.zero_grad()
         trained = minibatch.trained(self.algorithm)
 
-        def alone(row: Row) -> tuple[Tensor, Tensor]:
-            (microbatch,) = self._scorer.pack([row], 1, self.accelerator.device)
+        def alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
+            (microbatch,) = self._scorer.pack([sequence], 1, self.accelerator.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
@@ -403,21 +430,23 @@ class Policy:
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
         found = world.gather(culprits(trained, alone, self.model, world), "the culprits")
-        named = world.gather([row.rollout.rollout_id for row in trained], "the culprits")
+        kernel_names = world.gather(
+            [sequence.rollout.rollout_id for sequence in trained], "the culprits"
+        )
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
-            f"{cause}{told(found, named)}. The weights are those before it",
+            f"{cause}{describe_culprits(found, kernel_names)}. The weights are those before it",
             [culprit.rollout_id for culprit in found],
-            world.to_main(minibatch.rows, "the rows of a broken update"),
+            world.to_main(minibatch.sequences, "the rows of a broken update"),
         )
 
-    def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
+    def _pack(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         """Microbatches; where weights are sharded, as many in every process."""
         device, budget = self.accelerator.device, self._training.token_budget
-        made = self._scorer.pack(rows, budget, device) if rows else []
+        made = self._scorer.pack(sequences, budget, device) if sequences else []
         if self._sharding is not None:
             most = int(self.world.max(len(made), "the number of microbatches"))
             made += self._scorer.pack([stand_in()], budget, device) * (most - len(made))
@@ -433,20 +462,24 @@ class Policy:
         return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
 
 
-def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+def score(
+    scorer: Any, microbatches: Iterable[Microbatch]
+) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
     """Row's key -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU, no gradient."""
-    scores: dict[RowKey, tuple[Tensor, Tensor]] = {}
+    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for microbatch in microbatches:
-            lengths = [row.sampled_length for row in microbatch.rows]
+            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
-            for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
-                if row.sampled_length:  # not the one that stands in for a process without rows
-                    scores[row.key] = (logprobs_S, entropy_S)
+            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
+                if sequence.sampled_length:  # not the one that stands in for a process without rows
+                    scores[sequence.key] = (logprobs_S, entropy_S)
     return scores
 
 
-def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origins:
+def token_origins(
+    sequences: Sequence[TrainingSequence], version: int, device: torch.device
+) -> Origins:
     """Return the origins of the rows' sampled tokens, one row after the other.
 
     `version` is what the trainer holds. Example: of 4 sampled tokens the thirds are 0 0 1 2.
@@ -454,11 +487,11 @@ def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origi
     turns: list[int] = []
     thirds: list[int] = []
     stale: list[bool] = []
-    for row in rows:
-        for span in row.trajectory.sampled_spans():
+    for sequence in sequences:
+        for span in sequence.trajectory.sampled_spans():
             turns += [span.turn] * len(span.token_ids)
             stale += [span.policy_version != version] * len(span.token_ids)
-        sampled = row.sampled_length
+        sampled = sequence.sampled_length
         thirds += [index * len(THIRDS) // sampled for index in range(sampled)]
     return Origins(
         turn_S=torch.tensor(turns, dtype=torch.long, device=device),
@@ -471,9 +504,11 @@ def _is_trained(rollout: Rollout) -> bool:
     return rollout.reward is not None and rollout.sampled_length > 0
 
 
-def _with_own(row: Row, logprobs_S: Tensor, entropy_S: Tensor) -> Row:
-    return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
+def _with_own(
+    sequence: TrainingSequence, logprobs_S: Tensor, entropy_S: Tensor
+) -> TrainingSequence:
+    return replace(sequence, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
 
 
-def _flat(groups: Sequence[Sequence[Row]]) -> list[Row]:
-    return [row for group in groups for row in group]
+def _flat(groups: Sequence[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+    return [sequence for group in groups for sequence in group]

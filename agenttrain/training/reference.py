@@ -33,7 +33,7 @@ class ReferencePolicy(Protocol):
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the sampled tokens, [S] each."""
 
-    def decide_as(self, scorer: Scorer) -> None:
+    def copy_layout(self, scorer: Scorer) -> None:
         """Compute as the policy's scorer does, which has decided."""
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
@@ -63,7 +63,7 @@ class _Fixed:
 class AdaptersOff(_Fixed, BaseScorer):
     """The policy without its adapters."""
 
-    def decide_as(self, scorer: Scorer) -> None:
+    def copy_layout(self, scorer: Scorer) -> None:
         """Nothing to decide: it is that scorer."""
 
 
@@ -77,9 +77,9 @@ class FrozenCopy(_Fixed):
         else:
             shard(self._scorer, accelerator, sharding)
 
-    def decide_as(self, scorer: Scorer) -> None:
+    def copy_layout(self, scorer: Scorer) -> None:
         """Compute as the policy's scorer does, which has decided."""
-        self._scorer.decide_as(scorer)
+        self._scorer.copy_layout(scorer)
 
     def ready(self) -> AbstractContextManager[None]:
         """Within, it may be called."""

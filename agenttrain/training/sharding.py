@@ -13,7 +13,7 @@ policy-0.pt, policy-1.pt, …   what policy.pt holds of a policy that is not sha
                               the process has a part of is ``{"part": tensor, "shape": [all]}``
 
 Parts follow each other along the first dimension, in the order of the processes. Readers map the
-files into memory, and put a tensor together where it is used (`Parted`).
+files into memory, and put a tensor together where it is used (`TensorParts`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class TensorParts:
     """A tensor in parts, which may lie in files: put together when it is used, and then dropped.
 
     A process that has a part of every tensor then never holds all of them.
@@ -88,7 +88,7 @@ class Parted:
     """They follow each other along the first dimension."""
     shape: torch.Size
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """All of it."""
         return torch.cat(self.parts).reshape(self.shape)
 
@@ -100,32 +100,32 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     return named or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def whole_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def unsharded_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """A copy that nothing trains and nothing shards, for an engine in this process."""
     copied: PreTrainedModel = copy.deepcopy(model).requires_grad_(False).to(device)
     return copied
 
 
-def refresh(copied: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Copy the sharded `model`'s weights, one gathered at a time, into a `whole_copy` of it.
+def copy_full_weights(copied: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Copy the sharded `model`'s weights, one gathered at a time, into a `unsharded_copy` of it.
 
     Tied weights are one parameter in both. Every process takes part.
     """
     targets = dict(copied.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            targets[name].copy_(whole(parameter))
+            targets[name].copy_(full_tensor(parameter))
 
 
-def assign(target: Tensor, values: Tensor | Parted) -> None:
+def assign(target: Tensor, values: Tensor | TensorParts) -> None:
     """Copy all values of a tensor into it, or into this process's part of it."""
     with torch.no_grad():
-        target.copy_(spread_like(target, values))
+        target.copy_(shard_like(target, values))
 
 
-def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
+def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     """Split `values`, which every process has, as `target` is split: without communication."""
-    values = values.whole() if isinstance(values, Parted) else values
+    values = values.full_tensor() if isinstance(values, TensorParts) else values
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values
     mesh, placements = target.device_mesh, target.placements
@@ -133,17 +133,17 @@ def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor; a sharded one is gathered by all processes together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a tensor; all of a tensor that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def settle(module: Any) -> None:
+def release_gathered(module: Any) -> None:
     """Drop what a forward pass without a backward one left gathered."""
     if isinstance(module, FSDPModule):
         module.reshard()
@@ -195,7 +195,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     """Join the states that all processes wrote, in the order of their ranks."""
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
-        return Parted(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
+        return TensorParts(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
     if isinstance(first, dict):
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple):
@@ -203,16 +203,16 @@ def _joined(parts: Sequence[Any]) -> Any:
     return first.clone() if isinstance(first, Tensor) else first
 
 
-def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Split an optimizer's state as its parameters are split."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
-        return {**state, "parts": [spread(part, of_part) for part, of_part in pairs]}
+        return {**state, "parts": [shard_optimizer_state(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def of_parameter(index: int, value: Any) -> Any:
-        alike = isinstance(value, Tensor | Parted) and value.shape == parameters[index].shape
-        return spread_like(parameters[index], value) if alike else value
+        alike = isinstance(value, Tensor | TensorParts) and value.shape == parameters[index].shape
+        return shard_like(parameters[index], value) if alike else value
 
     by_parameter = {
         index: {name: of_parameter(index, value) for name, value in values.items()}
@@ -221,7 +221,7 @@ def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "state": by_parameter}
 
 
-def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
+def full_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
     """Every weight by its name in `state_dict`, on the CPU, where `keep`; nothing elsewhere.
 
     All processes gather one weight after the other; tied weights are one tensor.
@@ -232,7 +232,7 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         key = id(owners.get(name, tensor))
         if key not in weights:
-            gathered = whole(tensor.detach())
+            gathered = full_tensor(tensor.detach())
             weights[key] = gathered.cpu() if keep else gathered.new_empty(0)
         named[name] = weights[key]
     return named if keep else {}

@@ -19,7 +19,7 @@ from agenttrain.algorithms.advantages import advantages, normalized_advantages
 from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.algorithms.losses import token_weights, top_entropy_mask
-from agenttrain.training.batch import Microbatch, Row, RowKey
+from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
 
@@ -90,14 +90,14 @@ class Minibatch:
     The sums are of the rows of all processes: a loss is divided by them.
     """
 
-    rows: list[Row]
+    sequences: list[TrainingSequence]
     """All of this process, with the weight of their tokens in the loss."""
     tokens: int
     """Sampled tokens, of all processes."""
     epoch: int = 0
     first: bool = False
     """Set for the first of a step: the policy is what it was when the engine sampled."""
-    kept: Mapping[RowKey, Tensor] | None = None
+    kept: Mapping[SequenceKey, Tensor] | None = None
     """Row's key -> a mask of its sampled tokens of top entropy; None: all are trained."""
     bonus_tokens: int = 0
     """Tokens that the entropy bonus acts on, of all processes."""
@@ -110,12 +110,13 @@ class Minibatch:
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
-    def trained(self, config: AlgorithmConfig) -> list[Row]:
+    def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
         """Return the rows that change the policy; the others need no forward pass."""
         return [
-            row
-            for row in self.rows
-            if row.weight > 0 and (row.advantage != 0 or config.kl_in_loss or config.has_bonus)
+            sequence
+            for sequence in self.sequences
+            if sequence.weight > 0
+            and (sequence.advantage != 0 or config.kl_in_loss or config.has_bonus)
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
@@ -128,9 +129,14 @@ class Minibatch:
         self.entropy.append(acting_S.sum())
 
 
-def weigh(
-    rows: Sequence[Row], config: AlgorithmConfig, *, tokens: int, rollouts: int, fixed_length: int
-) -> list[Row]:
+def weigh_sequences(
+    sequences: Sequence[TrainingSequence],
+    config: AlgorithmConfig,
+    *,
+    tokens: int,
+    rollouts: int,
+    fixed_length: int,
+) -> list[TrainingSequence]:
     """Return the rows of one optimizer update with the weight of their tokens in its loss.
 
     `tokens` and `rollouts` count the whole update over all processes. Truncated rollouts that are
@@ -138,28 +144,32 @@ def weigh(
     how many there are.
     """
     weights_B = token_weights(
-        torch.tensor([row.sampled_length for row in rows]),
+        torch.tensor([sequence.sampled_length for sequence in sequences]),
         config.aggregation,
         tokens=tokens,
         rollouts=rollouts,
         fixed_length=fixed_length,
     )
     return [
-        replace(row, weight=0.0 if config.mask_truncated and row.rollout.truncated else weight)
-        for row, weight in zip(rows, weights_B.tolist(), strict=True)
+        replace(
+            sequence, weight=0.0 if config.mask_truncated and sequence.rollout.truncated else weight
+        )
+        for sequence, weight in zip(sequences, weights_B.tolist(), strict=True)
     ]
 
 
-def top_entropy(rows: Sequence[Row], share: float, world: World) -> dict[RowKey, Tensor]:
+def top_entropy(
+    sequences: Sequence[TrainingSequence], share: float, world: World
+) -> dict[SequenceKey, Tensor]:
     """Return `Minibatch.kept` of the weighed rows, which compete with those of the other processes.
 
     Where entropies are equal the earlier positions come first, and at one position the rollouts in
     the order of their ids: neither depends on who holds a rollout or what is packed with it.
     """
     own: list[tuple[tuple[Any, ...], Tensor]] = [
-        ((row.rollout.group_id, row.rollout.sample, row.key), row.old_entropy_S)
-        for row in rows
-        if row.weight > 0 and row.old_entropy_S is not None
+        ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
+        for sequence in sequences
+        if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
     shares = world.gather([own], "the entropies of an update")
     everyone = [pair for pairs in shares for pair in pairs]
@@ -188,11 +198,11 @@ def loss_inputs(
     kept_S = None
     if minibatch.kept is not None:
         # The row that stands in for a process without rows has no token and no mask.
-        kept = [minibatch.kept[r.key] for r in microbatch.rows if r.sampled_length]
+        kept = [minibatch.kept[r.key] for r in microbatch.sequences if r.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
-        old = [row.old_logprobs_S for row in microbatch.rows]
+        old = [sequence.old_logprobs_S for sequence in microbatch.sequences]
         known = [values for values in old if values is not None]
         # Before a step's only update the policy is still what it was when the step began.
         whole = len(known) == len(old)
@@ -204,23 +214,25 @@ def loss_inputs(
         ref_logprobs_S=microbatch.ref_logprobs_S,
         entropy_S=entropy_S,
         kept_S=kept_S,
-        row_S=microbatch.row_S,
+        row_S=microbatch.sequence_S,
         advantages_B=microbatch.advantages_B,
         weights_B=microbatch.weights_B,
         bonus=minibatch.bonus,
     )
 
 
-def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
-    """Give the trajectories of `rows`, in their order, the trainer's own scores."""
-    lengths = [row.sampled_length for row in rows]
+def store_scores(
+    sequences: Sequence[TrainingSequence], logprobs_S: Tensor, entropy_S: Tensor
+) -> None:
+    """Give the trajectories of `sequences`, in their order, the trainer's own scores."""
+    lengths = [sequence.sampled_length for sequence in sequences]
     pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
-    for row, own_S, entropies in zip(rows, *pieces, strict=True):
-        row.trajectory.trainer_logprobs = array("f", own_S.numpy())
-        row.trajectory.entropies = array("f", entropies.numpy())
+    for sequence, own_S, entropies in zip(sequences, *pieces, strict=True):
+        sequence.trajectory.trainer_logprobs = array("f", own_S.numpy())
+        sequence.trajectory.entropies = array("f", entropies.numpy())
 
 
-def needs_own_scores(config: AlgorithmConfig) -> bool:
+def needs_old_logprobs(config: AlgorithmConfig) -> bool:
     """Return whether the policy has to score the rollouts before the step's first update.
 
     With one update per step the probabilities before it are those that it computes anyway.

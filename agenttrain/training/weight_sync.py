@@ -17,7 +17,7 @@ from agenttrain.engines.base import Engine, Forgetful, OwnNumberFormat, Separate
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import is_sharded, whole
+from agenttrain.training.sharding import full_tensor, is_sharded
 from agenttrain.types import AgenttrainError, Sampling
 
 PROBE_TOKENS = 128
@@ -70,7 +70,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class Probe:
     """Result of a weight sync: log-probabilities of a text that stays the same for a run."""
 
     token_ids: tuple[int, ...]
@@ -96,11 +96,11 @@ async def sync(
     engine: Engine,
     version: int,
     config: WeightSyncConfig,
-    before: Probed | None = None,
+    before: Probe | None = None,
     *,
     prompt_ids: Sequence[int] = (),
-    moves: bool = True,
-) -> Probed | None:
+    expect_change: bool = True,
+) -> Probe | None:
     """Give `engine` the policy's weights: all that it samples from now on is of weights `version`.
 
     An engine that samples from `policy.sampler` itself only forgets what it cached. One with
@@ -131,36 +131,36 @@ async def sync(
     else:
         weights = iter(adapter_weights(policy.model).items())
     await engine.update(weights, version)
-    probed = await _probed(policy, engine, before, prompt_ids)
+    probe = await _probed(policy, engine, before, prompt_ids)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
     # In fewer bits than the policy's, merged with adapters or cast, small changes are rounded away.
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
-    moved_from = before if moves and same_bits else None
-    _check(probed, moved_from, version, tolerance, exact=exact, growth=growth)
-    if not exact and not probed.warned and probed.gap.max > FAR * tolerance:
+    moved_from = before if expect_change and same_bits else None
+    _check(probe, moved_from, version, tolerance, exact=exact, growth=growth)
+    if not exact and not probe.warned and probe.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
-            f"{probed.gap}: as it may be for a mixture of experts, where a token took another "
+            f"{probe.gap}: as it may be for a mixture of experts, where a token took another "
             "route; else look at sampling/logprob_gap",
             RuntimeWarning,
             stacklevel=2,
         )
-        probed = replace(probed, warned=True)
-    return probed
+        probe = replace(probe, warned=True)
+    return probe
 
 
 async def _probed(
-    policy: Policy, engine: Engine, before: Probed | None, prompt_ids: Sequence[int]
-) -> Probed:
+    policy: Policy, engine: Engine, before: Probe | None, prompt_ids: Sequence[int]
+) -> Probe:
     """Score the run's probe by the policy and by the engine; without `before`, make the probe."""
     token_ids: Sequence[int]
     if before:
         token_ids, start = before.token_ids, before.start
     elif not prompt_ids:
-        token_ids, start = probe(policy.model, engine.max_context), 1
+        token_ids, start = probe_ids(policy.model, engine.max_context), 1
     else:
         # Short, for an engine keeps the probabilities of the whole vocabulary at each token.
         room = min(2 * PROBE_TOKENS, engine.max_context - 1)
@@ -170,13 +170,13 @@ async def _probed(
         await engine.release("probe")
         token_ids, start = [*prompt, *completion.token_ids], len(prompt)
     policy_T = (
-        policy.probe(token_ids)
+        policy.probe_logprobs(token_ids)
         if is_sharded(policy.model)
         else policy_logprobs(policy.model, token_ids)
     )
     assert isinstance(engine, Separate)
     engine_T = torch.tensor(await engine.score(token_ids))
-    return Probed(
+    return Probe(
         token_ids=tuple(token_ids),
         start=start,
         policy_T=torch.tensor(policy_T),
@@ -187,8 +187,8 @@ async def _probed(
 
 
 def _check(
-    probed: Probed,
-    before: Probed | None,
+    probe: Probe,
+    before: Probe | None,
     version: int,
     tolerance: float,
     *,
@@ -199,7 +199,7 @@ def _check(
 
     With `before` also if the policy moved since then and the engine did not by a bit.
     """
-    gap, first = probed.gap, probed.first
+    gap, first = probe.gap, probe.first
     pairs = [(gap.max, tolerance)]
     if not exact:
         begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
@@ -219,8 +219,8 @@ def _check(
     if before is None:
         return
     # One step changes little, less than kernels differ in bfloat16: but it changes something.
-    moved_T = (probed.policy_T - before.policy_T).abs()
-    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probed.engine_T, before.engine_T):
+    moved_T = (probe.policy_T - before.policy_T).abs()
+    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probe.engine_T, before.engine_T):
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
@@ -234,7 +234,7 @@ async def rest(engine: Engine) -> None:
         await engine.rest()
 
 
-def probe(model: PreTrainedModel, max_context: int) -> list[int]:
+def probe_ids(model: PreTrainedModel, max_context: int) -> list[int]:
     """A fixed sequence of ids from all over the vocabulary."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return [index * STEP % vocabulary for index in range(1, min(PROBE_TOKENS, max_context - 1))]
@@ -277,4 +277,4 @@ def named_weights(
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
-        yield name.replace(".base_layer.", "."), whole(tensor.detach())
+        yield name.replace(".base_layer.", "."), full_tensor(tensor.detach())

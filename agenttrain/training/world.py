@@ -73,7 +73,7 @@ class World:
         self.rank = dist.get_rank() if several else 0
         self.size = dist.get_world_size() if several else 1
         self.timeout_s = timeout_s
-        self.looks = 0
+        self.wait_checks = 0
         """Rises while this process waits for another one in `barrier`."""
         self._count = 0
         self._group: Any = None
@@ -283,7 +283,7 @@ class World:
                 self._store.wait([key], WAKE)
                 return
             except dist.DistStoreError as error:
-                self.looks += 1
+                self.wait_checks += 1
                 now = time.monotonic()
                 waited_s, before = waited_s + min(now - before, LONGEST_LOOK_S), now
                 if waited_s > limit_s:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from agenttrain.training.batch import Row, stand_in
-from agenttrain.training.sharding import here, whole
+from agenttrain.training.batch import TrainingSequence, stand_in
+from agenttrain.training.sharding import full_tensor, local_part
 from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
-Alone = Callable[[Row], tuple[Tensor, Tensor]]
+Alone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
 """One row -> its loss, after the backward pass, and the policy's logprobs of it, [S]."""
 NAMED = 4
 """Culprits that a message names."""
@@ -27,10 +27,12 @@ NAMED = 4
 class BrokenUpdate(NotFinite):
     """A loss or gradient is not finite; the weights are still those before the update."""
 
-    def __init__(self, message: str, culprits: Sequence[str], rows: Sequence[Row]) -> None:
-        """`rows` are those of the update, to be run again."""
+    def __init__(
+        self, message: str, culprits: Sequence[str], sequences: Sequence[TrainingSequence]
+    ) -> None:
+        """`sequences` are those of the update, to be run again."""
         super().__init__(message, stage="update", culprits=culprits)
-        self.rows = tuple(rows)
+        self.sequences = tuple(sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
     """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
     broken = {}
     for name, parameter in model.named_parameters():
-        count = int((~here(parameter).isfinite()).sum())
+        count = int((~local_part(parameter).isfinite()).sum())
         if count:
             broken[name] = f"{count} of {parameter.numel()} values"
     return broken
@@ -55,7 +57,9 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     """Raise NotFinite on all processes, naming the weights, unless all are finite on each."""
     world = world or World()
     # Stacked, so that a GPU is waited for once and not for every parameter.
-    finite = torch.stack([here(parameter).isfinite().all() for parameter in model.parameters()])
+    finite = torch.stack(
+        [local_part(parameter).isfinite().all() for parameter in model.parameters()]
+    )
     if world.min(float(finite.all()), f"the weights {when}"):
         return
     # Where weights are sharded each process sees its part, and counts in that.
@@ -90,7 +94,10 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
 
 
 def culprits(
-    rows: Sequence[Row], alone: Alone, model: nn.Module, world: World | None = None
+    sequences: Sequence[TrainingSequence],
+    alone: Alone,
+    model: nn.Module,
+    world: World | None = None,
 ) -> list[Culprit]:
     """Run rows alone and return this process's that are not finite; clears gradients after each.
 
@@ -99,47 +106,47 @@ def culprits(
     """
     world = world or World()
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return [culprit for row in rows if (culprit := _culprit(row, alone, model))]
+        return [culprit for sequence in sequences if (culprit := _culprit(sequence, alone, model))]
     result = []
-    for rank, count in enumerate(world.gather([len(rows)], "the rows of a broken update")):
+    for rank, count in enumerate(world.gather([len(sequences)], "the rows of a broken update")):
         for index in range(count):
             own = rank == world.rank
-            culprit = _culprit(rows[index] if own else stand_in(), alone, model)
+            culprit = _culprit(sequences[index] if own else stand_in(), alone, model)
             if own and culprit:
                 result.append(culprit)
     return result
 
 
-def _culprit(row: Row, alone: Alone, model: nn.Module) -> Culprit | None:
+def _culprit(sequence: TrainingSequence, alone: Alone, model: nn.Module) -> Culprit | None:
     # Run whatever the inputs are, so that processes that run it together do the same.
-    loss, logprobs_S = alone(row)
+    loss, logprobs_S = alone(sequence)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    finite = {n: bool(here(gradient).isfinite().all()) for n, gradient in gradients.items()}
-    norm = whole(nn.utils.get_total_norm(gradients.values()))
+    finite = {n: bool(local_part(gradient).isfinite().all()) for n, gradient in gradients.items()}
+    norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
     model.zero_grad()
 
     # Inputs before outputs: a broken input breaks all that follows from it.
     problems = []
-    if not math.isfinite(row.advantage):
-        problems.append(f"its advantage is {row.advantage}")
+    if not math.isfinite(sequence.advantage):
+        problems.append(f"its advantage is {sequence.advantage}")
     for name, values_S in (
-        ("the engine's logprob", row.behaviour_S),
-        ("the reference's logprob", row.ref_logprobs_S),
-        ("the logprob before the step", row.old_logprobs_S),
+        ("the engine's logprob", sequence.behaviour_S),
+        ("the reference's logprob", sequence.ref_logprobs_S),
+        ("the logprob before the step", sequence.old_logprobs_S),
         ("the policy's logprob", logprobs_S),
     ):
         index = None if values_S is None else _first_broken(values_S.tolist())
         if index is not None:
-            problems.append(f"{name} of token {int(row.targets_S[index]) + 1}")
+            problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
     if not loss.isfinite():
         problems.append(f"its loss is {loss.item():g}")
     problems += [f"its gradient of {name}" for name, is_finite in finite.items() if not is_finite]
     if not norm.isfinite():
         problems.append("the norm of its gradient")
-    return Culprit(rollout_id=row.rollout.rollout_id, what=problems[0]) if problems else None
+    return Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]) if problems else None
 
 
-def told(found: Sequence[Culprit], packed: Sequence[str]) -> str:
+def describe_culprits(found: Sequence[Culprit], packed: Sequence[str]) -> str:
     """Name the culprits; `packed` are the rollouts to name when no rollout is broken alone."""
     if found:
         return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in found])
