@@ -1,6 +1,6 @@
 """The training loop: get a step's rollouts, update the policy, sync the engine, record.
 
-Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step, and `update`
+Read this file first, then `types.py` and `rollout/loop.py`. `Trainer.step` is one step; `update`
 below is its training: scores, advantages, microbatches, loss, optimizer.
 
 Reinforcement learning and supervised learning are the same loop. They differ in the source of a

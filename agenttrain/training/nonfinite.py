@@ -1,6 +1,7 @@
-"""Which rollout, or which weight, made an update that is not finite.
+"""Find the rollout or the weight that made an update non-finite.
 
-Each row of the update is run alone, forward and backward: what is not finite then is its own.
+Each sequence of the update is run alone, forward and backward: a number that is not finite then was
+caused by that sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from agenttrain.training.sharding import full_tensor, local_part
 from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
-Alone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
-"""One row -> its loss, after the backward pass, and the policy's logprobs of it, [S]."""
+RunAlone = Callable[[TrainingSequence], tuple[Tensor, Tensor]]
+"""Runs one sequence forward and backward; returns its loss and the policy's logprobs, [S]."""
 NAMED = 4
-"""Culprits that a message names."""
+"""Most culprits that a message names."""
 
 
 class BrokenUpdate(NotFinite):
-    """A loss or gradient is not finite; the weights are still those before the update."""
+    """A loss or gradient is not finite; the weights are still those from before the update."""
 
     def __init__(
         self, message: str, culprits: Sequence[str], sequences: Sequence[TrainingSequence]
@@ -37,14 +38,14 @@ class BrokenUpdate(NotFinite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A rollout, and its part that is not finite."""
+    """A rollout and the number of it that is not finite."""
 
     rollout_id: str
     what: str
 
 
 def broken_weights(model: nn.Module) -> dict[str, str]:
-    """Every parameter with values that are not finite, and how many: ``1 of 64 values``."""
+    """Return the parameters with non-finite values, each with their count: ``1 of 64 values``."""
     broken = {}
     for name, parameter in model.named_parameters():
         count = int((~local_part(parameter).isfinite()).sum())
@@ -54,15 +55,15 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
 
 
 def check_weights(model: nn.Module, when: str, world: World | None = None) -> None:
-    """Raise NotFinite on all processes, naming the weights, unless all are finite on each."""
+    """Raise NotFinite in all processes, naming the weights, unless all weights are finite."""
     world = world or World()
-    # Stacked, so that a GPU is waited for once and not for every parameter.
+    # Stacked: one wait for the GPU instead of one per parameter.
     finite = torch.stack(
         [local_part(parameter).isfinite().all() for parameter in model.parameters()]
     )
     if world.min(float(finite.all()), f"the weights {when}"):
         return
-    # Where weights are sharded each process sees its part, and counts in that.
+    # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
     where = _listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
@@ -71,8 +72,8 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
 
 
 def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> None:
-    """Raise NotFinite on all processes, naming rollout and position, unless all the engines'
-    logprobs are finite."""
+    """Raise NotFinite in all processes, naming rollouts and positions, unless all logprobs of the
+    engine are finite."""
     world = world or World()
     positions = [
         (rollout.rollout_id, position)
@@ -87,7 +88,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
-            f"{where}. Look at the engine's dtype and at engine.name=transformers",
+            f"{where}. Check the engine's dtype, or sample with engine=transformers",
             stage="logprobs",
             culprits=tuple(broken),
         )
@@ -95,20 +96,22 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
 
 def culprits(
     sequences: Sequence[TrainingSequence],
-    alone: Alone,
+    alone: RunAlone,
     model: nn.Module,
     world: World | None = None,
 ) -> list[Culprit]:
-    """Run rows alone and return this process's that are not finite; clears gradients after each.
+    """Run this process's sequences one by one and return those that are not finite.
 
-    Where weights are sharded all processes run every row of any together: one has the row, and the
-    others one that stands in.
+    Clears the gradients after each. Sharded weights need all processes for every pass: while one
+    process runs a sequence of its own, the others run a stand-in.
     """
     world = world or World()
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return [culprit for sequence in sequences if (culprit := _culprit(sequence, alone, model))]
     result = []
-    for rank, count in enumerate(world.gather([len(sequences)], "the rows of a broken update")):
+    for rank, count in enumerate(
+        world.gather([len(sequences)], "the sequences of a broken update")
+    ):
         for index in range(count):
             own = rank == world.rank
             culprit = _culprit(sequences[index] if own else stand_in(), alone, model)
@@ -117,15 +120,15 @@ def culprits(
     return result
 
 
-def _culprit(sequence: TrainingSequence, alone: Alone, model: nn.Module) -> Culprit | None:
-    # Run whatever the inputs are, so that processes that run it together do the same.
+def _culprit(sequence: TrainingSequence, alone: RunAlone, model: nn.Module) -> Culprit | None:
+    # Run it even if an input is broken: with sharded weights the other processes run along.
     loss, logprobs_S = alone(sequence)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     finite = {n: bool(local_part(gradient).isfinite().all()) for n, gradient in gradients.items()}
     norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
     model.zero_grad()
 
-    # Inputs before outputs: a broken input breaks all that follows from it.
+    # In the order of computation: the first broken number breaks all later ones.
     problems = []
     if not math.isfinite(sequence.advantage):
         problems.append(f"its advantage is {sequence.advantage}")
@@ -146,10 +149,13 @@ def _culprit(sequence: TrainingSequence, alone: Alone, model: nn.Module) -> Culp
     return Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]) if problems else None
 
 
-def describe_culprits(found: Sequence[Culprit], packed: Sequence[str]) -> str:
-    """Name the culprits; `packed` are the rollouts to name when no rollout is broken alone."""
-    if found:
-        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in found])
+def describe_culprits(culprits: Sequence[Culprit], packed: Sequence[str]) -> str:
+    """Return an error's text that names the culprits.
+
+    If no sequence is broken by itself, it names the rollouts that were packed together.
+    """
+    if culprits:
+        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in culprits])
     return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
 
 

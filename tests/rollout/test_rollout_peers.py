@@ -27,9 +27,9 @@ def test_the_longest_goes_first_to_the_one_with_least_to_do() -> None:
 
 def test_each_minibatch_is_spread_evenly() -> None:
     # 9 to the first, 8 to the second, who then has least; then the first has
-    assert assign_tasks([1, 1, 9, 8], 2, parts=1) == [1, 0, 0, 1]
+    assert assign_tasks([1, 1, 9, 8], 2, minibatches=1) == [1, 0, 0, 1]
     # the two of one token first, one to each
-    assert assign_tasks([1, 1, 9, 8], 2, parts=2) == [0, 1, 0, 1]
+    assert assign_tasks([1, 1, 9, 8], 2, minibatches=2) == [0, 1, 0, 1]
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6), st.integers(1, 4))

@@ -121,7 +121,7 @@ def test_a_broken_summary_is_told_and_replaced(tmp_path, capsys, content):
 def test_a_folder_is_held_by_one_process(tmp_path):
     script = (
         "import sys; from pathlib import Path; from agenttrain.tracking.run_folder import held\n"
-        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "with lock_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

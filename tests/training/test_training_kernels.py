@@ -54,7 +54,7 @@ def rules(query, key, value, mask=None, dropout=0.0, causal=False, *, scale=None
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU chooses as a GPU does."""
     monkeypatch.setattr(torch, "_fused_sdp_choice", rules)
-    monkeypatch.setattr(attend_module, "is_choosy", lambda device: True)
+    monkeypatch.setattr(attend_module, "is_restrictive", lambda device: True)
 
 
 def states(dtype: torch.dtype, queries: int, keys: int, size: int) -> list[torch.Tensor]:
