@@ -72,7 +72,7 @@ def sdpa_kernel(
 
 
 def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast states to autocast's format if it is on: the choice of a kernel happens before the cast."""
+    """Cast states to autocast's format, if it is on: torch chooses a kernel before it casts."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -153,7 +153,7 @@ def counting_calls() -> Iterator[Counter[Kernel]]:
 
 
 def kernel_names(kernels: Collection[Kernel]) -> str:
-    """Return the kernels as one word: ``varlen``, ``efficient,flash``; ``none`` if there are none."""
+    """Return the kernels as one word: ``varlen``, ``efficient,flash``, or ``none``."""
     return ",".join(sorted(kernels)) or "none"
 
 
@@ -162,9 +162,9 @@ def check_kernels(kernels: Collection[Kernel], device: torch.device, tokens: int
     if device.type != "cuda" or Kernel.math not in kernels or tokens <= MOST_MATH_TOKENS:
         return
     raise SlowAttention(
-        f"training/kernel={kernel_names(kernels)}: on this GPU torch has no fused attention for what "
-        "the model asks for (a soft cap of its scores, a format, or a size of its heads), and every "
-        f"score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
+        f"training/kernel={kernel_names(kernels)}: on this GPU torch has no fused attention for "
+        "what the model asks for (a soft cap of its scores, a format, or a size of its heads), "
+        f"and every score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
         f"training.mixed_precision=bf16; or training.token_budget and "
         f"rollout.max_completion_tokens to at most {MOST_MATH_TOKENS}; or choose another model."
     )
