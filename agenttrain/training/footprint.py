@@ -45,7 +45,7 @@ for models whose scores are held in memory: only from there on is the growth lin
 
 
 def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
-    """Return the model of a transformers config without storage; with adapters if `lora` has a rank."""
+    """Return the model of a config without storage; with adapters if `lora` has a rank."""
     with init_empty_weights(include_buffers=True):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora.rank:
@@ -121,7 +121,7 @@ class Saved:
         return full + round((full - half) / (longest - longest // 2) * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
-        """Return the bytes that autograd saves in a forward pass over fake tensors; cached by length."""
+        """Return the bytes that autograd saves in a forward pass over fake tensors; cached."""
         if tokens in self._traced:
             return self._traced[tokens]
         # Before entering the mode: the layout depends on values, which fake tensors lack.
@@ -181,7 +181,7 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
 def head_bytes(
     model: PreTrainedModel, tokens: int, *, budget_mb: int, autocast: bool, device: str
 ) -> int:
-    """Return the peak bytes of log-probabilities of `tokens` sampled tokens and their backward pass.
+    """Return the peak bytes of the logprobs of `tokens` sampled tokens and their backward pass.
 
     Logits within the budget are kept, others are computed again: a microbatch with fewer sampled
     tokens may take as much as a full one.

@@ -60,7 +60,7 @@ def linear_logprobs(
     keep: bool,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(transform(hidden @ weight.T + bias)) at the labels, and entropies, [S] each.
+    """Return log softmax(transform(hidden @ weight.T + bias)) at the labels; entropies; [S] each.
 
     Products have the type of `hidden` (under autocast, autocast's); everything else is at least
     fp32. The entropies carry a gradient only with `entropy_grad`.

@@ -164,7 +164,8 @@ def check_kernels(kernels: Collection[Kernel], device: torch.device, tokens: int
     raise SlowAttention(
         f"training/kernel={kernel_names(kernels)}: on this GPU torch has no fused attention for "
         "what the model asks for (a soft cap of its scores, a format, or a size of its heads), "
-        f"and every score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
-        f"training.mixed_precision=bf16; or training.token_budget and "
-        f"rollout.max_completion_tokens to at most {MOST_MATH_TOKENS}; or choose another model."
+        f"and every score of up to {tokens:,} tokens would be held in memory. Set "
+        "model.dtype=bfloat16 or training.mixed_precision=bf16; or "
+        "training.token_budget and rollout.max_completion_tokens to at most "
+        f"{MOST_MATH_TOKENS}; or choose another model."
     )

@@ -49,8 +49,8 @@ class Gap:
 
     mean: float
     q90: float
-    """90 % quantile. Wrong weights raise it; a few tokens for which a mixture of experts took another
-    route, which are several nats apart, do not."""
+    """90 % quantile. Wrong weights raise it; a few tokens for which a mixture of experts took
+    another route, several nats apart, do not."""
     max: float
 
     @classmethod
@@ -81,7 +81,7 @@ class Probe:
 
     token_ids: tuple[int, ...]
     start: int
-    """Index of the first token that the engine sampled; the gap is that of the tokens from it on."""
+    """Index of the first token that the engine sampled; the gap begins with it."""
     policy_T: Tensor
     """Log-probability of every token after the first."""
     engine_T: Tensor
