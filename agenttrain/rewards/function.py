@@ -14,7 +14,7 @@ import math
 import time
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from numbers import Real
@@ -149,7 +149,7 @@ class FunctionScorer:
         ]
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Run calls in a thread for a moment; return the outcomes of the first ones, at least one."""
+        """Run calls in a thread for a moment; return the outcomes of at least one."""
         begun: list[Call] = []
         outcomes: list[Outcome] = []
         until = time.monotonic() + VISIT_S
@@ -463,7 +463,7 @@ def _fields_changed(given: Any, original: Any) -> list[str]:
 
 
 def _same(given: Any, original: Any) -> bool:
-    """Compare JSON values and our records; other objects count as equal, for want of a definition."""
+    """Compare JSON values and our records; other objects count as equal."""
     if given is original:
         return True
     kind = type(given)

@@ -126,7 +126,7 @@ class Rubric:
         return [reason for _, _, reason in scored if reason]
 
     def weighted_sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum; None if no function applies. Raises ValueError if it is too large."""
+        """Return the weighted sum; None if no function applies. Raises ValueError if too large."""
         applicable = {n: value for n, value in rewards.items() if value is not None}
         if not applicable:
             return None

@@ -17,8 +17,8 @@ from agenttrain.types import Rollout
 class AnswerReward:
     """Base of the rewards that compare a rollout's answer with a column of its row.
 
-    With `tool`, the answer is `argument` of the tool's last valid call. Without it (null), it is the
-    text of the last assistant message.
+    With `tool`, the answer is `argument` of the tool's last valid call. Without it (null), it is
+    the text of the last assistant message.
     """
 
     def __init__(self, *, tool: str | None, argument: str, column: str) -> None:
