@@ -36,7 +36,7 @@ ARM_S = 5.0
 """Seconds between two resets of that timer. Independent of the heartbeat's interval, so that the
 timer never ends a healthy run."""
 LONGEST_TICK_S = 2.0
-"""Most time between two checks that counts: in a longer one the whole process had been stopped."""
+"""Most time between two checks that counts: if there is more, the process had been stopped."""
 
 
 class Watchdog:

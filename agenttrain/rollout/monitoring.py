@@ -279,13 +279,13 @@ heaps."""
 
 
 class _Heap:
-    """Who has frozen the heap of this process."""
+    """Owner of the frozen heap of this process, if it is frozen."""
 
     ours = False
-    """A `light_gc` has."""
+    """True while a `light_gc` has frozen it."""
     theirs = False
-    """Other code has. Asked only once: the count walks the frozen heap, which takes a tenth of a
-    second with vLLM, which freezes its own."""
+    """True if other code has frozen it. Once True, it is not counted again: the count walks the
+    frozen heap, which takes a tenth of a second with vLLM, which freezes its own."""
 
 
 @contextmanager

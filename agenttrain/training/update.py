@@ -195,7 +195,7 @@ def loss_inputs(
     if config.behaviour is Behaviour.recomputed:
         old = [sequence.old_logprobs_S for sequence in microbatch.sequences]
         known = [values for values in old if values is not None]
-        # With one update per step nobody scored the old policy: it is the current one.
+        # With one update per step the old policy was not scored: it is the current one.
         scored = len(known) == len(old)
         behaviour_S = torch.cat(known).to(logprobs_S) if scored else logprobs_S.detach()
     return LossInputs(

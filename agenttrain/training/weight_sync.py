@@ -150,7 +150,7 @@ async def sync(
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
             f"{probe.gap}: as it may be for a mixture of experts, where a token took another "
-            "route; else look at sampling/logprob_gap",
+            "route; otherwise check sampling/logprob_gap",
             RuntimeWarning,
             stacklevel=2,
         )

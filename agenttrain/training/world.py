@@ -325,8 +325,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 LONGEST_CHECK_S = 2.0
-"""Most time between two checks that counts as waiting: this process itself was stopped for the
-rest."""
+"""Most time between two checks that counts as waiting: if there is more, this process itself had
+been stopped."""
 LEAVE_S = 5.0
 """Time limit for the heartbeat thread to end; only a store that hangs needs more."""
 
