@@ -86,12 +86,11 @@ class _LinearLogprobs(torch.autograd.Function):
         product = _Product.of(hidden_SH, weight_VH, bias_V)
         statistics = _Statistics.empty(labels_S, product.exact)
         kept = []
-        for vocabulary in product.vocabulary_tiles():
-            for tokens in product.token_tiles():
-                logits = transform(product(tokens, vocabulary))
-                statistics.fold(logits, tokens, vocabulary)
-                if keep:
-                    kept.append(logits)
+        for tokens, vocabulary in product.tiles():
+            logits = transform(product(tokens, vocabulary))
+            statistics.fold(logits, tokens, vocabulary)
+            if keep:
+                kept.append(logits)
         normaliser_S, entropy_S = statistics.normaliser(), statistics.entropy()
         ctx.save_for_backward(
             hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
@@ -109,11 +108,10 @@ class _LinearLogprobs(torch.autograd.Function):
         slopes = _Slopes(labels_S, normaliser_S, entropy_S, grad_logprobs_S, grad_entropy_S)
         grads = _Gradients(product, ctx.needs_input_grad)
         tiles = iter(kept)
-        for vocabulary in product.vocabulary_tiles():
-            for tokens in product.token_tiles():
-                logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
-                slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
-                grads.add(slope, tokens, vocabulary)
+        for tokens, vocabulary in product.tiles():
+            logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
+            slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
+            grads.add(slope, tokens, vocabulary)
         # Autograd casts each to the type of its input.
         return *grads.sums, None, None, None
 
@@ -138,21 +136,21 @@ class _Product:
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         return cls(hidden_SH, weight_VH, bias_V, type)
 
-    def vocabulary_tiles(self) -> Iterator[slice]:
-        return _slices(self.weight_VH.shape[0], self.entries)
-
-    def token_tiles(self) -> Iterator[slice]:
-        return _slices(self.hidden_SH.shape[0], self.tokens)
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the tokens and vocabulary entries of each tile, always in the same order."""
+        tokens, entries = self.hidden_SH.shape[0], self.weight_VH.shape[0]
+        for low in range(0, entries, self.entries):
+            for first in range(0, tokens, self.tokens):
+                yield (
+                    slice(first, min(first + self.tokens, tokens)),
+                    slice(low, min(low + self.entries, entries)),
+                )
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
         """Return the output of a tile, [C, N]."""
         output = torch.mm(self.hidden_SH[tokens], self.weight_VH[vocabulary].to(self.type).T)
         output = output.to(self.exact)
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
