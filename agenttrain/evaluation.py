@@ -1,4 +1,4 @@
-"""Evaluation without updates: how good is the policy on held-out tasks, or at held-out rows?"""
+"""Evaluation without updates: rollouts of held-out tasks, or the loss on held-out conversations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any, Protocol
 
 from agenttrain.data.tasks import TaskSource
-from agenttrain.rollout.collector import Collected, Collector, may_be_scored, unrewarded
+from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
-from agenttrain.rollout.sharing import Costs, collect_share, merge
+from agenttrain.rollout.sharing import Costs, collect_share, merge_shares
 from agenttrain.rollout.source import Demonstrations, RolloutSource
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.metrics import Estimate, mean_estimate, pass_at_k, solved
@@ -23,10 +23,10 @@ from agenttrain.types import Rollout, RowTool, Sampling, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The figures of one evaluation that summary.json keeps.
+    """Results of one evaluation that summary.json stores.
 
-    Intervals are of 95 % over questions, which are independent; samples of one question are not.
-    Where every question is worth 0 or 1, they are Wilson's, else normal.
+    Intervals are 95 % over questions, because the samples of one question are not independent. They
+    are Wilson's if every question is worth 0 or 1, else normal.
     """
 
     label: str
@@ -35,44 +35,50 @@ class Scores:
     reward: Estimate
     """Mean reward."""
     pass_at: dict[int, Estimate]
-    """k -> share of questions solved (reward 1) by at least one of k samples, unbiased."""
+    """By k: share of questions solved (reward 1) by at least one of k samples, unbiased."""
     by_group: dict[str, Estimate]
     """Mean reward by the values of the column `eval.group_by`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Scores):
-    """The result of one evaluation, with the rollouts that it comes from."""
+    """Result of one evaluation, with its rollouts."""
 
     stop_reasons: dict[str, float]
     """Share of rollouts by stop reason."""
     dropped: int
-    """Rollouts that failed for reasons not the model's; no figure counts them."""
+    """Rollouts that failed for reasons other than the model; no other metric counts them."""
     unscored: int
-    """Rollouts that ended well and have no reward: no function applied, or one gave no number."""
+    """Rollouts that ended well without a reward: no function applied, or one gave no number."""
     overlong: int
-    """Questions that leave no room to sample; no figure counts them."""
+    """Questions whose prompt leaves no room to sample; no other metric counts them."""
     rollouts: list[Rollout]
-    """On the main process; the others have the figures."""
+    """Empty in processes other than the main one."""
 
     def metrics(self) -> dict[str, float]:
-        """Flat figures: reward, pass@k, group/<value>, stop/<reason>; `_low` and `_high` are the
-        ends of intervals. What could not be measured is left out: none is NaN."""
-        found = {
-            **_flat("reward", self.reward),
-            **{n: v for k, e in self.pass_at.items() for n, v in _flat(f"pass@{k}", e).items()},
+        """Return flat metrics: reward, pass@k, group/<value>, stop/<reason>.
+
+        `_low` and `_high` are the ends of intervals. Metrics that are NaN are left out.
+        """
+        metrics: dict[str, float] = {}
+        pass_at = {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
+        for name, estimate in {"reward": self.reward, **pass_at}.items():
+            metrics[name] = estimate.mean
+            metrics[f"{name}_low"] = estimate.low
+            metrics[f"{name}_high"] = estimate.high
+        metrics |= {
             **{f"group/{name}": group.mean for name, group in self.by_group.items()},
             **{f"stop/{reason}": share for reason, share in self.stop_reasons.items()},
             "rollout/dropped": self.dropped,
             "rollout/unscored": self.unscored,
             "data/overlong": self.overlong,
         }
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
-    """The cross entropy of the policy on rows that are not trained on."""
+    """Cross entropy of the policy on conversations that are not trained on."""
 
     loss: float
     """Nats per token."""
@@ -94,15 +100,15 @@ class Evaluator(Protocol):
     """Evaluates the policy of a run."""
 
     title: str
-    """Name of what it does."""
+    """Name of the evaluation on the console."""
 
     @property
     def questions(self) -> int:
-        """Number of tasks or rows; 0: there is nothing to evaluate on."""
+        """Number of tasks or rows to evaluate on, perhaps 0."""
         ...
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
-        """Evaluate the policy as it is now, all processes together."""
+        """Evaluate the current policy; all processes together."""
         ...
 
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
@@ -112,7 +118,7 @@ class Evaluator(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class TaskEvaluator:
-    """Evaluates by rollouts of the first `eval.questions` test tasks."""
+    """Evaluates with rollouts of the first `eval.questions` test tasks."""
 
     config: RunConfig
     source: RolloutSource
@@ -143,7 +149,7 @@ class TaskEvaluator:
 
 @dataclass(slots=True, kw_only=True)
 class LossEvaluator:
-    """Evaluates by the loss on the first `eval.questions` test rows."""
+    """Evaluates with the loss on the first `eval.questions` test rows."""
 
     config: RunConfig
     source: Demonstrations
@@ -152,7 +158,7 @@ class LossEvaluator:
     world: World = field(default_factory=World)
     title: str = "held-out loss"
     _rollouts: list[Rollout] | None = None
-    """This process's share of the rows, once they were made."""
+    """Demonstrations of this process's share of the rows; None until they are first needed."""
 
     @property
     def questions(self) -> int:
@@ -160,7 +166,7 @@ class LossEvaluator:
         return min(self.config.eval.questions, len(self.tasks))
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
-        """Return the loss, averaged over the tokens of all processes; nothing without a row."""
+        """Return the loss averaged over the tokens of all processes; empty without a row."""
         if self._rollouts is None:
             self._rollouts = self.source.demonstrate(self.tasks, 0, self.questions).rollouts
         conversations = int(self.world.sum(len(self._rollouts), "the held-out rows"))
@@ -179,32 +185,28 @@ class LossEvaluator:
         return evaluations[0].metrics() if evaluations else {}
 
 
-def _flat(name: str, found: Estimate) -> dict[str, float]:
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
-
-
 @dataclass(slots=True)
 class Best:
-    """The best of the evaluations while training and after, by the mean of the sampled reward."""
+    """The best evaluation during and after training, by the mean reward of sampled rollouts."""
 
-    found: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
     """``{"step": 40, "reward": 0.53, "low": 0.48, "high": 0.58, "n": 400}``"""
 
     @property
     def step(self) -> int | None:
-        """Steps that the policy had done."""
-        return None if self.found is None else self.found["step"]
+        """Number of steps after which it was made."""
+        return None if self.record is None else self.record["step"]
 
-    def look(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
-        """Return True if these are better than all before; of equals the first stays."""
+    def consider(self, step: int, evaluations: Sequence[Scores | HeldOutLoss]) -> bool:
+        """Record these evaluations if they are better than the best; return True if so."""
         first = evaluations[0]
         if not isinstance(first, Scores):
             return False
         reward = first.reward
-        if math.isnan(reward.mean) or (self.found and reward.mean <= self.found["reward"]):
+        if math.isnan(reward.mean) or (self.record and reward.mean <= self.record["reward"]):
             return False
         ends = {"low": reward.low, "high": reward.high, "n": reward.n}
-        self.found = {"step": step, "reward": reward.mean, **ends}
+        self.record = {"step": step, "reward": reward.mean, **ends}
         return True
 
 
@@ -217,10 +219,10 @@ async def evaluate(
     world: World | None = None,
     costs: Costs | None = None,
 ) -> list[Evaluation]:
-    """Sampled evaluation and, if `config.greedy`, a greedy one, on the same tasks.
+    """Evaluate with sampled rollouts and, if `config.greedy`, greedy ones, on the same tasks.
 
-    Seeds depend on `seed`, the task and the sample only: two policies meet the same noise, and
-    training's own random state is not touched. The processes of `world` share the tasks.
+    Seeds depend only on `seed`, the task and the sample, so that two policies get the same noise.
+    The processes of `world` share the tasks.
     """
     world, costs = world or World(), costs or Costs(config.group_by)
     sampled = Sampling(
@@ -233,7 +235,7 @@ async def evaluate(
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
     collector = for_evaluation(collector, config)
-    tasks = [restricted(task, config.tools, collector.declared(task)) for task in tasks]
+    tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:
         collected, _ = await collect_share(
@@ -245,26 +247,23 @@ async def evaluate(
             sampling=sampling,
             seed_path=(seed, "eval", label),
         )
-        evaluations.append(_of_all(label, collected, config.group_by, world))
+        shares = world.to_main([collected], "the rollouts of an evaluation")
+        evaluation: Evaluation | None = None
+        if world.is_main:
+            evaluation = summarise(label, merge_shares(shares), config.group_by)
+            _warn_of_unscored(evaluation)
+        # The other processes get the results without the rollouts.
+        results = evaluation and replace(evaluation, rollouts=[])
+        results = world.broadcast(results, "the results of an evaluation")
+        assert results is not None  # the main process has sent them
+        evaluations.append(evaluation or results)
     return evaluations
 
 
-def _of_all(label: str, share: Collected, group_by: str | None, world: World) -> Evaluation:
-    """The figures over all processes; World of one: of the share."""
-    shares = world.to_main([share], "the rollouts of an evaluation")
-    mine = summarise(label, merge(shares), group_by) if world.is_main else None
-    if mine:
-        _tell_unscored(mine)
-    told = world.broadcast(mine and replace(mine, rollouts=[]), "the figures of an evaluation")
-    whole = mine or told
-    assert whole is not None  # the main process told it
-    return whole
-
-
-def _tell_unscored(evaluation: Evaluation) -> None:
-    """Say why rollouts that ended well have no reward."""
+def _warn_of_unscored(evaluation: Evaluation) -> None:
+    """Print why rollouts that ended well have no reward."""
     reasons = [r.error for r in evaluation.rollouts if may_be_scored(r) and r.error is not None]
-    if not reasons and (reason := unrewarded(evaluation.rollouts)):
+    if not reasons and (reason := why_unrewarded(evaluation.rollouts)):
         print(
             f"note: {evaluation.label} evaluation: not one of {len(evaluation.rollouts)} rollouts "
             f"has a reward; the first: {reason}",
@@ -279,22 +278,22 @@ def _tell_unscored(evaluation: Evaluation) -> None:
 
 
 def for_evaluation(collector: Collector, config: EvalConfig) -> Collector:
-    """The same parts under the limits of `eval.*`, with rewards that NaN does not stop."""
+    """Return the collector with the limits of `eval.*` and a rubric that NaN does not stop."""
     limits = limits_of(collector.limits, config)
     return replace(collector, limits=limits, rubric=collector.rubric.lenient())
 
 
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:
-    """The limits of evaluated rollouts."""
+    """Return the limits of rollouts in evaluations."""
     names = ("max_turns", "max_turn_tokens", "max_completion_tokens")
     own = {name: value for name in names if (value := getattr(config, name)) is not None}
     return replace(limits, **own)
 
 
 def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str]) -> Task:
-    """The task with no tools but these; a row's own count as what runs them.
+    """Return the task with no tools but `tools`; a row's own tool counts as its executor.
 
-    `declared` are all that such a row may have.
+    `declared` are the tools of a row that lists none.
     """
     if tools is None:
         return task
@@ -304,25 +303,34 @@ def restricted(task: Task, tools: Sequence[str] | None, declared: Sequence[str])
 
 
 def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluation:
-    """The figures of one evaluation from its scored rollouts.
+    """Compute the results of an evaluation from its scored rollouts.
 
-    Rollouts that failed for reasons not the model's have no reward and are left out, as they are
-    in training; `stop/error` tells their share.
+    As in training, rollouts that failed for reasons other than the model have no reward and are
+    left out; `stop/error` is their share.
     """
     groups, rollouts = collected.groups, collected.rollouts
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     samples = max([1, *(len(rewards) for rewards in scored)])
     columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
+
+    def pass_at(k: int) -> Estimate:
+        # Without questions that have fewer than k scored samples.
+        counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
+        return mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
+
+    reasons = [str(rollout.stop_reason) for rollout in rollouts]
     return Evaluation(
         label=label,
         questions=len(groups),
         reward=_mean_of_means(scored),
-        pass_at={k: _pass_at(scored, k) for k in sorted({1, samples})},
+        pass_at={k: pass_at(k) for k in sorted({1, samples})},
         by_group={
             name: _mean_of_means([s for s, c in zip(scored, columns, strict=True) if c == name])
             for name in sorted(set(columns))
         },
-        stop_reasons=_stop_reasons(rollouts),
+        stop_reasons={
+            reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))
+        },
         dropped=collected.dropped,
         unscored=sum(may_be_scored(r) and r.reward is None for r in rollouts),
         overlong=collected.overlong,
@@ -331,43 +339,32 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
 
 
 def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
-    """Questions are independent, the samples of one question are not."""
+    """Estimate the mean over questions, which are independent; their samples are not."""
     return mean_estimate([mean(rewards) for rewards in scored if rewards])
 
 
-def _pass_at(scored: Sequence[Sequence[float]], k: int) -> Estimate:
-    """Questions with fewer than k scored samples are left out; NaN when none is left."""
-    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
-    return mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
-
-
-def _stop_reasons(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    reasons = [str(rollout.stop_reason) for rollout in rollouts]
-    return {reason: reasons.count(reason) / len(reasons) for reason in sorted(set(reasons))}
-
-
 def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """An evaluation for summary.json.
+    """Return evaluations for summary.json.
 
     Example: ``{"questions": 400, "reward": 0.26, "pass@1": 0.26, "reward_greedy": 0.5, "scores":
     [{"label": "sampled", …}, …]}``
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for evaluation in evaluations:
         suffix = "" if evaluation.label == "sampled" else f"_{evaluation.label}"
-        found["questions"] = evaluation.questions
-        found[f"reward{suffix}"] = evaluation.reward.mean
-        found |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
-    kept = [one.name for one in fields(Scores)]
-    found["scores"] = [
-        {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in kept}
+        results["questions"] = evaluation.questions
+        results[f"reward{suffix}"] = evaluation.reward.mean
+        results |= {f"pass@{k}{suffix}": value.mean for k, value in evaluation.pass_at.items()}
+    names = [field.name for field in fields(Scores)]
+    results["scores"] = [
+        {name: value for name, value in asdict(replace(e, rollouts=[])).items() if name in names}
         for e in evaluations
     ]
-    return found
+    return results
 
 
-def from_json(found: dict[str, Any]) -> list[Scores]:
-    """The scores that `to_json` wrote; none for an evaluation that was not made."""
+def from_json(results: dict[str, Any]) -> list[Scores]:
+    """Read the scores that `to_json` wrote; empty if there was no evaluation."""
     return [
         Scores(
             label=scores["label"],
@@ -376,13 +373,13 @@ def from_json(found: dict[str, Any]) -> list[Scores]:
             pass_at={int(k): _estimate(value) for k, value in scores["pass_at"].items()},
             by_group={name: _estimate(value) for name, value in scores["by_group"].items()},
         )
-        for scores in found.get("scores", [])
+        for scores in results.get("scores", [])
     ]
 
 
-def _estimate(found: dict[str, Any] | float | None) -> Estimate:
-    """JSON has null where an estimate of nothing has NaN; earlier versions kept means alone."""
-    if not isinstance(found, dict):
-        found = {"mean": found, "low": None, "high": None, "n": 0}
-    bounds = [math.nan if found[k] is None else found[k] for k in ("mean", "low", "high")]
-    return Estimate(mean=bounds[0], low=bounds[1], high=bounds[2], n=found["n"])
+def _estimate(value: dict[str, Any] | float | None) -> Estimate:
+    """Read an estimate: null stands for NaN, and earlier versions wrote the mean alone."""
+    if not isinstance(value, dict):
+        value = {"mean": value, "low": None, "high": None, "n": 0}
+    ends = [math.nan if value[name] is None else value[name] for name in ("mean", "low", "high")]
+    return Estimate(mean=ends[0], low=ends[1], high=ends[2], n=value["n"])

@@ -1,6 +1,8 @@
-"""The nouns of agenttrain: Task, Span, Trajectory, Rollout and what they are made of.
+"""The nouns of agenttrain: Task, Span, Trajectory, Rollout and their parts.
 
-Everything else imports from here and this file imports nothing of ours. A trajectory of two turns::
+All other modules may import from this one, which imports none of them. A Task is attempted in a
+group of Rollouts. A Rollout is one or more Trajectories. A Trajectory is a list of Spans: runs of
+token ids of one origin, of which only the sampled ones are trained. A trajectory of two turns::
 
     prompt    <|im_start|>user … <|im_start|>assistant\\n     mask 0  (rendered once)
     sampled   <tool_call>…</tool_call><|im_end|>              mask 1  (its own ids and logprobs)
@@ -19,24 +21,24 @@ from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
-"""One chat message: role, content, and where they apply reasoning_content, tool_calls,
-tool_call_id, name."""
+"""One chat message: `role`, `content`, and, if they apply, `reasoning_content`, `tool_calls`,
+`tool_call_id`, `name`."""
 
 MAIN = "main"
 """Role of the trajectory that attempts the task itself."""
 
 
 class Origin(StrEnum):
-    """Where a span's tokens come from."""
+    """Source of a span's tokens."""
 
     prompt = "prompt"
     """The rendered prompt."""
     sampled = "sampled"
     """Sampled by the policy: the only tokens that are trained."""
     template = "template"
-    """Glue that the chat template adds between turns."""
+    """Text that the chat template adds between turns."""
     tool = "tool"
-    """Text from outside after the prompt: tool results, and later user turns."""
+    """Text from outside that follows the prompt: tool results and later user turns."""
 
 
 class Finish(StrEnum):
@@ -45,9 +47,9 @@ class Finish(StrEnum):
     stop = "stop"
     """The last token is one of the stop tokens."""
     length = "length"
-    """The budget asked for was used up."""
+    """All tokens of the request's budget were sampled."""
     abort = "abort"
-    """The request was aborted; the tokens so far are valid."""
+    """The request was aborted; the tokens sampled so far are valid."""
 
 
 class StopReason(StrEnum):
@@ -70,13 +72,13 @@ class StopReason(StrEnum):
     max_invalid_calls = "max_invalid_calls"
     """More malformed, unknown or badly typed calls than allowed."""
     repeated_call = "repeated_call"
-    """The same call with the same arguments too often in a row."""
+    """The same call, with the same arguments, too often in a row."""
     timeout = "timeout"
     """The rollout's wall-clock limit passed."""
     aborted = "aborted"
     """The engine aborted the request."""
     error = "error"
-    """The rollout failed; `Rollout.error` says how."""
+    """The rollout failed; `Rollout.error` has the reason."""
 
 
 class AgenttrainError(Exception):
@@ -84,7 +86,7 @@ class AgenttrainError(Exception):
 
 
 class ConfigError(AgenttrainError, ValueError):
-    """A configuration that cannot run; its text says key, value and remedy."""
+    """A configuration that cannot run; the message gives key, value and remedy."""
 
 
 class LedgerError(AgenttrainError):
@@ -100,13 +102,13 @@ class PromptTooLong(AgenttrainError):
 
 
 class ToolFailure(AgenttrainError):
-    """Raise it in a tool: the model reads ``Error: <message>`` and the call counts as failed."""
+    """Raised by a tool for an error that the model should read: ``Error: <message>``."""
 
 
 class ToolUnavailable(AgenttrainError):
-    """A broken tool (its server, its sandbox failed), which is not the model's fault.
+    """Raised by a tool that is broken (its server or sandbox failed): not the model's fault.
 
-    A tool raises it instead of answering: the rollout ends as `error` and is never scored.
+    The rollout ends as `error` and is never scored.
     """
 
 
@@ -114,9 +116,9 @@ class NotFinite(AgenttrainError):
     """A number that training depends on is NaN or infinite; no weight was updated with it."""
 
     def __init__(self, message: str, *, stage: str, culprits: Sequence[str] = ()) -> None:
-        """`stage` is `weights`, `logprobs` (the engine's) or `update`.
+        """Take the `stage`: `weights`, `logprobs` (the engine's) or `update`.
 
-        `culprits` are ids of rollouts; for `weights` names of parameters.
+        `culprits` are ids of rollouts, or, for `weights`, names of parameters.
         """
         super().__init__(message)
         self.stage = stage
@@ -125,7 +127,7 @@ class NotFinite(AgenttrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTool:
-    """A tool that a row brings: the model sees this schema, a tool of the run does the work.
+    """A tool that a dataset row brings: the model sees its schema, a tool of the run does the work.
 
     Example: ``RowTool(name="lookup_city", description="Find a city.", parameters={"type":
     "object", "properties": {"name": {"type": "string"}}}, executor="lookup")``
@@ -136,12 +138,12 @@ class RowTool:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments."""
     executor: str
-    """Name of the tool of the run that is called."""
+    """Name of the tool of the run, or of its environment, that does the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One dataset row: what the model is asked, and what rewards and tools may read.
+    """One dataset row as the run uses it: prompt, columns for rewards and tools, its own tools.
 
     Example: ``Task(task_id="shop-17", messages=({"role": "user", "content": "…"},),
     columns={"answer": "Oslo", "database_seed": 3})``
@@ -151,18 +153,18 @@ class Task:
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str | RowTool, ...] | None = None
-    """The tools this task may use: names of the run's and its environment's, and its own; None:
-    all of the run's and its environment's."""
+    """Tools of this task: its own, and names of the run's and its environment's; None: all of the
+    run's and its environment's."""
     user_turns: tuple[str, ...] = ()
-    """The user's next messages, one each time the model answers without calling a tool."""
+    """Later messages of the user, one after each answer of the model without a tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is sampled. The defaults sample from the policy itself."""
+    """Sampling parameters of one completion. The defaults sample from the policy's distribution."""
 
     max_tokens: int = 0
-    """Most tokens that the engine may sample; the loop sets it for every turn."""
+    """Budget of the completion; the loop sets it for every turn."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
@@ -170,12 +172,12 @@ class Sampling:
     """0 means all tokens."""
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with (and includes) the first of these."""
+    """The completion ends with, and includes, the first of these."""
     seed: int = 0
-    """Alone decides the sampling noise of this request, whatever shares its batch."""
+    """Determines the sampling noise of this request, whatever shares its batch."""
     grammar: str | None = None
-    """A structural tag, as JSON, that the completion follows: each token is sampled from those that
-    it allows. An engine that samples honours it or refuses the request."""
+    """Structural tag (JSON) that restricts the tokens that can be sampled. An engine applies it or
+    refuses the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +185,13 @@ class Completion:
     """Tokens that an engine sampled for one request.
 
     Example: ``Completion(token_ids=(41, 2), logprobs=(-0.1, -0.3), finish=Finish.stop,
-    versions=((7, 2),))`` has both tokens sampled under policy version 7.
+    versions=((7, 2),))``: both tokens were sampled under policy version 7.
     """
 
     token_ids: tuple[int, ...]
     """[T], the stop token included."""
     logprobs: tuple[float, ...]
-    """[T], natural log, of the distribution sampled from (after temperature and filters)."""
+    """[T], natural log, under the distribution sampled from, after temperature and filters."""
     finish: Finish
     versions: tuple[tuple[int, int], ...]
     """(policy_version, number of tokens) in order; the numbers add up to T."""
@@ -197,53 +199,50 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call as parsed from a completion; malformed ones are calls too, with `malformed` set."""
+    """A call as parsed from a completion. A malformed call is a call too, with `malformed` set."""
 
     id: str
     name: str
-    """Empty when a malformed call has none."""
+    """Empty for a malformed call without a name."""
     arguments: dict[str, Any]
     malformed: str | None = None
-    """The fault of the call's text, which the model reads; None for a well-formed call."""
+    """Description of the fault, which the model reads; None for a well-formed call."""
     text: str = ""
-    """The text of the call as the model wrote it."""
+    """Text of the call as the model wrote it."""
     lenient: bool = False
-    """It was read only because `response_schema.lenient` is set."""
+    """True if it could be parsed only because `response_schema.lenient` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantTurn:
-    """A parsed completion: content, reasoning, and calls in the order they were written."""
+    """A parsed completion: content, reasoning, and calls in the order of the text."""
 
     content: str
     reasoning: str | None
     calls: tuple[ToolCall, ...]
 
     def message(self) -> Message:
-        """The turn as a chat message; a malformed call stands in it with its raw text."""
+        """Return the turn as a chat message, in which a malformed call keeps its raw text."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [_call_message(call) for call in self.calls]
+        for call in self.calls:
+            function: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
+            if call.malformed is not None:
+                function["malformed"] = call.malformed
+                function["text"] = call.text
+            calls = message.setdefault("tool_calls", [])
+            calls.append({"id": call.id, "type": "function", "function": function})
         return message
 
 
-def _call_message(call: ToolCall) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
-    if call.malformed is not None:
-        function["malformed"] = call.malformed
-        function["text"] = call.text
-    return {"id": call.id, "type": "function", "function": function}
-
-
 class ToolError(StrEnum):
-    """Why a tool call has an error result."""
+    """Reason for the error result of a tool call."""
 
     malformed = "malformed"
     """The call's text could not be parsed."""
     unknown_tool = "unknown_tool"
-    """No such tool in this task's toolbox."""
+    """This task has no such tool."""
     invalid_arguments = "invalid_arguments"
     """The arguments do not fit the tool's schema."""
     exception = "exception"
@@ -253,37 +252,37 @@ class ToolError(StrEnum):
     limit = "limit"
     """A limit on calls forbids this one."""
     parallel = "parallel"
-    """The chat template renders one call per turn, and this was not the first."""
+    """The chat template renders one call per turn, and this was a later one."""
     unavailable = "unavailable"
-    """The tool is broken, after all retries; ends the rollout as `error`."""
+    """The tool is broken, after all retries; the rollout ends as `error`."""
 
     @property
     def invalid_call(self) -> bool:
-        """True if the call itself was wrong, so that no tool ran: counts in max_invalid_calls."""
+        """True if the call was wrong, so that no tool ran; `max_invalid_calls` counts these."""
         return self in (ToolError.malformed, ToolError.unknown_tool, ToolError.invalid_arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The reply to one call; always one per call, in call order."""
+    """Reply to one call. There is always one per call, in call order."""
 
     call: ToolCall
     content: str
-    """Text that the model reads: the tool's, or the error's."""
+    """Text of the tool or the error, before clipping; the model reads it."""
     error: ToolError | None = None
     seconds: float = 0.0
     """Wall time of the call."""
     done: bool = False
-    """The tool declared the episode over (it returned `Done`)."""
+    """True if the tool ended the episode by returning `Done`."""
     stop: bool = False
-    """It was a call to a stop tool, by its name: the rollout ends, whatever `error` says."""
+    """True for a call to a stop tool, by name: the rollout ends, even if the call failed."""
     executor: str | None = None
-    """The tool of the run that a row's own tool was run by; None: the call names the tool."""
+    """Tool of the run that did the work of a row's own tool; None if the model called it itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Return value with which a tool ends the episode (`environment_done`) after this reply.
+    """Return value by which a tool ends the episode (`environment_done`) after its reply.
 
     Example: ``return Done("You reached the exit.")``
     """
@@ -293,14 +292,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """Facts about the calling rollout that a tool may know."""
+    """Information about the calling rollout, for a tool that asks for it."""
 
     rollout_id: str
     task: Task
     turn: int
     call_id: str
     tool: str = ""
-    """The name that the model called: a row's own tool is run by one of another name."""
+    """Name that the model called; the executor of a row's own tool has another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +316,7 @@ class Span:
     """Same length as token_ids; sampled spans only."""
     turn: int = 0
     policy_version: int | None = None
-    """Number of weight updates the engine held; sampled spans only."""
+    """Number of weight updates that the engine held; sampled spans only."""
     finish: Finish | None = None
     """On the last sampled span of a turn only."""
 
@@ -334,9 +333,9 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One append-only sequence of token ids that the model saw: its spans, and their messages.
+    """One append-only sequence of token ids that the model saw, as spans, with their messages.
 
-    Grows only through `append_sampled` and `append_context`. ``token_ids``, ``loss_mask``,
+    It grows only through `append_sampled` and `append_context`. ``token_ids``, ``loss_mask``,
     ``rollout_logprobs`` and ``prompt_length`` are derived from the spans, so they cannot disagree.
     Example::
 
@@ -346,35 +345,42 @@ class Trajectory:
     """
 
     rollout_id: str
-    """Names the trajectory in errors, together with `index`."""
+    """Id of the rollout, for errors."""
     index: int = 0
     """Position among the trajectories of the rollout."""
     role: str = MAIN
     """Purpose of the trajectory: `main` for the attempt at the task itself."""
     parent: tuple[int, int] | None = None
-    """(index, position) of the trajectory that this one branches from; None: it has a prompt of its
-    own."""
+    """(index, position) of the trajectory that this one branches from; None: it has a prompt."""
     spans: list[Span] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
-    """Number of messages, from the first, that the prompt renders."""
+    """Number of messages, from the first on, that are in the prompt."""
     turns: int = 0
     """Sampled completions so far."""
     trainer_logprobs: array[float] | None = None
-    """[S] The trainer's logprobs of the sampled tokens, before its first update with them; None:
-    the trajectory was not trained on, and nothing else asked for them."""
+    """[S] The trainer's logprobs of the sampled tokens before its first update with them; None if
+    it did not compute them."""
     entropies: array[float] | None = None
-    """[S] In nats, of the trainer's distribution that each of these tokens stands for; likewise."""
+    """[S] Entropy, in nats, of the trainer's distribution at each sampled token; None likewise."""
     _ids: array[int] = field(default_factory=lambda: array("q"))
 
     def append_sampled(self, completion: Completion, sent: Sequence[int]) -> None:
-        """Append one completion; `sent` is what the engine was given to continue.
+        """Append one completion; `sent` are the ids that the engine was asked to continue.
 
-        Raises LedgerError when `sent` is not exactly the concatenation of the spans so far, or when
-        the completion's own parts disagree.
+        Raises LedgerError unless `sent` is exactly the concatenation of the spans so far, and the
+        completion's policy versions cover its tokens.
         """
         if (sent if isinstance(sent, array) else array("q", sent)) != self._ids:
-            raise LedgerError(_sent_difference(self, sent))
+            position = next(
+                (i for i, (a, b) in enumerate(zip(sent, self._ids, strict=False)) if a != b),
+                min(len(sent), len(self._ids)),
+            )
+            raise LedgerError(
+                f"{self.name} turn {self.turns}: the engine was sent {len(sent)} ids that differ "
+                f"from the {len(self._ids)} ids of the ledger at position {position}: "
+                f"sent {list(sent[position:][:4])}, ledger {list(self._ids[position:][:4])}"
+            )
         total = sum(count for _, count in completion.versions)
         if total != len(completion.token_ids) or not completion.token_ids:
             raise LedgerError(
@@ -398,7 +404,7 @@ class Trajectory:
         self.turns += 1
 
     def append_context(self, token_ids: Sequence[int], origin: Origin) -> None:
-        """Append ids that the policy did not sample (mask 0); nothing for an empty sequence."""
+        """Append ids that the policy did not sample (mask 0), if there are any."""
         if origin is Origin.sampled:
             raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
         if token_ids:
@@ -410,12 +416,12 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """The trajectory in an error's text, e.g. ``rollout train-3-0-1 trajectory 0``."""
+        """Name of the trajectory in errors: ``rollout train-3-0-1 trajectory 0``."""
         return f"rollout {self.rollout_id} trajectory {self.index}"
 
     @property
     def added_messages(self) -> list[Message]:
-        """The messages after the prompt's: the policy's, tool replies and later user turns."""
+        """The messages after the prompt: the policy's, tool replies and later user turns."""
         return self.messages[self.prompt_messages :]
 
     @property
@@ -425,7 +431,7 @@ class Trajectory:
 
     @property
     def loss_mask(self) -> list[int]:
-        """[T] 1 exactly where the policy sampled the token."""
+        """[T] 1 where the policy sampled the token, else 0."""
         return [int(span.origin is Origin.sampled) for span in self.spans for _ in span.token_ids]
 
     @property
@@ -449,29 +455,16 @@ class Trajectory:
         return len(self._ids)
 
     def sampled_spans(self) -> Iterator[Span]:
-        """The sampled spans, in order."""
+        """Yield the sampled spans in order."""
         return (span for span in self.spans if span.origin is Origin.sampled)
-
-
-def _sent_difference(trajectory: Trajectory, sent: Sequence[int]) -> str:
-    ledger = trajectory.token_ids
-    position = next(
-        (i for i, (a, b) in enumerate(zip(sent, ledger, strict=False)) if a != b),
-        min(len(sent), len(ledger)),
-    )
-    return (
-        f"{trajectory.name} turn {trajectory.turns}: the engine was sent {len(sent)} ids "
-        f"that differ from the {len(ledger)} ids of the ledger at position {position}: "
-        f"sent {list(sent[position:][:4])}, ledger {list(ledger[position:][:4])}"
-    )
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """One complete attempt at a Task: its trajectories, why it stopped, and its rewards.
 
-    Token ids, spans and messages are those of the trajectories. Lengths and turns of a rollout
-    count all its trajectories together.
+    Token ids, spans and messages are in the trajectories. Lengths and turns of a rollout are sums
+    over all of them.
     """
 
     task: Task
@@ -480,19 +473,21 @@ class Rollout:
     sample: int = 0
     """Position in the group, 0 … G-1."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """At least one: a rollout made without any gets an empty `main` one."""
+    """At least one; a rollout made without any gets an empty `main` one."""
     tool_results: list[ToolResult] = field(default_factory=list)
     stop_reason: StopReason | None = None
     error: str | None = None
-    """The failure, when stop_reason is `error`; or why a reward function could not score it."""
+    """The failure if `stop_reason` is `error`, or why a reward function gave no score."""
     environment_reward: float | None = None
-    """Value of the environment's `reward`, perhaps NaN; None: not applicable, or it has none."""
+    """Value of the environment's `reward`, perhaps NaN; None: not applicable, or there is none."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """By reward function; None: not applicable."""
+    """Value of each reward function; None: it does not apply."""
     reward: float | None = None
-    """The rubric's weighted sum; None: no reward function applies."""
+    """Weighted sum of `rewards`; None: no reward function applies, or one could not score."""
     advantage: float | None = None
+    """Set by the trainer, the same for all sampled tokens; None without a reward."""
     seconds: float = 0.0
+    """Wall time of the rollout."""
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -505,7 +500,7 @@ class Rollout:
 
     @property
     def sampled_length(self) -> int:
-        """Number of sampled tokens: what length metrics and loss normalisers count."""
+        """Number of sampled tokens; length metrics and loss normalisers count these."""
         return sum(trajectory.sampled_length for trajectory in self.trajectories)
 
     @property
@@ -515,5 +510,5 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if a token limit cut the rollout, by stop reason and not by its last token."""
+        """True if a token limit ended the rollout, judged by its stop reason."""
         return self.stop_reason in (StopReason.max_tokens, StopReason.context_full)

@@ -39,7 +39,7 @@ from agenttrain.rollout.config import RolloutConfig
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
 from agenttrain.tools.tool import FunctionTool
 from agenttrain.tools.toolbox import Toolbox
-from agenttrain.training.batch import make_rows
+from agenttrain.training.batch import make_sequences
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Rollout, Sampling, Task
 from agenttrain.utils.model_path import model_folder
@@ -231,7 +231,7 @@ def update(
     for rollout, advantage, weight in zip(rollouts, credit, weights_B.tolist(), strict=True):
         rollout.advantage = advantage
         if advantage != 0:
-            rows += [replace(row, weight=weight) for row in make_rows(rollout)]
+            rows += [replace(row, weight=weight) for row in make_sequences(rollout)]
     batches = scorer.pack(rows, TOKEN_BUDGET, torch.device("cpu"))
 
     # 8. The loss looks at sampled tokens only: prompts, template and tool replies are context.
@@ -244,7 +244,7 @@ def update(
             inputs = LossInputs(
                 logprobs_S=logprobs_S,
                 behaviour_S=batch.behaviour_S,
-                row_S=batch.row_S,  # the rollout that each token belongs to
+                row_S=batch.sequence_S,  # the rollout that each token belongs to
                 advantages_B=batch.advantages_B,
                 weights_B=batch.weights_B,
             )

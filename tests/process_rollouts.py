@@ -21,8 +21,8 @@ from agenttrain.launch.worker import leave
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.config import EvalConfig
-from agenttrain.rollout.sampling import Drawn, draw
-from agenttrain.rollout.sharing import Costs, merge
+from agenttrain.rollout.sampling import StepGroups, sample_groups
+from agenttrain.rollout.sharing import Costs, merge_shares
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError, Completion, Rollout, Sampling, Task
 from agenttrain.utils.exit_codes import DONE
@@ -96,8 +96,8 @@ def collector(engine: ScriptedEngine, reward: object = first) -> Collector:
     )
 
 
-async def drawn(world: World, made: Collector, count: int, **settings: object) -> Drawn:
-    return await draw(
+async def drawn(world: World, made: Collector, count: int, **settings: object) -> StepGroups:
+    return await sample_groups(
         made,
         tasks,
         count=count,
@@ -116,8 +116,8 @@ async def step(world: World, count: int, **settings: object) -> dict:
     shares = world.gather([found.collected])
     trained = world.gather([[[r.rollout_id for r in group] for group in found.trained]])
     return {
-        "ids": [rollout.rollout_id for rollout in merge(shares).rollouts],
-        "rewards": [rollout.reward for rollout in merge(shares).rollouts],
+        "ids": [rollout.rollout_id for rollout in merge_shares(shares).rollouts],
+        "rewards": [rollout.reward for rollout in merge_shares(shares).rollouts],
         "shares": [len(share.rollouts) for share in shares],
         "trained": [[*chain(*of_all)] for of_all in zip(*trained, strict=True)],
         "holders": [[bool(group) for group in of_one] for of_one in trained],

@@ -20,10 +20,10 @@ from two_processes import Case, make
 from agenttrain.health.crash import Evidence
 from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
-from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import whole_weights
+from agenttrain.training.sharding import full_weights
 from agenttrain.training.weight_sync import named_weights, policy_logprobs
 from agenttrain.training.world import World
 from agenttrain.utils.exit_codes import DONE
@@ -66,7 +66,7 @@ def told(trained: Policy, world: World) -> dict:
 
 def sums(trained: Policy) -> dict[str, float]:
     """What distinguishes each weight."""
-    found = whole_weights(trained.model, keep=True)
+    found = full_weights(trained.model, keep=True)
     return {
         name: (tensor.double().flatten() * torch.arange(1, tensor.numel() + 1)).sum().item()
         for name, tensor in found.items()
@@ -91,7 +91,7 @@ def sent(case: Case, mode: str, world: World) -> dict[str, float]:
     plain = tiny.model(seed=3).to(case.dtype)
     missing, unexpected = plain.load_state_dict(dict(named_weights(trained.model)), strict=False)
     assert not missing and not unexpected, (missing, unexpected)
-    own = torch.tensor(trained.probe(IDS))
+    own = torch.tensor(trained.probe_logprobs(IDS))
     sampled = torch.tensor(policy_logprobs(trained.sampler, IDS))
     received = torch.tensor(policy_logprobs(plain, IDS))
     return {
@@ -116,7 +116,7 @@ def blamed(mode: str, world: World, folder: Path) -> dict:
     evidence = Evidence(folder=folder, policy=trained, checkpoints=checkpoints)
     errors = []
     try:
-        with evidence.of(1, [rollout for group in mine for rollout in group]):
+        with evidence.collect(1, [rollout for group in mine for rollout in group]):
             update(trained, mine)
     except BrokenUpdate as error:
         errors.append([str(error), *error.culprits])

@@ -18,7 +18,7 @@ import torch
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import metric_names
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES
-from agenttrain.rollout.collector import Collected, step_figures
+from agenttrain.rollout.collector import Collected, step_metrics
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.training.kernels import Kernel
 from agenttrain.training.policy import Policy
@@ -63,7 +63,7 @@ def test_the_metrics_that_it_reports_are_those_of_a_run() -> None:
     policy = SimpleNamespace(_scorer=scorer)
     collector = SimpleNamespace(tool_names=(), rubric=SimpleNamespace(names=()))
     names = {
-        *step_figures(collector, Collected(), {"rollout": 1.0, "sync": 1.0}),
+        *step_metrics(collector, Collected(), {"rollout": 1.0, "sync": 1.0}),
         *("loss", "grad_norm", "lr", "train/tokens"),  # of every update
         *metric_names(AlgorithmConfig()),
         *MISMATCH_NAMES,

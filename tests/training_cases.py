@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from agenttrain.algorithms.config import AlgorithmConfig
-from agenttrain.training.batch import Bundle, Microbatch, Row, make_rows, pack
+from agenttrain.training.batch import Bundle, Microbatch, TrainingSequence, make_sequences, pack
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
@@ -66,10 +66,13 @@ def with_tool(**settings: object) -> Rollout:
     )
 
 
-def one_microbatch(*rows: Rollout | Row) -> Microbatch:
+def one_microbatch(*sequences: Rollout | TrainingSequence) -> Microbatch:
     """Rollouts packed together, none of whose prompts is shared."""
-    made = [make_rows(row)[0] if isinstance(row, Rollout) else row for row in rows]
-    (microbatch,) = pack([Bundle((row,)) for row in made], 10_000, torch.device("cpu"))
+    made = [
+        make_sequences(sequence)[0] if isinstance(sequence, Rollout) else sequence
+        for sequence in sequences
+    ]
+    (microbatch,) = pack([Bundle((sequence,)) for sequence in made], 10_000, torch.device("cpu"))
     return microbatch
 
 

@@ -35,7 +35,7 @@ from agenttrain.trainer import update
 from agenttrain.training.config import LoraSettings, OptimizerName
 from agenttrain.training.lora import add_lora
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import Sharding, whole_weights
+from agenttrain.training.sharding import Sharding, full_weights
 from agenttrain.training.world import World
 from agenttrain.types import Rollout, StopReason
 from agenttrain.utils.exit_codes import DONE
@@ -208,7 +208,7 @@ def run(case: Case, mode: str, world: World) -> dict[str, object]:
         mine = {one.rollout_id: one.advantage for i in share for one in made[i]}
         everyone = world.gather([mine])
         advantages.append(dict(sorted(pair for d in everyone for pair in d.items())))
-    tensors = whole_weights(trained.model, keep=True)
+    tensors = full_weights(trained.model, keep=True)
     sums = {name: tensor.double().abs().sum().item() for name, tensor in tensors.items()}
     return {"metrics": found, "weights": world.gather([sums]), "advantages": advantages}
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from agenttrain.data.build import Splits, column_names
 from agenttrain.data.tasks import LOOKED_AT, TaskSource
-from agenttrain.rollout.episode import begin, end
+from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import AgenttrainError, ConfigError, Rollout, Task
@@ -88,9 +88,9 @@ async def _begun(tasks: Sequence[Task], components: Components) -> list[Task]:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
             seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
-            episode = await begin(rollout, components.environments, **seeds)
+            episode = await start_episode(rollout, components.environments, **seeds)
             begun.append(rollout.task)
-            await end(rollout, episode)
+            await end_episode(rollout, episode)
     finally:
         await components.aclose()
     return begun

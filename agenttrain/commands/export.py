@@ -54,7 +54,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from agenttrain.training.checkpoint_files import only_tensors, share_like, verify
+    from agenttrain.training.checkpoint_files import copy_mode, only_tensors, verify
     from agenttrain.training.lora import CONFIG_FILE, merged
 
     logging.disable_progress_bar()
@@ -66,5 +66,5 @@ def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:
         else:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted)
     model.save_pretrained(folder)
-    share_like(folder / "config.json", folder.glob("*.safetensors"))
+    copy_mode(folder / "config.json", folder.glob("*.safetensors"))
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)

@@ -17,8 +17,8 @@ from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.rollouts import read_rollout, step_path
 from agenttrain.trainer import update_once
-from agenttrain.training.blame import check_logprobs, check_weights
 from agenttrain.training.checkpoint import Checkpoints
+from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.types import NotFinite, Rollout, Task
 
 
@@ -69,9 +69,9 @@ def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
 
 def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
     policy = _policy(config, bundle)
-    rows = read_batch(bundle, _rollouts(bundle, crash["step"], {}))
+    sequences = read_batch(bundle, _rollouts(bundle, crash["step"], {}))
     with policy.ready():
-        minibatch = policy.minibatch(rows)
+        minibatch = policy.minibatch(sequences)
         if minibatch is not None:
             update_once(policy, minibatch, Averages())
 

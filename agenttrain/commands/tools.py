@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
-from agenttrain.rollout.episode import begin, end
+from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.rollout.row_tools import RowTools
 from agenttrain.runs.setup import Components
 from agenttrain.settings.run_config import RunConfig
@@ -199,7 +199,7 @@ async def _call(
     if not calls:
         return []
     rollout = Rollout(task=task, rollout_id="try")
-    episode = await begin(rollout, environments, seed=0, group_seed=0)
+    episode = await start_episode(rollout, environments, seed=0, group_seed=0)
     results: list[ToolResult] = []
     try:
         tools = RowTools(task, toolbox, environments, episode)
@@ -213,7 +213,7 @@ async def _call(
             results += await tools.execute([call], lambda one: contexts[one.id])
         await toolbox.release("try")
     finally:
-        await end(rollout, episode)
+        await end_episode(rollout, episode)
     return results
 
 

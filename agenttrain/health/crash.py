@@ -1,11 +1,11 @@
-"""Crash evidence: everything that doing a failed step again takes.
+"""Crash bundles: everything needed to repeat a failed step.
 
-crash/step-000012/    looks like a run's folder, so that `agenttrain view` shows its rollouts
-    crash.json        what happened: step, stage, error, culprits
-    config.yaml       the run's; tools.json too
-    rollouts/         step-000012.jsonl, all rollouts of the step that there were
-    batch.pt          the rows of the update that failed, tensor by tensor
-    checkpoints/      the weights before the update, optimizer and random states
+crash/step-000012/    like a run's folder, so that `agenttrain view` shows its rollouts
+    crash.json        step, stage, error, culprits
+    config.yaml       copy of the run's; tools.json too
+    rollouts/         step-000012.jsonl: the rollouts that the step had so far
+    batch.pt          the sequences of the failed update, tensor by tensor
+    checkpoints/      weights from before the update, optimizer and random states
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.declared import FILE as TOOLS
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.tracking.run_folder import write_atomically
-from agenttrain.training.batch import Row
-from agenttrain.training.blame import BrokenUpdate
+from agenttrain.training.batch import TrainingSequence
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError
+from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import read_tensors
 from agenttrain.training.world import PeerFailed
@@ -38,40 +38,40 @@ TENSORS = (
     *("token_ids_T", "targets_S", "behaviour_S"),
     *("ref_logprobs_S", "old_logprobs_S", "old_entropy_S"),
 )
-"""Tensors of a Row."""
+"""Tensors of a TrainingSequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Writes the crash bundles of one run.
 
-    What is NotFinite stops all processes at once, and the main one writes what all have seen; a
-    reward function that fails stops the process that it fails in, which writes what it has.
+    NotFinite is raised in all processes at once: the main one writes the rollouts of all. A
+    RewardError is raised in one process, which writes its own rollouts.
     """
 
     folder: Path
-    """The run's."""
+    """Folder of the run."""
     policy: Policy
     checkpoints: Checkpoints
 
     @contextmanager
-    def of(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
-        """Within, an error that stops the step leaves a bundle, whose path is added to its message.
+    def collect(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
+        """Write a bundle if an error in the block ends the step; the error's message names it.
 
-        `rollouts` are those of the step so far; a RewardError has its own.
+        `rollouts` are those of the step so far; a RewardError brings its own.
         """
         try:
             yield
         except (NotFinite, RewardError) as error:
             if isinstance(error, RewardError) and not error.rollouts:
-                raise  # an environment's own reward: without its state there is nothing to do again
+                raise  # an environment's reward: nothing can be repeated without its state
             if isinstance(error, RewardError):
                 rollouts = error.rollouts
             error.args = (f"{error}. {self._write(step, error, rollouts)}",)
             raise
 
     def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
-        """Write the bundle; return where it is, or why there is none."""
+        """Write the bundle; return a sentence with its path, or why there is none."""
         world = self.policy.world
         alone = isinstance(error, RewardError)
         rank = f"-rank-{world.rank}" if alone and not world.is_main else ""
@@ -93,7 +93,7 @@ class Evidence:
     def _write_alone(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
     ) -> None:
-        """Write what one process can write."""
+        """Write the files that need no other process."""
         record = {
             "step": step,
             "stage": "reward" if isinstance(error, RewardError) else error.stage,
@@ -107,33 +107,33 @@ class Evidence:
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts)
         if isinstance(error, BrokenUpdate):
-            write_batch(bundle, error.rows)
+            write_batch(bundle, error.sequences)
         write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
 
 
-def write_batch(bundle: Path, rows: Sequence[Row]) -> None:
-    """Write the rows of an update, with tensors as they were: JSON knows no NaN."""
+def write_batch(bundle: Path, sequences: Sequence[TrainingSequence]) -> None:
+    """Write the sequences of an update as tensors, because JSON has no NaN."""
     saved = [
         {
-            "rollout_id": row.rollout.rollout_id,
-            "trajectory": row.trajectory.index,
-            "advantage": row.rollout.advantage,
-            **{name: getattr(row, name) for name in TENSORS},
+            "rollout_id": sequence.rollout.rollout_id,
+            "trajectory": sequence.trajectory.index,
+            "advantage": sequence.rollout.advantage,
+            **{name: getattr(sequence, name) for name in TENSORS},
         }
-        for row in rows
+        for sequence in sequences
     ]
     torch.save(saved, bundle / "batch.pt")
 
 
-def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[Row]:
-    """Read the rows that `write_batch` wrote; `rollouts` are those of the bundle."""
+def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
+    """Read the sequences that `write_batch` wrote; `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    rows = []
+    sequences = []
     for saved in read_tensors(bundle / "batch.pt"):
         rollout = by_id[saved["rollout_id"]]
         rollout.advantage = saved["advantage"]
         tensors: dict[str, Any] = {name: saved[name] for name in TENSORS}
-        # Bundles of the first edition do not name it.
+        # Older bundles do not name it.
         trajectory = rollout.trajectories[saved.get("trajectory", 0)]
-        rows.append(Row(rollout=rollout, trajectory=trajectory, **tensors))
-    return rows
+        sequences.append(TrainingSequence(rollout=rollout, trajectory=trajectory, **tensors))
+    return sequences

@@ -1,4 +1,4 @@
-"""Guards over the figures of each step: they warn of a run that goes wrong, or stop it."""
+"""Guards over the metrics of each step: they warn of a run that goes wrong, or stop it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from agenttrain.types import AgenttrainError, Rollout, ToolError
 
 
 class GuardTripped(AgenttrainError):
-    """A guard of `guards.*` with action=stop; the message names the figure, its limit, the key."""
+    """A guard with action=stop was tripped; the message names metric, limit and key."""
 
 
 NOT_THE_TOOLS = (ToolError.malformed, ToolError.unknown_tool, ToolError.limit, ToolError.parallel)
-"""Errors that say nothing about a tool; arguments that do not fit its schema may: a wrong schema.
-"""
+"""Errors that are not a tool's fault. Invalid arguments may be: its schema may be wrong."""
 
 
 @dataclass(slots=True)
 class Calls:
-    """Calls of one tool that are not judged yet."""
+    """Calls of one tool since it was last judged."""
 
     made: int = 0
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Error messages that the model read."""
+    """Number of each error text that the model read."""
 
     def failing(self, tool: str, config: ToolFailures) -> str | None:
-        """Say what is wrong with these calls, if they are enough to judge."""
+        """Return the problem with these calls; None if there is none or they are too few."""
         assert config.limit is not None
         if self.made < config.calls or self.failed < config.limit * self.made:
             return None
@@ -46,30 +45,30 @@ class Calls:
 
 @dataclass(slots=True, kw_only=True)
 class Guards:
-    """The guards of a run. `streak` counts the last steps in a row that taught nothing."""
+    """The guards of a run. `streak` counts the latest steps in a row without any advantage."""
 
     config: GuardsConfig
     streak: int = 0
     _tripped: set[str] = field(default_factory=set)
-    """Guards that were warned of and are still beyond their limit."""
+    """Guards that have warned and are still beyond their limit."""
     _calls: dict[str, Calls] = field(default_factory=dict)
 
-    def look(
+    def check_step(
         self,
         step: int,
         metrics: Mapping[str, float],
         rollouts: Sequence[Rollout],
         warn: Callable[[str], None],
     ) -> None:
-        """Watch a finished step; raises GuardTripped where a guard says stop.
+        """Check a finished step; warn, or raise GuardTripped for a guard with action=stop.
 
         Example: ``kl`` 0.31 with ``guards.kl.limit=0.2`` warns: "step 40: kl is 0.31, above
         guards.kl.limit=0.2".
         """
-        taught = any(rollout.advantage for rollout in rollouts)
-        self.streak = 0 if taught else self.streak + 1
+        has_advantage = any(rollout.advantage for rollout in rollouts)
+        self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
-        # NaN, where nothing was measured, is neither above nor below.
+        # NaN (nothing was measured) is neither above nor below a limit.
         gap = metrics.get("sampling/logprob_gap_max", math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
         problems: dict[str, str | None] = dict.fromkeys(
@@ -96,15 +95,15 @@ class Guards:
         _count(rollouts, self._calls)
         enough = guards.tool_failures.calls
         judged = [tool for tool, calls in self._calls.items() if calls.made >= enough]
-        # All are taken out before one of them stops the run: a later step counts anew.
+        # Take all of them out before one stops the run: a later step counts from 0.
         failing = {t: self._calls.pop(t).failing(t, guards.tool_failures) for t in judged}
         for tool, problem in failing.items():
             self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
 
-    def look_at_evaluation(
+    def check_evaluation(
         self, label: str, rollouts: Sequence[Rollout], warn: Callable[[str], None]
     ) -> None:
-        """Warn of tools that fail in an evaluation; nothing stops one."""
+        """Warn of tools that fail in an evaluation; evaluations are never stopped."""
         if self.config.tool_failures.limit is None:
             return
         calls: dict[str, Calls] = {}
@@ -117,19 +116,19 @@ class Guards:
                 warn(f"guard: {label}: {problem}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the guards of later steps depend on; JSON."""
+        """Return the JSON state that later steps' guards depend on."""
         calls = {tool: [calls.made, calls.failed] for tool, calls in self._calls.items()}
         return {"streak": self.streak, "tool_calls": calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; older checkpoints know no calls."""
+        """Continue from `state_dict()`; older checkpoints have no calls."""
         self.streak = state["streak"]
         self._calls = {tool: Calls(*counts) for tool, counts in state.get("tool_calls", {}).items()}
 
     def _report(
         self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]
     ) -> None:
-        """Warn or stop as the guard `name` says; `key` is warned of once while it is beyond."""
+        """Warn or stop as the guard `name` is set; once per `key` while it is beyond its limit."""
         if problem is None:
             self._tripped.discard(key)
             return
@@ -141,7 +140,7 @@ class Guards:
 
 
 def _count(rollouts: Sequence[Rollout], calls: dict[str, Calls]) -> None:
-    """Add the rollouts' calls by tool; a row's own tool counts as the one that does its work."""
+    """Count the rollouts' calls by tool; a row's own tool counts as its executor."""
     for rollout in rollouts:
         for result in rollout.tool_results:
             if result.error in NOT_THE_TOOLS:

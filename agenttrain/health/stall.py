@@ -1,7 +1,7 @@
-"""The end of a run that makes no progress: evidence is written, then the process ends.
+"""The end of a run that makes no progress: write evidence, then end the process.
 
-Runs in a thread of the watchdog's, whatever the others do: nothing here waits for the event loop,
-takes a lock of ours, or trusts the disk to answer.
+Runs in a thread of the watchdog. It does not wait for the event loop, takes no lock of ours, and
+does not rely on the disk to answer.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import psutil
 from agenttrain.rollout.monitoring import Waiting
 from agenttrain.utils.exit_codes import STALLED
 
-TELL_S = 20.0
-"""Longest that the evidence may take to write: the disk may be what stalls."""
+WRITE_S = 20.0
+"""Time limit for writing the evidence, because the disk may be the cause of the stall."""
 SHOWN = 200
-"""Rollouts of the table, and stacks of the event loop's tasks."""
+"""Most rollouts in the table, and most stacks of asyncio tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
     """The evidence of a stall."""
 
-    told: str
+    message: str
     """One line: phase, step, seconds, setting."""
     waiting: Sequence[Waiting]
     tasks: Sequence[tuple[str, asyncio.Task]]
-    """By rollout: the task that drives it."""
+    """Each rollout's id and the asyncio task that drives it."""
 
     def lines(self) -> Iterator[str]:
-        """Yield all of the evidence."""
-        yield self.told
+        """Yield the lines of the evidence."""
+        yield self.message
         yield f"\nrollouts in flight: {len(self.waiting)}"
         yield from map(str, self.waiting[:SHOWN])
         if self.tasks:
@@ -60,13 +60,40 @@ class Stall:
         yield from stacks()
 
 
-def end(stall: Stall, path: Path, record: Callable[[], None]) -> None:
-    """Write the evidence to `path` and to stderr, `record` it, end all children and this process.
+def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
+    """Write the evidence to `path` and stderr, call `record`, kill all children, end this process.
 
     Does not return; the exit code is STALLED.
     """
+
+    def write_to_stderr() -> None:
+        # Past Python's buffer, whose lock another thread may hold.
+        unsent = text.encode(errors="replace")
+        while unsent:
+            unsent = unsent[os.write(2, unsent) :]
+
+    def run(work: Callable[[], object]) -> None:
+        with suppress(Exception):
+            work()
+
     try:
-        _write_evidence(stall, path, record)
+        try:
+            text = "\n".join(stall.lines()) + "\n"
+        except Exception as error:  # the table changes while it is read
+            problem = f"(no table of rollouts: {error!r})"
+            text = "\n".join([stall.message, problem, *stacks()]) + "\n"
+        # One thread each: a full pipe must not delay the file, nor a slow disk the pipe.
+        works: tuple[Callable[[], object], ...] = (
+            lambda: path.write_text(text, encoding="utf-8", errors="replace"),
+            record,
+            write_to_stderr,
+        )
+        until = time.monotonic() + WRITE_S
+        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0))
         end_children()
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display hides the cursor
@@ -74,39 +101,8 @@ def end(stall: Stall, path: Path, record: Callable[[], None]) -> None:
         os._exit(STALLED)
 
 
-def _write_evidence(stall: Stall, path: Path, record: Callable[[], None]) -> None:
-    """Write to file, summary and stderr, each in a thread of its own: a full pipe must not delay
-    the file, nor a slow disk the pipe."""
-
-    def run(work: Callable[[], object]) -> None:
-        with suppress(Exception):
-            work()
-
-    def write_to_stderr() -> None:
-        # Past Python's buffer, whose lock another thread may hold.
-        left = text.encode(errors="replace")
-        while left:
-            left = left[os.write(2, left) :]
-
-    try:
-        text = "\n".join(stall.lines()) + "\n"
-    except Exception as error:  # the table changes while it is read
-        text = "\n".join([stall.told, f"(no table of rollouts: {error!r})", *stacks()]) + "\n"
-    until = time.monotonic() + TELL_S
-    works: tuple[Callable[[], object], ...] = (
-        lambda: path.write_text(text, encoding="utf-8", errors="replace"),
-        record,
-        write_to_stderr,
-    )
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(until - time.monotonic(), 0))
-
-
 def stacks() -> Iterator[str]:
-    """Yield the stack of every thread, from code alone: nothing is read from disk."""
+    """Yield the stack of every thread, without source lines: nothing is read from disk."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for number, top in sys._current_frames().items():
         yield f"\nthread {names.get(number, number)}:"
@@ -122,7 +118,7 @@ def _first(thing: Any, *names: str) -> Any:
 
 
 def end_children() -> None:
-    """Kill every process that descends from this one: engines, tools, the dashboard's."""
+    """Kill all descendants of this process: engines, tools, the dashboard."""
     with suppress(psutil.Error):
         children = psutil.Process().children(recursive=True)
         for child in children:

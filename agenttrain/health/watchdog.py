@@ -1,4 +1,4 @@
-"""Is the run alive? A thread that writes a heartbeat, and ends a run that makes no progress."""
+"""The watchdog: a thread that writes a heartbeat and ends a run that makes no progress."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from agenttrain.health.config import WatchdogConfig
-from agenttrain.health.stall import Stall, end
+from agenttrain.health.stall import Stall, end_run
 from agenttrain.rollout.collector import Collector
 from agenttrain.rollout.monitoring import ENGINE, OTHER, TOOL, Waiting
 from agenttrain.tracking.run_folder import update_summary, write_atomically
 from agenttrain.training.world import World
 
-LOOKS = 100
-"""Attempts to read a table that changes meanwhile."""
+READ_ATTEMPTS = 100
+"""Attempts to read the table of rollouts, which the event loop may change meanwhile."""
 TICK_S = 0.25
 """Seconds between two checks."""
-HELD_S = 60.0
-"""Seconds that C code that keeps the interpreter to itself gets on top of a deadline: no thread of
-ours runs then, and a timer of C ends the process, with the stacks on stderr and exit code 1."""
+GIL_GRACE_S = 60.0
+"""Extra seconds before `faulthandler` ends a process in which C code holds the GIL: the watchdog's
+thread cannot run then. The stacks are on stderr and the exit code is 1."""
 ARM_S = 5.0
-"""Seconds between two settings of that timer, whatever the heartbeat: it must never end a healthy
-run."""
+"""Seconds between two resets of that timer. Independent of the heartbeat's interval, so that the
+timer never ends a healthy run."""
 LONGEST_TICK_S = 2.0
-"""A check that comes later than this means that the whole process had been stopped, not the run."""
+"""Most time between two checks that counts: if there is more, the process had been stopped."""
 
 
 class Watchdog:
-    """Watches one process of a run, while it is entered, from a thread of its own.
+    """Watches one process of a run from a thread, while it is entered.
 
-    Without a folder it watches nothing, for whoever uses a trainer by itself. Example::
+    Without a folder it does nothing, for a trainer that is used by itself. Example::
 
         with Watchdog(folder, config.watchdog) as watchdog:
             watchdog.begin("load")
@@ -50,7 +50,7 @@ class Watchdog:
             with watchdog.phase("rollout", step=3):
                 …
 
-    `heartbeat.json` (of other ranks `heartbeat-<rank>.json`)::
+    It writes `heartbeat.json` (other ranks: `heartbeat-<rank>.json`)::
 
         {"time": 1790000000.2, "pid": 4711, "host": "n1", "rank": 0, "phase": "rollout",
          "step": 3, "since": 1789999990.0, "last_progress": 1789999998.7,
@@ -66,14 +66,14 @@ class Watchdog:
         config: WatchdogConfig | None = None,
         world: World | None = None,
     ) -> None:
-        """Take `world`, the run's processes: one that waits for another is judged by that one's."""
+        """Take `world`: a process that waits for another makes progress while the other does."""
         self._folder, self._config = folder, config or WatchdogConfig()
         self._world, self.rank = world, 0 if world is None else world.rank
         self._phase: str | None = None
         self._step: int | None = None
         self._since = time.time()
         self._count = 0
-        """Signs of progress; written by the run, only compared by the thread."""
+        """Counter of progress; the run raises it, the thread only compares it."""
         self._collector: Collector | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -107,12 +107,12 @@ class Watchdog:
         self._step = step
         self._phase = phase
         self._count += 1
-        if self._thread is not None:  # here: the phase may keep the interpreter from its first line
+        if self._thread is not None:  # now, because C code may hold the GIL from the first line on
             _arm(self._config.deadline_of(phase)[1])
 
     @contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Put the run in this phase for the block."""
+        """Put the run into this phase for the block."""
         self.begin(name, step)
         try:
             yield
@@ -120,10 +120,10 @@ class Watchdog:
             self.begin(None, step)
 
     def watch(self, collector: Collector | None, embeddings: Any = None) -> None:
-        """Watch a collector's rollouts; a forward pass of a model's `embeddings` is progress."""
+        """Watch a collector's rollouts; each forward pass of a model's `embeddings` is progress."""
         self._collector = collector
         if embeddings is not None:
-            # Weakly: a model outlives its run where several runs share a process.
+            # A weak reference: a model may outlive its run if several runs share a process.
             reference = weakref.ref(self)
 
             def progressed(*_: Any) -> None:
@@ -139,9 +139,9 @@ class Watchdog:
         while not self._over.wait(TICK_S):
             now = time.monotonic()
             name, deadline_s = self._config.deadline_of(self._phase)
-            idle_s += min(now - before, _longest_tick_s(deadline_s))
+            idle_s += min(now - before, longest_tick_s(deadline_s))
             before = now
-            if (count := self._signs()) != seen:
+            if (count := self._progress()) != seen:
                 seen, idle_s, progressed = count, 0.0, time.time()
             if now - beaten >= self._config.heartbeat_s:
                 beaten = now
@@ -149,18 +149,18 @@ class Watchdog:
             if now - armed >= ARM_S:
                 armed = now
                 _arm(deadline_s)
-            if deadline_s is not None and idle_s > deadline_s and self._signs() == seen:
+            if deadline_s is not None and idle_s > deadline_s and self._progress() == seen:
                 self._stall(name, deadline_s, idle_s)
 
-    def _signs(self) -> int:
+    def _progress(self) -> int:
         collector = self._collector
         rollouts = 0 if collector is None else collector.in_flight.progress
-        waits = 0 if self._world is None else self._world.looks
+        waits = 0 if self._world is None else self._world.wait_checks
         return self._count + rollouts + waits
 
     def _waiting(self) -> list[Waiting]:
         collector = self._collector
-        for _ in range(LOOKS):
+        for _ in range(READ_ATTEMPTS):
             with suppress(RuntimeError):  # the event loop changed what was being read
                 return [] if collector is None else collector.waiting()
         return []
@@ -180,7 +180,7 @@ class Watchdog:
             "in_flight": {kind: kinds[kind] for kind in (ENGINE, TOOL, OTHER)},
         }
         name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
-        with suppress(OSError):  # whoever reads it sees by its age that something is wrong
+        with suppress(OSError):  # a reader sees from its age that something is wrong
             write_atomically(self._folder / name, json.dumps(beat) + "\n")
 
     def _stall(self, name: str, deadline_s: float, idle_s: float) -> None:
@@ -198,30 +198,31 @@ class Watchdog:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
-        end(Stall(told=message, waiting=self._waiting(), tasks=tasks), path, record)
+        end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
 
-def _longest_tick_s(deadline_s: float | None) -> float:
-    """Return the most that counts of the time between two checks: a pause alone is no stall."""
+def longest_tick_s(deadline_s: float | None) -> float:
+    """Return the most time between two checks that counts: a pause of the process is no stall."""
     return min(LONGEST_TICK_S, max(TICK_S, (deadline_s or math.inf) / 4))
 
 
 def _arm(deadline_s: float | None) -> None:
+    """Restart the timer of C that ends the process if the watchdog's thread cannot run."""
     if deadline_s is None:
         faulthandler.cancel_dump_traceback_later()
         return
-    with suppress(RuntimeError):  # no thread is to be had now: the next heartbeat tries again
-        faulthandler.dump_traceback_later(deadline_s + HELD_S, file=2, exit=True)
+    with suppress(RuntimeError):  # no thread can be started now; the next check tries again
+        faulthandler.dump_traceback_later(deadline_s + GIL_GRACE_S, file=2, exit=True)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Stop at Ctrl-Z: the timer of C would count on; the watchdog sets it again soon after."""
+    """Stop at Ctrl-Z without the timer of C, which would go on; the next check restarts it."""
     faulthandler.cancel_dump_traceback_later()
     kill(getpid(), signal.SIGSTOP)
 
 
 def _on_stop(handler: Any) -> Any:
-    """Let `handler` have SIGTSTP if nobody else of this process has it; return its predecessor."""
+    """Install `handler` for SIGTSTP unless other code has one; return its predecessor."""
     before = signal.getsignal(signal.SIGTSTP)
     ours = before in (signal.SIG_DFL, _stop) and handler is not None
     if ours and threading.current_thread() is threading.main_thread():

@@ -1,9 +1,8 @@
-"""Reward functions of either kind, called on many rollouts: one value each, in their order.
+"""Reward functions, ours and TRL's: called on many rollouts, one value for each, in their order.
 
-A function asks by its signature for columns (`Columns`), or is one written for TRL. It gets copies
-that share nothing that can be changed: what is trained is what was verified, and what one function
-sees is what every other one sees. Changing a copy is an error: whatever the function meant by that
-would not happen.
+The signature of a function names the columns that it gets (`Columns`). It gets copies of rollouts,
+so that it cannot change what is trained or what other functions see. Changing a copy is an error,
+because whatever the function meant by it would not happen.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import time
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from numbers import Real
@@ -26,9 +25,9 @@ from agenttrain.types import AgenttrainError, Rollout, Task, Trajectory
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt, attempt_async, blocks
 
 RewardFunction = Callable[..., Any]
-"""``(rollout, **task columns) -> float | None``, sync or async; None: not applicable.
+"""``(rollout, **columns) -> float | None``, sync or async; None: not applicable.
 
-Only the columns that the signature names are passed, all of them with ``**columns``. Example::
+It gets the columns that its signature names, or all of them with ``**columns``. Example::
 
     def short(rollout: Rollout, limit: int) -> float:
         return float(rollout.sampled_length <= limit)
@@ -36,35 +35,35 @@ Only the columns that the signature names are passed, all of them with ``**colum
 
 
 class RewardError(AgenttrainError):
-    """Failure of a reward function, or a value of its that is no reward; ends the run."""
+    """A reward function failed or returned no reward; ends the run."""
 
     def __init__(self, message: str, *, culprits: Sequence[str] = ()) -> None:
         """`culprits` are the ids of the rollouts that it failed on."""
         super().__init__(message)
         self.culprits = tuple(culprits)
         self.rollouts: Sequence[Rollout] = ()
-        """All rollouts that were to be scored; set by the collector."""
+        """All rollouts that were to be scored; the collector sets them."""
 
 
 class RewardUnavailable(AgenttrainError):
-    """Missing score: something that a reward function needs is broken (a judge's server).
+    """A reward function cannot score because something it needs is broken (a judge's server).
 
-    A function raises it instead of returning 0, which would teach something false.
-    `reward.<name>.on_unavailable` says whether the run stops or the rollout is dropped.
+    It raises this instead of returning 0, which would teach something false.
+    `reward.<name>.on_unavailable` decides whether the run stops or the rollout is dropped.
     """
 
 
 class NoNumber(RewardUnavailable):
-    """NaN, infinity or no number as a function's value, where that does not end the run."""
+    """A function returned NaN, infinity or no number, in an evaluation, which goes on."""
 
 
 VISIT_S = 0.02
-"""Seconds after which a thread that runs short calls returns the outcomes it has."""
+"""Seconds after which a thread that runs short calls returns the outcomes so far."""
 Call = Callable[[], Any]
 KNOWN = ("builtins", "numpy", "torch")
-"""Packages whose numbers are read without code of the user's."""
+"""Packages whose numbers can be read without running user code."""
 Score = float | None | RewardUnavailable
-"""A reward, None where the function does not apply, or why it could not be had."""
+"""A reward, None if the function does not apply, or the reason why there is none."""
 
 
 class FunctionScorer:
@@ -79,11 +78,11 @@ class FunctionScorer:
         timeout_s: float | None = None,
         concurrency: int | None = None,
     ) -> None:
-        """`bound` are parameters of the function that have their value already.
+        """Read the signature of `function`, whose parameters `bound` are set already.
 
-        `timeout_s` limits one call. At most `concurrency` calls run at once; None: one call after
-        the other for a sync function, so that what it keeps between calls does not depend on
-        timing, and all at once for an async one.
+        `timeout_s` limits one call. At most `concurrency` calls run at once. None: the calls of a
+        sync function run one by one, so that state between calls does not depend on timing, and
+        those of an async function all at once.
         """
         self.name = name
         self._function = function
@@ -95,7 +94,7 @@ class FunctionScorer:
         self._lenient = False
         first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
         self._columns = Columns(function, taken={*bound, *first})
-        # A callable may name columns itself, in an attribute `columns`.
+        # A callable may also name columns in an attribute `columns`.
         declared = (*getattr(function, "columns", ()), *self._columns.required)
         given = batch_names() if self._trl else ()
         self.columns = tuple(dict.fromkeys(name for name in declared if name not in given))
@@ -104,7 +103,7 @@ class FunctionScorer:
         """Tools that the function needs."""
 
     def lenient(self) -> FunctionScorer:
-        """Return a copy that gives NoNumber, not an error, for what is no finite number."""
+        """Return a copy that returns NoNumber instead of raising for a value that is no number."""
         other = copy.copy(self)
         other._lenient = True
         return other
@@ -114,7 +113,20 @@ class FunctionScorer:
         if not rollouts:
             return []
         if self._trl:
-            return await self._score_batch(rollouts)
+            arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
+            batch = await self._run(lambda: self._function(**self._columns.pick(arguments)))
+            if isinstance(batch.error, RewardUnavailable):
+                return [batch.error] * len(rollouts)
+            if batch.error is not None:
+                raise scoring_error(self.name, rollouts[0], batch.error) from batch.error
+            values = batch.value
+            if not isinstance(values, Sequence) or len(values) != len(rollouts):
+                wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
+                raise scoring_error(self.name, rollouts[0], wrong)
+            return [
+                self._read(await self._read_number(Outcome(value=value)), rollout)
+                for value, rollout in zip(values, rollouts, strict=True)
+            ]
         gate = asyncio.Semaphore(self._at_once or len(rollouts))
 
         async def one(rollout: Rollout) -> Outcome:
@@ -122,7 +134,7 @@ class FunctionScorer:
                 return await self._run(self._call_of(rollout))
 
         if self._blocks and self._at_once == 1:
-            # One call after the other, as many per visit to a thread as a moment has room for.
+            # One after the other; short calls share a visit to a thread.
             calls = [self._call_of(rollout) for rollout in rollouts]
             outcomes: list[Outcome] = []
             while len(outcomes) < len(calls):
@@ -132,12 +144,12 @@ class FunctionScorer:
         else:
             outcomes = await asyncio.gather(*map(one, rollouts))
         return [
-            self._read(await self._as_number(outcome), rollout)
+            self._read(await self._read_number(outcome), rollout)
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
     async def _visit(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Return the outcomes of the first calls, of at least one."""
+        """Run calls in a thread for a moment; return the outcomes of at least one."""
         begun: list[Call] = []
         outcomes: list[Outcome] = []
         until = time.monotonic() + VISIT_S
@@ -150,7 +162,7 @@ class FunctionScorer:
                     return
 
         try:
-            # A call begins before `until`: one that runs at the limit has had all of its time.
+            # The last call begins before `until`, so it had all of its time at this limit.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
                 await self._threads.run(some, label=self.name)
                 outcomes[-1] = await _settled(outcomes[-1])
@@ -160,50 +172,39 @@ class FunctionScorer:
         return outcomes
 
     def _call_of(self, rollout: Rollout) -> Call:
-        """Call the function on a copy of the rollout, which it must leave as it is."""
+        """Return a call of the function on a copy of the rollout, which it must not change."""
 
         def call() -> Any:
-            given = own_copy(rollout)
+            given = copy_rollout(rollout)
             columns = self._columns.pick(rollout.task.columns)
-            value = self._function(given, **{name: own_value(v) for name, v in columns.items()})
-            if inspect.isawaitable(value):
-                return _checked_later(value, given, rollout)
-            check_unchanged(given, rollout)
-            return value
+            value = self._function(given, **{name: copy_value(v) for name, v in columns.items()})
+            if not inspect.isawaitable(value):
+                check_unchanged(given, rollout)
+                return value
+
+            async def checked() -> Any:
+                result = await value
+                check_unchanged(given, rollout)
+                return result
+
+            return checked()
 
         return call
 
-    async def _score_batch(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """Call a function of TRL's once, with all rollouts in lists of their own."""
-        arguments = batch_arguments([own_copy(rollout) for rollout in rollouts])
-        outcome = await self._run(lambda: self._function(**self._columns.pick(arguments)))
-        if isinstance(outcome.error, RewardUnavailable):
-            return [outcome.error] * len(rollouts)
-        if outcome.error is not None:
-            raise failed(self.name, rollouts[0], outcome.error) from outcome.error
-        values = outcome.value
-        if not isinstance(values, Sequence) or len(values) != len(rollouts):
-            wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
-            raise failed(self.name, rollouts[0], wrong)
-        return [
-            self._read(await self._as_number(Outcome(value=value)), rollout)
-            for value, rollout in zip(values, rollouts, strict=True)
-        ]
-
     async def _run(self, call: Call) -> Outcome:
-        """Return the outcome of one call; RewardUnavailable when it took too long."""
+        """Return the outcome of one call; RewardUnavailable if it took too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 if not self._blocks:
                     return await _settled(attempt(call))
                 return await _settled(await self._threads.run(call, label=self.name))
-        except TimeoutError:  # ours: what the function raises is an outcome
+        except TimeoutError:  # our limit: an exception of the function is an outcome
             return self._late()
 
-    async def _as_number(self, outcome: Outcome) -> Outcome:
-        """Read an object of the user's own as a number in a thread, under the time limit.
+    async def _read_number(self, outcome: Outcome) -> Outcome:
+        """Convert an object of a user's class to a number, in a thread and under the time limit.
 
-        Its `item`, `__float__` and `__repr__` are the user's code, which may take its time.
+        Its `item`, `__float__` and `__repr__` are user code, which may be slow.
         """
         value = outcome.value
         known = type(value).__module__.partition(".")[0] in KNOWN
@@ -212,7 +213,7 @@ class FunctionScorer:
 
         def read() -> Score:
             try:
-                return checked(value)
+                return as_reward(value)
             except (TypeError, ValueError) as error:
                 return NoNumber(str(error))
 
@@ -229,40 +230,34 @@ class FunctionScorer:
     def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
-        if isinstance(outcome.error, ChangedRollout):  # raised by us: no line of the function's
-            raise failed(self.name, rollout, outcome.error.with_traceback(None))
+        if isinstance(outcome.error, ChangedRollout):  # our traceback names no line of the function
+            raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
-            raise failed(self.name, rollout, outcome.error) from outcome.error
+            raise scoring_error(self.name, rollout, outcome.error) from outcome.error
         if isinstance(outcome.value, NoNumber) and not self._lenient:
-            raise failed(self.name, rollout, ValueError(str(outcome.value)))
+            raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
         if isinstance(outcome.value, RewardUnavailable):  # one of a batch
             return outcome.value
         try:
-            return checked(outcome.value)
+            return as_reward(outcome.value)
         except (TypeError, ValueError) as error:
             if self._lenient:
                 return NoNumber(str(error))
-            raise failed(self.name, rollout, error.with_traceback(None)) from error
-
-
-async def _checked_later(value: Awaitable[Any], given: Rollout, rollout: Rollout) -> Any:
-    result = await value
-    check_unchanged(given, rollout)
-    return result
+            raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
 
 
 async def _settled(outcome: Outcome) -> Outcome:
-    """Return the outcome itself, or that of the awaitable that an async function returned."""
+    """Return the outcome, after awaiting the awaitable that an async function returned."""
     if not inspect.isawaitable(outcome.value):
         return outcome
     return await attempt_async(outcome.value)
 
 
 class Columns:
-    """Columns of a row that a function's signature asks for."""
+    """The columns of a row that a function's signature names."""
 
     def __init__(self, function: RewardFunction, *, taken: Collection[str] = ()) -> None:
-        """`taken` are parameters that get their value elsewhere."""
+        """Read the signature; `taken` are parameters that are no columns."""
         kinds = inspect.Parameter
         wanted = [
             parameter
@@ -277,7 +272,7 @@ class Columns:
         """Columns that every row must have."""
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns to pass; raises KeyError naming a required one that is not there."""
+        """Return the columns to pass. Raises KeyError, naming a required column that is missing."""
         for name in self.required:
             if name not in available:
                 raise KeyError(
@@ -288,15 +283,15 @@ class Columns:
 
 
 LARGEST = 1e100
-"""Largest absolute reward: the squares of as many as a step can have still add up to a number."""
+"""Largest absolute reward: the sum of the squares of a step's rewards is still finite."""
 
 
-def checked(value: Any) -> float | None:
+def as_reward(value: Any) -> float | None:
     """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
 
-    Numbers of numpy and torch count. Example: ``checked(True) == 1.0``
+    Numbers of numpy and torch are numbers. Example: ``checked(True) == 1.0``
     """
-    result = number(value)
+    result = as_number(value)
     if result is not None and not math.isfinite(result):
         raise ValueError(f"it returned {_excerpt(value)}; a reward is a finite number, or None")
     if result is not None and abs(result) > LARGEST:
@@ -306,8 +301,8 @@ def checked(value: Any) -> float | None:
     return result
 
 
-def number(value: Any) -> float | None:
-    """Return `value` as `checked` does, but let NaN and infinity pass; too large is infinite."""
+def as_number(value: Any) -> float | None:
+    """Return `value` as a float; NaN and infinity pass, and too large an integer is infinite."""
     if value is None:
         return None
     if not isinstance(value, Real) and hasattr(value, "item"):
@@ -329,8 +324,8 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
-    """Return an error naming the function, the rollout, and the line of the function that raised.
+def scoring_error(name: str, rollout: Rollout, error: BaseException) -> RewardError:
+    """Return an error that names the function, the rollout, and the line that raised.
 
     Example: ``reward 'short' on rollout 'train-1-0-3' of task '17': ZeroDivisionError: division by
     zero (my_agent.py, line 12)``.
@@ -338,34 +333,34 @@ def failed(name: str, rollout: Rollout, error: BaseException) -> RewardError:
     text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    message = f"{about(name, rollout)}: {type(error).__name__}: {text}{at}"
+    message = f"{error_prefix(name, rollout)}: {type(error).__name__}: {text}{at}"
     return RewardError(message, culprits=[rollout.rollout_id])
 
 
-def about(name: str, rollout: Rollout) -> str:
-    """Return the beginning of an error about one reward function and one rollout."""
+def error_prefix(name: str, rollout: Rollout) -> str:
+    """Return the beginning of an error's text about a reward function and a rollout."""
     return f"reward {name!r} on rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}"
 
 
-TRLS = ("prompts", "completions", "completion_ids")
-"""Parameters that TRL passes beside the row's columns; a function may want one of them alone."""
+TRL_PARAMETERS = ("prompts", "completions", "completion_ids")
+"""Parameters that TRL passes besides the row's columns; a function may take only one of them."""
 
 
 def is_trl(function: Callable[..., Any]) -> bool:
-    """Return True if its parameters are TRL's: some of `TRLS`, and no `rollout`."""
+    """Return True if its parameters are TRL's: some of `TRL_PARAMETERS`, and no `rollout`."""
     names = inspect.signature(function).parameters
-    return any(name in names for name in TRLS) and "rollout" not in names
+    return any(name in names for name in TRL_PARAMETERS) and "rollout" not in names
 
 
 def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return what TRL would pass for these rollouts to ``(prompts, completions, **columns)``.
+    """Return the arguments that TRL would pass for these rollouts.
 
     TRL 1.16 passes by name `prompts`, `completions`, `completion_ids`, the dataset's columns as
     lists, `trainer_state`, `log_extra` and `log_metric`, and reads ``list[float | None]``.
 
-    `completions` holds, for each, the list of messages after the prompt's, `completion_ids` the
-    ids after the prompt's, tool results included, both of its last trajectory. Functions that log
-    get a logger that does nothing, and there is no trainer: `trainer_state` is None.
+    For each rollout, `completions` has the messages after the prompt and `completion_ids` the ids
+    after the prompt, tool results included, both of its last trajectory. The loggers do nothing and
+    `trainer_state` is None.
     """
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.task.columns)
     last = [rollout.trajectories[-1] for rollout in rollouts]
@@ -384,7 +379,7 @@ def _no_log(name: str, value: object) -> None: ...
 
 
 def batch_names() -> tuple[str, ...]:
-    """Return the names that TRL's functions are given beside the row's columns."""
+    """Return the names of the arguments that TRL passes besides the row's columns."""
     return tuple(batch_arguments(()))
 
 
@@ -395,23 +390,23 @@ class ChangedRollout(AgenttrainError):
     """A reward function changed the rollout that it was given."""
 
 
-def own_copy(rollout: Rollout) -> Rollout:
-    """Return a copy that shares no list, mapping or ledger with the rollout.
+def copy_rollout(rollout: Rollout) -> Rollout:
+    """Return a copy that shares nothing with the rollout that can be changed.
 
-    Costs O(messages) and one copy of the ids: strings and spans cannot be changed and are shared.
+    Costs O(messages) and one copy of the ids; immutable strings and spans are shared.
     """
     results = [
-        replace(result, call=replace(result.call, arguments=own_value(result.call.arguments)))
+        replace(result, call=replace(result.call, arguments=copy_value(result.call.arguments)))
         for result in rollout.tool_results
     ]
     return replace(
         rollout,
-        task=own_task(rollout.task),
+        task=copy_task(rollout.task),
         trajectories=[
             replace(
                 trajectory,
                 spans=list(trajectory.spans),
-                messages=own_value(trajectory.messages),
+                messages=copy_value(trajectory.messages),
                 _ids=trajectory.token_ids,
             )
             for trajectory in rollout.trajectories
@@ -421,20 +416,20 @@ def own_copy(rollout: Rollout) -> Rollout:
     )
 
 
-def own_task(task: Task) -> Task:
+def copy_task(task: Task) -> Task:
     """Return a copy of the task; columns that cannot be copied (an open file, say) are shared."""
-    messages = tuple(own_value(message) for message in task.messages)
-    return replace(task, messages=messages, columns=own_value(task.columns))
+    messages = tuple(copy_value(message) for message in task.messages)
+    return replace(task, messages=messages, columns=copy_value(task.columns))
 
 
-def own_value(value: Any) -> Any:
-    """Return a deep copy of a JSON value, quickly; of anything else what `copy.deepcopy` makes."""
+def copy_value(value: Any) -> Any:
+    """Return a deep copy; JSON values are copied faster than by `copy.deepcopy`."""
     if isinstance(value, str | int | float | None):
         return value
     if type(value) is dict:
-        return {key: own_value(item) for key, item in value.items()}
+        return {key: copy_value(item) for key, item in value.items()}
     if type(value) is list:
-        return [own_value(item) for item in value]
+        return [copy_value(item) for item in value]
     try:
         return copy.deepcopy(value)
     except Exception:  # a column may hold anything
@@ -442,25 +437,21 @@ def own_value(value: Any) -> Any:
 
 
 def check_unchanged(given: Rollout, rollout: Rollout) -> None:
-    """Raise ChangedRollout, naming the fields, where `given` is no longer as the rollout."""
-    if changed := _changed(given, rollout):
+    """Raise ChangedRollout, naming the fields, if `given` differs from the rollout."""
+    changed = _fields_changed(given, rollout)
+    trajectories = given.trajectories if type(given.trajectories) is list else []
+    kinds = [type(trajectory) for trajectory in trajectories]
+    if "trajectories" in changed and kinds == [Trajectory] * len(rollout.trajectories):
+        # Say which: `trajectories[0].messages`.
+        changed.remove("trajectories")
+        for index, pair in enumerate(zip(given.trajectories, rollout.trajectories, strict=True)):
+            changed += [f"trajectories[{index}].{name}" for name in _fields_changed(*pair)]
+    if changed:
         raise ChangedRollout(
             f"it changed the rollout that it was given ({', '.join(changed)}), which changes "
             "nothing that is trained or that other rewards see; change a copy, such as "
             "copy.deepcopy(rollout.trajectories), and return the reward"
         )
-
-
-def _changed(given: Rollout, rollout: Rollout) -> list[str]:
-    """Return the names of the fields that differ, e.g. ``trajectories[0].messages``."""
-    changed = _fields_changed(given, rollout)
-    held = given.trajectories if type(given.trajectories) is list else []
-    kinds = [type(trajectory) for trajectory in held]
-    if "trajectories" in changed and kinds == [Trajectory] * len(rollout.trajectories):
-        changed.remove("trajectories")
-        for index, pair in enumerate(zip(given.trajectories, rollout.trajectories, strict=True)):
-            changed += [f"trajectories[{index}].{name}" for name in _fields_changed(*pair)]
-    return changed
 
 
 def _fields_changed(given: Any, original: Any) -> list[str]:
@@ -472,7 +463,7 @@ def _fields_changed(given: Any, original: Any) -> list[str]:
 
 
 def _same(given: Any, original: Any) -> bool:
-    """Compare JSON values and our records; of other objects nobody knows what equal means."""
+    """Compare JSON values and our records; other objects count as equal."""
     if given is original:
         return True
     kind = type(given)

@@ -19,7 +19,7 @@ from agenttrain.rewards.function import (
     RewardFunction,
     RewardUnavailable,
     Score,
-    about,
+    error_prefix,
     is_trl,
 )
 from agenttrain.types import Rollout
@@ -41,9 +41,9 @@ class Rubric:
         *,
         on_unavailable: Mapping[str, OnUnavailable] | None = None,
     ) -> None:
-        """Weights default to 1, `on_unavailable` to `stop`.
+        """Take functions by name; weights default to 1, `on_unavailable` to `stop`.
 
-        Raises ValueError for a weight of no function, or one that is not finite.
+        Raises ValueError for a weight without a function, or one that is not finite.
         """
         weights = weights or {}
         for name, weight in weights.items():
@@ -53,7 +53,7 @@ class Rubric:
             if not math.isfinite(weight):
                 raise ValueError(f"reward.{name}.weight={weight}: expected a finite number")
         self.strict = True
-        """NaN ends the run."""
+        """True if NaN ends the run, as in training."""
         self.names = tuple(functions)
         self.weights = {name: float(weights.get(name, 1.0)) for name in functions}
         self._on_unavailable = dict(on_unavailable or {})
@@ -72,7 +72,7 @@ class Rubric:
         return other
 
     def check_tools(self, names: Collection[str]) -> None:
-        """Raise ValueError for a function that needs a tool which is none of the run's `names`."""
+        """Raise ValueError if a function needs a tool that is not among the run's `names`."""
         for scorer in self._scorers:
             for tool in scorer.tools:
                 if tool not in names:
@@ -84,11 +84,11 @@ class Rubric:
                     )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Fill `rewards` and `reward` of every rollout, one function after the other.
+        """Set `rewards` and `reward` of every rollout, one function after the other.
 
-        Returns why rollouts have no reward although one should apply: `error` of each says so
-        too. Raises RewardError, and then leaves all rollouts as they were, when a function raises,
-        returns what is no finite number, or is unavailable and that stops the run.
+        Returns the reasons why rollouts that should have a reward have none; their `error` has it
+        too. Raises RewardError, leaving all rollouts unchanged, if a function raises, returns no
+        finite number, or is unavailable and that stops the run.
         """
         values: dict[str, list[Score]] = {}
         for scorer in self._scorers:
@@ -98,11 +98,11 @@ class Rubric:
             for rollout, score in zip(rollouts, values[scorer.name], strict=True):
                 if isinstance(score, RewardUnavailable) and not isinstance(score, NoNumber):
                     raise RewardError(
-                        f"{about(scorer.name, rollout)}: {score} "
+                        f"{error_prefix(scorer.name, rollout)}: {score} "
                         f"(reward.{scorer.name}.on_unavailable=drop leaves such rollouts out)",
                         culprits=[rollout.rollout_id],
                     ) from score
-        judged: list[tuple[dict[str, float | None], float | None, str | None]] = []
+        scored: list[tuple[dict[str, float | None], float | None, str | None]] = []
         for index, rollout in enumerate(rollouts):
             rewards: dict[str, float | None] = {}
             reason: str | None = None
@@ -110,28 +110,28 @@ class Rubric:
                 score = values[name][index]
                 rewards[name] = None if isinstance(score, RewardUnavailable) else score
                 if isinstance(score, RewardUnavailable) and reason is None:
-                    reason = f"{about(name, rollout)}: {score}"
+                    reason = f"{error_prefix(name, rollout)}: {score}"
             try:
-                total = None if reason else self._sum(rewards)
+                total = None if reason else self.weighted_sum(rewards)
             except ValueError as error:
                 reason = f"rollout {rollout.rollout_id!r} of task {rollout.task.task_id!r}: {error}"
                 if self.strict:
                     raise RewardError(reason, culprits=[rollout.rollout_id]) from error
                 total = None
-            judged.append((rewards, total, reason))
-        for rollout, (rewards, total, reason) in zip(rollouts, judged, strict=True):
+            scored.append((rewards, total, reason))
+        for rollout, (rewards, total, reason) in zip(rollouts, scored, strict=True):
             rollout.rewards, rollout.reward = rewards, total
             if reason:
                 rollout.error = reason
-        return [reason for _, _, reason in judged if reason]
+        return [reason for _, _, reason in scored if reason]
 
-    def _sum(self, rewards: Mapping[str, float | None]) -> float | None:
-        """Return the weighted sum, None if nothing applies; ValueError for one too large."""
+    def weighted_sum(self, rewards: Mapping[str, float | None]) -> float | None:
+        """Return the weighted sum; None if no function applies. Raises ValueError if too large."""
         applicable = {n: value for n, value in rewards.items() if value is not None}
         if not applicable:
             return None
         terms = [self.weights[n] * value for n, value in applicable.items()]
-        # fsum raises for an infinite term as for an infinite sum.
+        # fsum raises for infinite terms and for an infinite sum.
         if (
             all(abs(term) <= LARGEST for term in terms)
             and abs(total := math.fsum(terms)) <= LARGEST
@@ -148,9 +148,9 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     """Build every declared reward function.
 
     Example: ``{"exact": {"_target_": "agenttrain.rewards.builtin.answers.ExactMatch",
-    "weight": 1.0, "ignore_case": True}}``. `_target_` names a function, whose other settings are
-    bound, or a class whose instances are callable; the fields of `RewardSettings` stand beside it.
-    Raises ValueError with key, value and remedy.
+    "weight": 1.0, "ignore_case": True}}``. `_target_` names a function, to which the
+    other settings are bound, or a class whose instances are callable. The fields of
+    `RewardSettings` are settings of their own. Raises ValueError with key, value and remedy.
     """
     if not reward:
         raise ValueError("reward={}: there is no reward function; choose one, e.g. exact_match")
@@ -161,7 +161,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
         located = locate_section(section, key=key)
         settings[name] = reward_settings(key, located.bound)
         bound = {k: value for k, value in located.bound.items() if k not in OURS}
-        scorers[name] = _build(located.found, name, bound, located.where, settings[name])
+        scorers[name] = _build_scorer(located.found, name, bound, located.where, settings[name])
     return Rubric(
         scorers,
         {name: beside.weight for name, beside in settings.items()},
@@ -169,7 +169,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     )
 
 
-def _build(
+def _build_scorer(
     target: Any, name: str, bound: dict[str, Any], where: str, settings: RewardSettings
 ) -> FunctionScorer:
     if not callable(target):

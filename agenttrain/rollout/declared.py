@@ -1,7 +1,7 @@
-"""Declarations of a run's tools and environments, kept with the run as tools.json.
+"""Declarations of a run's tools and environments, saved in the run's folder as tools.json.
 
-A replay of recorded replies needs schemas and limits and calls nothing, so that the code behind the
-tools need not be imported, nor an MCP server started.
+A replay of recorded replies needs only schemas and limits. With this file it imports no user code
+and starts no MCP server.
 
     {"run": {"tools": [{"schema": {…}, "limits": {…}}], "stop_tools": ["final_answer"]},
      "environments": {"maze": {"tools": […], "stop_tools": [], "hooks": ["reset", "reward"]}}}
@@ -24,23 +24,23 @@ from agenttrain.types import ToolContext, ToolUnavailable
 
 FILE = "tools.json"
 DECLARED_HOOKS = ("reset", "user", "reward")
-"""Hooks of an environment's class; the loop asks which of them there are."""
+"""Optional methods of an environment's class that the loop calls."""
 LIMITS = tuple(field.name for field in fields(ToolLimits))
 
 
 class DeclaredTool:
-    """A tool of which only the schema is known."""
+    """Tool without its code: only its schema is known."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.name, self.schema = str(schema["function"]["name"]), schema
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Raise ToolUnavailable: there is nothing to call."""
+        """Raise ToolUnavailable: there is no code to call."""
         raise ToolUnavailable(f"tool {self.name}: only its schema was recorded")
 
 
 class DeclaredEnvironments(Environments):
-    """Environments of which only the hooks and the methods' schemas are known."""
+    """Environments without their code: only hooks and method schemas are known."""
 
     def __init__(
         self, kinds: Mapping[str, EnvironmentKind], toolboxes: Mapping[str, Toolbox]
@@ -51,7 +51,7 @@ class DeclaredEnvironments(Environments):
 
 def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -> None:
     """Write tools.json into a run's folder."""
-    found = {
+    declared = {
         "run": _declared(toolbox),
         "environments": {
             name: {
@@ -63,27 +63,27 @@ def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -
             for name, kind in environments.kinds.items()
         },
     }
-    write_atomically(folder / FILE, json.dumps(found, indent=1) + "\n")
+    write_atomically(folder / FILE, json.dumps(declared, indent=1) + "\n")
 
 
 def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
-    """Read what `write_declared` wrote, as tools that cannot be called; None: there is no file.
+    """Read tools.json as tools that cannot be called; None if there is no such file.
 
-    Raises ValueError that names a file that is not what was written.
+    Raises ValueError, naming the file, if it is not what `write_declared` writes.
     """
     path = folder / FILE
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        declared = json.loads(path.read_text(encoding="utf-8"))
         kinds, toolboxes = {}, {}
-        for name, declared in found["environments"].items():
+        for name, environment in declared["environments"].items():
             hooks = {
-                hook: lambda self: None for hook in DECLARED_HOOKS if hook in declared["hooks"]
+                hook: lambda self: None for hook in DECLARED_HOOKS if hook in environment["hooks"]
             }
             kinds[name] = EnvironmentKind(name, type(name, (), hooks))
-            toolboxes[name] = _toolbox(declared)
-        return _toolbox(found["run"]), DeclaredEnvironments(kinds, toolboxes)
+            toolboxes[name] = _toolbox(environment)
+        return _toolbox(declared["run"]), DeclaredEnvironments(kinds, toolboxes)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: is not what the run wrote: {error}") from error
 
@@ -102,7 +102,7 @@ def _toolbox(declared: Mapping[str, Any]) -> Toolbox:
         {name: tool["limits"][name] for name in LIMITS if name in tool["limits"]}
         for tool in declared["tools"]
     ]
-    # Nothing is called: no errors of other people's are imported, and no workers are started.
+    # Nothing is called, so no exception class of the user's is imported and no worker started.
     unused = {"retry_on": [], "isolation": Isolation.thread}
     return Toolbox(
         {tool.name: tool for tool in tools},

@@ -1,9 +1,8 @@
-"""A recorded conversation as a Rollout: what the model would have sampled, had it said that.
+"""Recorded conversations as rollouts: ids, mask and messages as if the model had sampled them.
 
-The prompt is what comes before the first assistant message. Every assistant message is a sampled
-turn, in the ids that its template writes; replies are context, rendered and clipped as the loop
-does it. So the ids, the mask and the messages are those of a rollout in which the model behaved so.
-A sampled token has the log-probability 0: the demonstrator was sure.
+Messages before the first assistant message are the prompt. Every assistant message becomes a
+sampled turn, in the ids that the chat template writes for it. Tool replies and later user messages
+are context, rendered and clipped exactly as the loop does. Sampled tokens have log-probability 0.
 """
 
 from __future__ import annotations
@@ -41,48 +40,58 @@ from agenttrain.utils.names import did_you_mean
 
 REMEDY = "Correct the row, or leave such rows out with data.on_bad_row=skip"
 UNLIMITED = 2**31
-"""Tokens: a demonstration's length is not limited here."""
+"""Tokens. `Demonstrations.max_tokens` limits the length of a whole conversation later."""
 
 
 class BadDemonstration(AgenttrainError):
-    """A conversation that no rollout could be; the message names the row, the turn and why."""
+    """A conversation that no rollout could have produced; names row, turn and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrator:
     """Turns the conversations of a dataset into rollouts.
 
-    Example: ``Demonstrator(chat=chat, toolbox=toolbox, limits=config.rollout)(task, "d0")`` of a
-    task whose messages are a question, a call, its reply and an answer has two sampled turns.
+    Example: ``Demonstrator(chat=chat, toolbox=toolbox, limits=config.rollout)(task, "d0")`` gives
+    two sampled turns for a task whose messages are a question, a call, its reply and an answer.
     """
 
     chat: Chat
     toolbox: Toolbox
     limits: RolloutConfig
-    """Limits, of which only `max_result_tokens` has a meaning for a demonstration."""
+    """Only `max_result_tokens` has an effect on demonstrations."""
     environments: Environments = field(default_factory=Environments)
 
     def __call__(self, task: Task, rollout_id: str) -> Rollout:
-        """The rollout of `task.messages`, its ledger verified. Raises BadDemonstration."""
+        """Return the rollout of `task.messages`, its ledger verified. Raises BadDemonstration."""
         try:
-            talk = _Talk(self, task, rollout_id)
-            talk.run()
-            verify(talk.rollout, self.chat, talk.schemas)
+            conversation = _Conversation(self, task, rollout_id)
+            while conversation.pending:
+                number = conversation.trajectory.turns
+                try:
+                    conversation.append_turn(number)
+                except (BadDemonstration, ChatError, ValueError) as error:
+                    raise BadDemonstration(f"turn {number}: {error}") from error
+            verify(conversation.rollout, self.chat, conversation.schemas)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
             raise BadDemonstration(f"task {task.task_id}: {error}") from error
-        return talk.rollout
+        return conversation.rollout
 
 
-class _Talk:
-    """One conversation on its way into a rollout."""
+class _Conversation:
+    """One conversation, turned into a rollout turn by turn; `pending` are the messages to come."""
 
     def __init__(self, owner: Demonstrator, task: Task, rollout_id: str) -> None:
-        first = _first_answer(task.messages)
+        first = next((i for i, m in enumerate(task.messages) if m["role"] == "assistant"), None)
+        if not first:
+            raise BadDemonstration(
+                "has nothing to learn: its messages need a question and, after it, an assistant "
+                "message"
+            )
         self.chat, self.limits = owner.chat, owner.limits
         self.tools = RowTools(task, owner.toolbox, owner.environments)
         self.schemas = self.tools.schemas
-        self.left = list(task.messages[first:])
-        questions = tuple(str(m["content"]) for m in self.left if m["role"] == "user")
+        self.pending = list(task.messages[first:])
+        questions = tuple(str(m["content"]) for m in self.pending if m["role"] == "user")
         prompt = replace(task, messages=task.messages[:first], user_turns=questions)
         self.rollout = Rollout(task=prompt, rollout_id=rollout_id, group_id=rollout_id)
         self.trajectory = self.rollout.trajectories[0]
@@ -91,17 +100,13 @@ class _Talk:
         prompt_ids = self.chat.prompt_ids(prompt.messages, self.schemas)
         self.trajectory.append_context(prompt_ids, Origin.prompt)
 
-    def run(self) -> None:
-        """Turn by turn to the end."""
-        while self.left:
-            number = self.trajectory.turns
-            try:
-                self._turn(number)
-            except (BadDemonstration, ChatError, ValueError) as error:
-                raise BadDemonstration(f"turn {number}: {error}") from error
-
-    def _turn(self, number: int) -> None:
-        message, behind = self._next()
+    def append_turn(self, number: int) -> None:
+        """Append the next assistant message and the messages up to the one after it."""
+        message, *later = self.pending
+        if message["role"] != "assistant":
+            raise BadDemonstration(f"a message of the role {message['role']} stands in its place")
+        end = next((i for i, m in enumerate(later) if m["role"] == "assistant"), len(later))
+        replies, self.pending = later[:end], later[end:]
         demonstrated = assistant_turn(message, number)
         for call in demonstrated.calls:
             if call.name not in self.tools.names:
@@ -111,30 +116,27 @@ class _Talk:
                     f"{', '.join(self.tools.names) or 'none'}; add the tool to `tools` of the run, "
                     "or of the row where it lists its own"
                 )
-        turn, completion = self._say(demonstrated, number)
+        turn, completion = self._append_sampled(demonstrated, number)
         if demonstrated.calls:
-            self._answer_calls(turn, completion, _in_order(message, behind))
+            self._append_replies(turn, completion, message, replies)
         else:
-            self._ask(turn, completion, behind)
+            self._append_question(turn, completion, replies)
 
-    def _next(self) -> tuple[Message, list[Message]]:
-        """The next assistant message, and the messages up to the one after it."""
-        message, *rest = self.left
-        if message["role"] != "assistant":
-            raise BadDemonstration(f"a message of the role {message['role']} stands in its place")
-        end = next((i for i, m in enumerate(rest) if m["role"] == "assistant"), len(rest))
-        self.left = rest[end:]
-        return message, rest[:end]
-
-    def _say(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
-        """Append the turn as if it had been sampled; the turn as it is read from its tokens."""
+    def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
+        """Append a turn as if it had been sampled; return it as parsed from its tokens."""
         sent = self.trajectory.token_ids
         ids = completion_ids(
             self.chat, self.trajectory.messages, self.schemas, turn, prompt=sent.tolist()
         )
         after = self.trajectory.messages[-1]["role"]
         parsed = self.chat.parse(ids, self.schemas, turn=number, after=after)
-        if _plain(parsed) != _plain(turn):
+
+        def comparable(turn: AssistantTurn) -> tuple[Any, ...]:
+            # Templates may trim the blanks around texts. Call ids are not rendered.
+            calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
+            return turn.content.strip(), (turn.reasoning or "").strip(), calls
+
+        if comparable(parsed) != comparable(turn):
             raise BadDemonstration(
                 f"the chat template renders it as {self.chat.decode(ids)!r}, which is read as "
                 f"{parsed.message()}, and the row has {turn.message()}"
@@ -149,115 +151,101 @@ class _Talk:
         self.trajectory.messages.append(parsed.message())
         return parsed, completion
 
-    def _answer_calls(
-        self, turn: AssistantTurn, completion: Completion, texts: Sequence[str]
+    def _append_replies(
+        self,
+        turn: AssistantTurn,
+        completion: Completion,
+        message: Message,
+        replies: Sequence[Message],
     ) -> None:
-        """Append the replies to the turn's calls; the last turn's may be missing."""
+        """Append the replies to the turn's calls; those of the last turn may be missing."""
+        if other := {reply["role"] for reply in replies} - {"tool"}:
+            raise BadDemonstration(f"a message of the role {other.pop()} follows its calls")
+        # In the order of the calls: by id, if all calls and replies have different ones.
+        ids = [call.get("id") for call in message["tool_calls"]]
+        by_id = {reply.get("tool_call_id"): reply for reply in replies}
+        if len(by_id) == len(replies) == len(ids) and set(by_id) == set(ids):
+            replies = [by_id[call_id] for call_id in ids]
+        texts = [str(reply.get("content") or "") for reply in replies]
+
         stops = any(call.name in self.tools.stop_tools for call in turn.calls)
-        if stops and self.left:
+        if stops and self.pending:
             raise BadDemonstration("it calls a stop tool, and the conversation goes on")
-        if not self.left:
+        if not self.pending:
             self.rollout.stop_reason = StopReason.stop_tool if stops else StopReason.max_turns
-        if not texts and not self.left:
+        if not texts and not self.pending:
             return
         if len(texts) != len(turn.calls):
             raise BadDemonstration(f"{len(turn.calls)} calls have {len(texts)} replies")
         pairs = list(zip(turn.calls, texts, strict=True))
-        replies, suffix = fit_replies(
+        clipped, suffix = fit_replies(
             self.chat,
             turn,
-            [_reply(call, text) for call, text in pairs],
+            [
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+                for call, text in pairs
+            ],
             completion=completion,
             room=UNLIMITED,
             max_result_tokens=[
                 self.tools.limits(call.name).max_result_tokens or self.limits.max_result_tokens
                 for call in turn.calls
             ],
-            generation_prompt=bool(self.left),
+            generation_prompt=bool(self.pending),
         )
         for origin, token_ids in suffix:
             self.trajectory.append_context(token_ids, origin)
-        self.trajectory.messages.extend(replies)
+        self.trajectory.messages.extend(clipped)
         self.rollout.tool_results.extend(ToolResult(call=c, content=text) for c, text in pairs)
 
-    def _ask(self, turn: AssistantTurn, completion: Completion, behind: Sequence[Message]) -> None:
-        """Append what the user says to an answer; nothing after the last."""
-        roles = [message["role"] for message in behind]
-        if roles != ["user"] * bool(self.left):
-            told = ", ".join(roles) or "none"
+    def _append_question(
+        self, turn: AssistantTurn, completion: Completion, replies: Sequence[Message]
+    ) -> None:
+        """Append the user's message after an answer; the last answer of the row has none."""
+        roles = [message["role"] for message in replies]
+        if roles != ["user"] * bool(self.pending):
             raise BadDemonstration(
                 "one user message must follow an answer, unless it is the last message of the row; "
-                f"the roles that follow are: {told}"
+                f"the roles that follow are: {', '.join(roles) or 'none'}"
             )
-        if not self.left:
+        if not self.pending:
             self.rollout.stop_reason = StopReason.completed
             return
         suffix = self.chat.suffix(
             turn,
-            behind,
+            replies,
             completion_ids=completion.token_ids,
             finish=completion.finish,
             generation_prompt=True,
         )
         for origin, token_ids in suffix:
             self.trajectory.append_context(token_ids, origin)
-        self.trajectory.messages.extend(dict(message) for message in behind)
+        self.trajectory.messages.extend(dict(message) for message in replies)
 
 
 def assistant_turn(message: Message, number: int) -> AssistantTurn:
-    """An assistant message of a dataset as a turn, its calls numbered as the loop numbers them.
+    """Read an assistant message of a dataset as a turn, its calls numbered as the loop does.
 
-    Arguments may be an object or its JSON text. Raises BadDemonstration for what is no call.
+    Arguments may be an object or its JSON text. Raises BadDemonstration for a call without a name
+    or with other arguments.
     """
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
-    calls = [
-        _call(given, f"call_{number}_{index}")
-        for index, given in enumerate(message.get("tool_calls") or ())
-    ]
+    calls = []
+    for index, given in enumerate(message.get("tool_calls") or ()):
+        function = given.get("function", given) if isinstance(given, Mapping) else {}
+        name, arguments = function.get("name"), function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise BadDemonstration(
+                    f"the arguments of {name} are no JSON: {arguments!r}"
+                ) from error
+        if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
+            raise BadDemonstration(f"{given!r} is no call with a name and an object of arguments")
+        calls.append(
+            ToolCall(id=f"call_{number}_{index}", name=name, arguments=dict(arguments or {}))
+        )
     return AssistantTurn(
         content=message.get("content") or "", reasoning=reasoning, calls=tuple(calls)
     )
-
-
-def _call(given: Any, call_id: str) -> ToolCall:
-    function = given.get("function", given) if isinstance(given, Mapping) else {}
-    name, arguments = function.get("name"), function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise BadDemonstration(f"the arguments of {name} are no JSON: {arguments!r}") from error
-    if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
-        raise BadDemonstration(f"{given!r} is no call with a name and an object of arguments")
-    return ToolCall(id=call_id, name=name, arguments=dict(arguments or {}))
-
-
-def _reply(call: ToolCall, text: str) -> Message:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-
-
-def _in_order(message: Message, replies: Sequence[Message]) -> list[str]:
-    """The texts of the replies in the order of the calls: by their ids, where all have one."""
-    if other := {reply["role"] for reply in replies} - {"tool"}:
-        raise BadDemonstration(f"a message of the role {other.pop()} follows its calls")
-    given = [call.get("id") for call in message["tool_calls"]]
-    found = {reply.get("tool_call_id"): reply for reply in replies}
-    if len(found) == len(replies) == len(given) and set(found) == set(given):
-        replies = [found[call_id] for call_id in given]
-    return [str(reply.get("content") or "") for reply in replies]
-
-
-def _plain(turn: AssistantTurn) -> tuple[Any, ...]:
-    """Return the part of a turn that its tokens must give back: all but blanks around its texts."""
-    calls = [(call.name, call.arguments, call.malformed) for call in turn.calls]
-    return turn.content.strip(), (turn.reasoning or "").strip(), calls
-
-
-def _first_answer(messages: Sequence[Message]) -> int:
-    """The place of the first assistant message."""
-    place = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
-    if not place:
-        raise BadDemonstration(
-            "has nothing to learn: its messages need a question and, after it, an assistant message"
-        )
-    return place

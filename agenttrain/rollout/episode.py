@@ -1,4 +1,4 @@
-"""A rollout's environment: begun before the prompt, scored and ended after the last turn."""
+"""A rollout's environment: started before the prompt, scored and ended after the last turn."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from dataclasses import replace
 
 from agenttrain.environments.environment import Episode, Start
 from agenttrain.environments.environments import Environments
-from agenttrain.rewards.function import ChangedRollout, check_unchanged, failed, number, own_copy
+from agenttrain.rewards.function import (
+    ChangedRollout,
+    as_number,
+    check_unchanged,
+    copy_rollout,
+    scoring_error,
+)
 from agenttrain.types import Rollout, StopReason, ToolUnavailable
 from agenttrain.utils.seeds import derive_seed
 
 REWARD = "environment"
-"""Name of the reward function that an environment's `reward` is."""
+"""Name of an environment's `reward` in errors about reward functions."""
 
 
-async def begin(
+async def start_episode(
     rollout: Rollout, environments: Environments, *, seed: int, group_seed: int
 ) -> Episode | None:
-    """Start the environment of the rollout's task, whose messages then hold what reset gave.
+    """Start the environment of the rollout's task, and add the messages of its reset to the task.
 
-    Raises ToolUnavailable when it cannot be started, or when nobody has asked anything; StuckTools.
+    None if the task has no environment. Raises ToolUnavailable when it cannot be started or when
+    neither the row nor the reset gives a message; StuckTools.
     """
     environments.check_stuck()
     kind = environments.kind_of(rollout.task)
@@ -44,32 +51,32 @@ async def begin(
     return episode
 
 
-async def score(rollout: Rollout, episode: Episode | None) -> None:
-    """Keep what the environment's reward gives for a rollout that may be scored.
+async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
+    """Set the rollout's `environment_reward`, unless it failed or has no sampled turn.
 
-    Raises RewardError when it raises or gives no number, as other reward functions do. What to do
-    about NaN says the rubric, as with theirs.
+    Raises RewardError when the environment's reward raises or returns no number. NaN is kept: the
+    rubric handles it, as it does for reward functions.
     """
     unscored = (StopReason.error, StopReason.aborted)
     if episode is None or not episode.kind.rewards:
         return
     if not rollout.turns or rollout.stop_reason in unscored:
         return
-    given = own_copy(rollout)
+    given = copy_rollout(rollout)
     try:
-        value = await episode.reward(given, number)
+        value = await episode.reward(given, as_number)
         check_unchanged(given, rollout)
     except ToolUnavailable:
         raise
-    except ChangedRollout as error:  # raised by us: no line of the method's
-        raise failed(REWARD, rollout, error.with_traceback(None)) from error
+    except ChangedRollout as error:  # our traceback would point away from the user's method
+        raise scoring_error(REWARD, rollout, error.with_traceback(None)) from error
     except Exception as error:
-        raise failed(REWARD, rollout, error) from error
+        raise scoring_error(REWARD, rollout, error) from error
     rollout.environment_reward = value
 
 
-async def end(rollout: Rollout, episode: Episode | None) -> None:
-    """End the episode; after a rollout that did not end well its instance is not used again."""
+async def end_episode(rollout: Rollout, episode: Episode | None) -> None:
+    """End the episode. Its instance is reused unless the rollout failed or timed out."""
     if episode is not None:
         well = rollout.stop_reason not in (None, StopReason.error, StopReason.timeout)
         await episode.finish(again=well)

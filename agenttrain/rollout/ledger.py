@@ -1,4 +1,4 @@
-"""The invariants of a finished rollout, checked at run time for every one of them (O(T))."""
+"""The invariants of a finished rollout, checked for every rollout at run time in O(T)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Place = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class Readings:
-    """Turns that the loop has parsed, so that `verify` need not parse the same ids again.
+class ParsedTurns:
+    """Record of the turns that the loop has parsed, so that `verify` need not parse them again.
 
-    One may serve many rollouts, whose ids differ. It keeps a digest and not the message, which
-    others may change later.
+    One record may serve many rollouts of different ids. It holds a digest of each message instead
+    of the message, which tools and reward functions may change later.
     """
 
     _digests: dict[Place, tuple[tuple[int, ...], str, bytes]] = field(default_factory=dict)
 
-    def note(
+    def record(
         self,
         trajectory: Trajectory,
         token_ids: tuple[int, ...],
@@ -34,11 +34,12 @@ class Readings:
         turn: int,
         after: str,
     ) -> None:
-        """Note what `token_ids` parse to, sampled in `turn` after a message of role `after`."""
+        """Record that `token_ids`, sampled in `turn` after a message of role `after`, parse to
+        `message`."""
         place = trajectory.rollout_id, trajectory.index, turn
         self._digests[place] = token_ids, after, _digest(message)
 
-    def confirm(
+    def matches(
         self,
         trajectory: Trajectory,
         token_ids: tuple[int, ...],
@@ -47,50 +48,56 @@ class Readings:
         turn: int,
         after: str,
     ) -> bool:
-        """Return whether exactly this was noted; where it was not, the ids have to be parsed."""
+        """Return True if exactly this was recorded; otherwise the ids have to be parsed again."""
         place = trajectory.rollout_id, trajectory.index, turn
         return self._digests.get(place) == (token_ids, after, _digest(message))
 
 
 def _digest(message: Message) -> bytes:
-    """Hash a message; some that compare equal differ (1 and 1.0), but never the reverse."""
+    """Hash a message. Equal messages may get different hashes (1 and 1.0), which costs one parse;
+    different messages never get equal ones."""
     return blake2b(repr(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def verify(
-    rollout: Rollout, chat: Chat, schemas: Sequence[dict], readings: Readings | None = None
+    rollout: Rollout, chat: Chat, schemas: Sequence[dict], parsed_turns: ParsedTurns | None = None
 ) -> None:
     """Raise LedgerError unless tokens, mask, logprobs and messages agree.
 
-    What was sent to the engine is compared in `Trajectory.append_sampled`, at the time of sending.
-    A turn whose ids and message are those of `readings` has been parsed; every other one is, here.
+    `Trajectory.append_sampled` has already compared the ids that were sent to the engine. Turns
+    that `parsed_turns` holds with the same ids and message are not parsed again.
     """
+    parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
-        _verify(trajectory, chat, schemas, readings or Readings())
+        _check_spans(trajectory)
+        # Each assistant message with the role of the message before it, which parsing depends on.
+        spoken = [
+            (message, trajectory.messages[place - 1]["role"])
+            for place, message in enumerate(trajectory.messages)
+            if place >= trajectory.prompt_messages and message["role"] == "assistant"
+        ]
+        sampled = trajectory.sampled_spans()
+        turns = [list(spans) for _, spans in groupby(sampled, key=lambda span: span.turn)]
+        if len(turns) != len(spoken):
+            raise LedgerError(
+                f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant "
+                "messages"
+            )
+        for spans, (message, after) in zip(turns, spoken, strict=True):
+            turn, token_ids = spans[0].turn, _check_finish(trajectory, spans, chat)
+            if parsed_turns.matches(trajectory, token_ids, message, turn=turn, after=after):
+                continue
+            parsed = chat.parse(token_ids, schemas, turn=turn, after=after).message()
+            if parsed != message:
+                raise LedgerError(
+                    f"{_where(trajectory, spans[0])}: the sampled tokens decode to "
+                    f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
+                    f"message is {message!r}"
+                )
 
 
-def _verify(
-    trajectory: Trajectory, chat: Chat, schemas: Sequence[dict], readings: Readings
-) -> None:
-    _check_lengths(trajectory)
-    spoken = [
-        (message, trajectory.messages[place - 1]["role"])
-        for place, message in enumerate(trajectory.messages)
-        if place >= trajectory.prompt_messages and message["role"] == "assistant"
-    ]
-    turns = [list(spans) for _, spans in groupby(trajectory.sampled_spans(), key=lambda s: s.turn)]
-    if len(turns) != len(spoken):
-        raise LedgerError(
-            f"{trajectory.name}: {len(turns)} sampled turns, but {len(spoken)} assistant messages"
-        )
-    for spans, (message, after) in zip(turns, spoken, strict=True):
-        token_ids = _check_end(trajectory, spans, chat)
-        turn = spans[0].turn
-        if not readings.confirm(trajectory, token_ids, message, turn=turn, after=after):
-            _check_message(trajectory, spans, message, chat, schemas, after)
-
-
-def _check_lengths(trajectory: Trajectory) -> None:
+def _check_spans(trajectory: Trajectory) -> None:
+    """Raise LedgerError unless the spans hold all ids and begin with the only prompt span."""
     ids = array("q")
     for span in trajectory.spans:
         ids.extend(span.token_ids)
@@ -102,46 +109,30 @@ def _check_lengths(trajectory: Trajectory) -> None:
         raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
 
 
-def _check_end(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
-    """Return the sampled ids of a turn; raise unless they end as the spans say."""
-    where = f"{trajectory.name} turn {spans[0].turn}"
+def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:
+    """Return the sampled ids of a turn; raise LedgerError unless they end as the spans say."""
     token_ids = tuple(chain.from_iterable(span.token_ids for span in spans))
     finish = spans[-1].finish
     if finish is None or any(span.finish is not None for span in spans[:-1]):
-        raise LedgerError(f"{where}: only its last sampled span says how it finished")
+        raise LedgerError(
+            f"{trajectory.name} turn {spans[0].turn}: only its last sampled span says how it "
+            "finished"
+        )
     if finish is Finish.stop and token_ids[-1] not in chat.stop_token_ids:
         raise LedgerError(
-            f"{where} position {_position(trajectory, spans[-1])}: finished with `stop`, but its "
-            f"last token {token_ids[-1]} ({chat.decode(token_ids[-1:])!r}) is no stop token "
+            f"{_where(trajectory, spans[-1])}: finished with `stop`, but its last token "
+            f"{token_ids[-1]} ({chat.decode(token_ids[-1:])!r}) is no stop token "
             f"({list(chat.stop_token_ids)})"
         )
     return token_ids
 
 
-def _check_message(
-    trajectory: Trajectory,
-    spans: list[Span],
-    message: Message,
-    chat: Chat,
-    schemas: Sequence[dict],
-    after: str,
-) -> None:
-    """Parse the sampled ids of a turn; `after`: the role of the message before this one."""
-    where = f"{trajectory.name} turn {spans[0].turn}"
-    token_ids = [token for span in spans for token in span.token_ids]
-    parsed = chat.parse(token_ids, schemas, turn=spans[0].turn, after=after).message()
-    if parsed != message:
-        raise LedgerError(
-            f"{where} position {_position(trajectory, spans[0])}: the sampled tokens decode to "
-            f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded message "
-            f"is {message!r}"
-        )
-
-
-def _position(trajectory: Trajectory, wanted: Span) -> int:
+def _where(trajectory: Trajectory, span: Span) -> str:
+    """Return the place of a span in an error's text, e.g. ``rollout r trajectory 0 turn 1 position
+    7``."""
     position = 0
-    for span in trajectory.spans:
-        if span is wanted:
+    for earlier in trajectory.spans:
+        if earlier is span:
             break
-        position += len(span.token_ids)
-    return position
+        position += len(earlier.token_ids)
+    return f"{trajectory.name} turn {span.turn} position {position}"

@@ -1,7 +1,9 @@
-"""One rollout: sample, parse, run tools, append their replies, until a reason to stop.
+"""One rollout: sample, parse, run tools, append their replies, until there is a reason to stop.
 
-The model's sampled ids go into the ledger as they are and are never decoded and tokenised again.
-A rollout does not raise for what the model, a tool or the engine does: it ends with a stop reason.
+Sampled ids go into the trajectory as they are; they are never decoded and tokenised again. Whatever
+the model, a tool or the engine does, a rollout ends with a stop reason and raises nothing.
+
+`run_rollout` is the entrance, `_Loop.run` the loop over turns.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from agenttrain.chat.chat import Chat
 from agenttrain.engines.base import Engine, EngineDead, EngineError
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
-from agenttrain.rewards.function import own_task
+from agenttrain.rewards.function import copy_task
 from agenttrain.rollout.config import OnMalformedCall, OnParallelCalls, OnToolFailure, RolloutConfig
-from agenttrain.rollout.episode import begin, end, score
-from agenttrain.rollout.ledger import Readings
-from agenttrain.rollout.monitoring import Pace
+from agenttrain.rollout.episode import end_episode, score_episode, start_episode
+from agenttrain.rollout.ledger import ParsedTurns
+from agenttrain.rollout.monitoring import Throttle
 from agenttrain.rollout.replies import fit_replies
 from agenttrain.rollout.row_tools import RowTools, turn_sampling
 from agenttrain.tools.toolbox import Toolbox
@@ -47,36 +49,37 @@ from agenttrain.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One rollout to make: the task, its names and its seeds."""
+    """Request for one rollout: its task, its ids and its seeds."""
 
     task: Task
     sampling: Sampling = field(default_factory=Sampling)
-    """How every turn is sampled; `seed` is the rollout's own, `max_tokens` is set for each turn."""
+    """Sampling of every turn. `seed` is the rollout's; the loop derives each turn's from it and
+    sets `max_tokens`."""
     rollout_id: str = "rollout"
-    """Unique among the rollouts in flight: engines and tools keep what is a rollout's by it."""
+    """Unique among the rollouts in flight: engines and tools file a rollout's state under it."""
     group_id: str = ""
     sample: int = 0
     """Position in the group, 0 … G-1."""
     group_seed: int = 0
-    """For the environment: the same in all rollouts of a group."""
+    """Seed for the environment, the same in all rollouts of a group."""
     prompt_ids: Sequence[int] | None = None
-    """The prompt, where the rollouts of a group share its rendering; None: it is rendered."""
+    """The rendered prompt, if the rollouts of the group share it; None: the loop renders it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """Parts that rollouts are made with, shared by all that are in flight together."""
+    """Engine, chat, tools and limits, shared by all rollouts in flight together."""
 
     engine: Engine
     chat: Chat
     toolbox: Toolbox
     limits: RolloutConfig = field(default_factory=RolloutConfig)
     environments: Environments = field(default_factory=Environments)
-    pace: Pace | None = None
-    """Shared by the rollouts in flight on one event loop; None: this rollout is the only one."""
-    readings: Readings | None = None
-    """Takes in what completions are parsed as, so that `ledger.verify` need not parse them again;
-    None: it parses all."""
+    throttle: Throttle | None = None
+    """Shared by the rollouts in flight on one event loop; None: this is the only rollout."""
+    parsed_turns: ParsedTurns | None = None
+    """Record of parsed completions, so that `ledger.verify` need not parse them again; None: it
+    parses every one."""
 
 
 async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollout:
@@ -93,10 +96,9 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
         rollout = await run_rollout(RolloutRequest(task=task), context)
         assert rollout.trajectories[0].messages[-1]["content"] == "It is 7."
 
-    Raises PromptTooLong when the prompt leaves no room to sample, before anything is sampled,
-    ValueError for tools or an environment that are not there, RewardError when the environment's
-    reward fails; EngineDead; StuckTools; and ToolUnavailable where `limits.on_tool_failure` is
-    `error`.
+    Raises PromptTooLong before anything is sampled; ValueError for a task whose tools or
+    environment do not exist; RewardError when the environment's reward fails; EngineDead;
+    StuckTools; and ToolUnavailable if `limits.on_tool_failure` is `error`.
     """
     rollout = Rollout(
         task=request.task,
@@ -108,13 +110,20 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
     started = time.perf_counter()
     episode: Episode | None = None
     try:
-        episode = await begin(
+        episode = await start_episode(
             rollout, environments, seed=request.sampling.seed, group_seed=request.group_seed
         )
         tools = RowTools(request.task, context.toolbox, environments, episode)
         append_prompt(rollout, context.engine, context.chat, tools, request.prompt_ids)
-        await _within(_Loop(rollout, request, context, tools, episode), limits.timeout_s)
-        await score(rollout, episode)
+        scope = asyncio.timeout(limits.timeout_s)
+        try:
+            async with scope:
+                await _Loop(rollout, request, context, tools, episode).run()
+        except TimeoutError as error:
+            if not scope.expired():  # the engine's own timeout, not the rollout's limit
+                raise EngineError(f"TimeoutError: {error}") from error
+            rollout.stop_reason = StopReason.timeout
+        await score_episode(rollout, episode)
     except EngineDead:
         raise
     except (EngineError, ToolUnavailable) as error:
@@ -123,31 +132,20 @@ async def run_rollout(request: RolloutRequest, context: RolloutContext) -> Rollo
         rollout.stop_reason, rollout.error = StopReason.error, str(error)
     finally:
         rollout.seconds = time.perf_counter() - started
-        # The engine first: others may wait for this row, and closing can take its time.
+        # The engine first: other rollouts may wait for this one's slot, and tools can be slow to
+        # release.
         try:
             await context.engine.release(request.rollout_id)
         finally:
             try:
                 await context.toolbox.release(request.rollout_id)
             finally:
-                await end(rollout, episode)
+                await end_episode(rollout, episode)
     return rollout
 
 
-async def _within(loop: _Loop, limit_s: float | None) -> None:
-    """Run the loop for at most its wall-clock limit."""
-    scope = asyncio.timeout(limit_s)
-    try:
-        async with scope:
-            await loop.run()
-    except TimeoutError as error:
-        if not scope.expired():  # not ours: an engine's own
-            raise EngineError(f"TimeoutError: {error}") from error
-        loop.rollout.stop_reason = StopReason.timeout
-
-
 class _Loop:
-    """The turns of one rollout, in its first trajectory."""
+    """The turns of one rollout, in its main trajectory."""
 
     def __init__(
         self,
@@ -159,147 +157,138 @@ class _Loop:
     ) -> None:
         self.rollout, self.request, self.tools, self.episode = rollout, request, tools, episode
         self.engine, self.chat, self.limits = context.engine, context.chat, context.limits
-        self.pace, self.readings = context.pace or Pace(), context.readings
+        self.throttle = context.throttle or Throttle()
+        self.parsed_turns = context.parsed_turns
         self.trajectory = rollout.trajectories[0]
         self._prompt_length = self.trajectory.prompt_length
         self._calls_made: list[ToolCall] = []
-        # The task as tools see it: theirs to change.
         self._task: Task | None = None
+        """The rollout's copy of its task, which its tools may change."""
 
     async def run(self) -> None:
-        """Turns until the rollout has a stop reason."""
-        while self.rollout.stop_reason is None:
+        """Sample a turn, parse it, answer it; repeat until the rollout has a stop reason."""
+        rollout, trajectory = self.rollout, self.trajectory
+        while rollout.stop_reason is None:
             budget = min(self.limits.max_turn_tokens, self._room())
             if budget <= 0:
-                self.rollout.stop_reason = self._full()
+                rollout.stop_reason = self._reason_without_room()
                 return
-            completion = await self._sample(budget)
-            turn = self._read(completion)
-            self.rollout.stop_reason = _end_of(completion)
-            if self.rollout.stop_reason is None:
-                self.rollout.stop_reason = await self._answer(turn, completion)
+            sent = trajectory.token_ids
+            sampling = turn_sampling(
+                self.request.sampling,
+                trajectory,
+                self.chat,
+                self.tools,
+                self.limits,
+                budget=budget,
+            )
+            completion = await self.engine.generate(sent, sampling, session=rollout.rollout_id)
+            await self.throttle.wait()
+            if not completion.token_ids:
+                raise EngineError(
+                    f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
+                )
+            trajectory.append_sampled(completion, sent)
 
-    def _read(self, completion: Completion) -> AssistantTurn:
-        """The completion as the assistant's next message."""
-        trajectory, ids = self.trajectory, completion.token_ids
-        number, after = trajectory.turns - 1, trajectory.messages[-1]["role"]
-        turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
-        message = turn.message()
-        if self.readings is not None:
-            self.readings.note(trajectory, ids, message, turn=number, after=after)
-        trajectory.messages.append(message)
-        return turn
+            ids, number = completion.token_ids, trajectory.turns - 1
+            after = trajectory.messages[-1]["role"]
+            turn = self.chat.parse(ids, self.tools.schemas, turn=number, after=after)
+            message = turn.message()
+            if self.parsed_turns is not None:
+                self.parsed_turns.record(trajectory, ids, message, turn=number, after=after)
+            trajectory.messages.append(message)
+
+            if completion.finish is Finish.length:
+                rollout.stop_reason = StopReason.max_tokens
+            elif completion.finish is Finish.abort:
+                rollout.stop_reason = StopReason.aborted
+            else:
+                rollout.stop_reason = await self._answer(turn, completion)
 
     def _room(self) -> int:
-        """Tokens that still fit after what is there."""
+        """Return the number of tokens that may still follow, sampled or not."""
         length = self.trajectory.length
         return min(
             self.limits.max_completion_tokens - (length - self._prompt_length),
             self.engine.max_context - length,
         )
 
-    def _full(self) -> StopReason:
+    def _reason_without_room(self) -> StopReason:
+        """Return the limit that leaves the least room: the engine's context or the rollout's."""
         context_left = self.engine.max_context - self.trajectory.length
         return StopReason.context_full if context_left <= self._room() else StopReason.max_tokens
 
-    async def _sample(self, budget: int) -> Completion:
-        sent = self.trajectory.token_ids
-        sampling = turn_sampling(
-            self.request.sampling,
-            self.trajectory,
-            self.chat,
-            self.tools,
-            self.limits,
-            budget=budget,
-        )
-        session = self.rollout.rollout_id
-        completion = await self.engine.generate(sent, sampling, session=session)
-        await self.pace.turn()
-        if not completion.token_ids:
-            raise EngineError(f"rollout {session}: the engine returned no token ({completion})")
-        self.trajectory.append_sampled(completion, sent)
-        return completion
-
     async def _answer(self, turn: AssistantTurn, completion: Completion) -> StopReason | None:
-        """Run the turn's calls and append their replies; the reason to stop, if there is one."""
-        calls = self._calls(turn)
+        """Append the replies to a turn's calls, or the user's reply; return a reason to stop."""
+        ignored = self.limits.on_malformed_call is OnMalformedCall.ignore
+        calls = [call for call in turn.calls if not (ignored and call.malformed)]
         if not calls:
-            return await self._next_question(turn, completion)
-        stops = self._stops(calls)
-        if not stops and (reason := self._refusal(turn, calls, completion)):
+            return await self._append_question(turn, completion)
+        # By name: a stop tool that this task does not have is an unknown tool.
+        stops = any(call.name in self.tools.stop_tools for call in calls)
+        # A stop tool ends the rollout before any other limit, so its turn always runs.
+        if not stops and (reason := self._reason_not_to_run(turn, calls, completion)):
             return reason
-        results = await self._execute(calls)
-        await self.pace.turn()
-        self._raise_if_unavailable(results)
+        results = await self._execute(calls, stops=stops)
+        await self.throttle.wait()
+        for result in results:
+            if result.error is ToolError.unavailable:
+                # The tool is broken: the model must not learn from its answer.
+                raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
         reason = StopReason.stop_tool if stops else self._limit_reached(results)
         self._append_replies(turn, results, completion, generation_prompt=reason is None)
         return reason
 
-    async def _next_question(
+    async def _append_question(
         self, turn: AssistantTurn, completion: Completion
     ) -> StopReason | None:
-        """Append what the user says next; the reason to stop when that is nothing."""
-        text = await self._user_says()
+        """Append the user's next message after an answer; `completed` if there is none.
+
+        The task's scripted user turns come first, then those of the environment.
+        """
+        scripted = self.rollout.task.user_turns
+        asked = sum(message["role"] == "user" for message in self.trajectory.added_messages)
+        text: str | None = None
+        if asked < len(scripted):
+            text = scripted[asked]
+        elif self.episode is not None:
+            text = await self.episode.user(self.trajectory.messages[-1])
+        over = self.episode is not None and self.episode.done
         if text is None:
-            return StopReason.environment_done if self._is_over() else StopReason.completed
-        if self._is_over():
-            self._append_question(turn, completion, text, generation_prompt=False)
-            return StopReason.environment_done
-        if self.rollout.turns >= self.limits.max_turns:
+            return StopReason.environment_done if over else StopReason.completed
+        if not over and self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
-        fits = self._append_question(turn, completion, text, generation_prompt=True)
-        return None if fits else self._full()
-
-    async def _user_says(self) -> str | None:
-        """The task's next scripted user turn; after the last one the environment is asked."""
-        added = self.trajectory.added_messages
-        asked = sum(message["role"] == "user" for message in added)
-        if asked < len(self.rollout.task.user_turns):
-            return self.rollout.task.user_turns[asked]
-        if self.episode is None:
-            return None
-        return await self.episode.user(self.trajectory.messages[-1])
-
-    def _is_over(self) -> bool:
-        return self.episode is not None and self.episode.done
-
-    def _append_question(
-        self, turn: AssistantTurn, completion: Completion, text: str, *, generation_prompt: bool
-    ) -> bool:
-        """Append a user message; False, and nothing is appended, where it does not fit whole."""
         question: Message = {"role": "user", "content": text}
         suffix = self.chat.suffix(
             turn,
             [question],
             completion_ids=completion.token_ids,
             finish=completion.finish,
-            generation_prompt=generation_prompt,
+            generation_prompt=not over,
         )
-        # Unlike a tool's text, a question is never clipped: it would be another question.
-        if sum(len(ids) for _, ids in suffix) + int(generation_prompt) > self._room():
-            return False
-        for origin, token_ids in suffix:
-            self.trajectory.append_context(token_ids, origin)
-        self.trajectory.messages.append(question)
-        return True
+        # A tool's text may be clipped to fit, a question may not: it would be another question.
+        if sum(len(ids) for _, ids in suffix) + int(not over) <= self._room():
+            for origin, token_ids in suffix:
+                self.trajectory.append_context(token_ids, origin)
+            self.trajectory.messages.append(question)
+        elif not over:
+            return self._reason_without_room()
+        return StopReason.environment_done if over else None
 
-    def _calls(self, turn: AssistantTurn) -> list[ToolCall]:
-        ignore = self.limits.on_malformed_call is OnMalformedCall.ignore
-        return [call for call in turn.calls if not (ignore and call.malformed)]
-
-    def _refusal(
+    def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
     ) -> StopReason | None:
-        """Why the calls are not run at all."""
-        if self.limits.on_malformed_call is OnMalformedCall.stop and any(
-            call.malformed for call in calls
-        ):
+        """Return the reason to stop before any call of this turn runs; None: they may run."""
+        malformed = any(call.malformed for call in calls)
+        if malformed and self.limits.on_malformed_call is OnMalformedCall.stop:
             return StopReason.max_invalid_calls
-        if self._too_many(calls) and self.limits.on_parallel_calls is OnParallelCalls.stop:
+        if self._is_over_parallel(calls) and self.limits.on_parallel_calls is OnParallelCalls.stop:
             return StopReason.max_tool_calls
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
-        if self._repeats(calls):
+        self._calls_made += calls
+        most = self.limits.max_repeated_calls
+        if most is not None and repeats_a_call(self._calls_made, most):
             return StopReason.repeated_call
         wrapper = self.chat.wrapper_length(
             turn,
@@ -308,82 +297,68 @@ class _Loop:
             finish=completion.finish,
             generation_prompt=True,
         )
-        # One token must be left to sample, or the reply could never be read.
-        return self._full() if wrapper + 1 > self._room() else None
+        # No tool runs whose reply cannot be shown: its wrapper and one sampled token must fit.
+        return self._reason_without_room() if wrapper + 1 > self._room() else None
 
-    def _stops(self, calls: Sequence[ToolCall]) -> bool:
-        """Return True if one calls a stop tool; one that is not this task's is an unknown tool."""
-        return any(call.name in self.tools.stop_tools for call in calls)
-
-    def _repeats(self, calls: list[ToolCall]) -> bool:
-        self._calls_made += calls
-        limit = self.limits.max_repeated_calls
-        return limit is not None and repeated(self._calls_made, limit)
-
-    def _too_many(self, calls: list[ToolCall]) -> bool:
+    def _is_over_parallel(self, calls: list[ToolCall]) -> bool:
         """Return True if the template cannot render the calls of this turn together."""
         return self.chat.one_call_per_turn and len(calls) > 1
 
-    async def _execute(self, calls: list[ToolCall]) -> list[ToolResult]:
-        """One result per call, in call order; calls over a limit get an error result."""
-        if self._too_many(calls) and not self._stops(calls):
-            return await self._execute_first(calls)
-        refused = refusals(
+    async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
+        """Run the calls of a turn; return one result per call, in call order.
+
+        Calls over a limit do not run and get an error result. `stops`: one is to a stop tool.
+        """
+        surplus: list[ToolCall] = []
+        if not stops and self._is_over_parallel(calls):
+            calls, surplus = calls[:1], calls[1:]
+        refusals = over_limits(
             calls,
             self.rollout.tool_results,
-            # A stop tool ends the rollout before any other limit, so its turn always runs.
-            most=None if self._stops(calls) else self.limits.max_tool_calls,
+            most=None if stops else self.limits.max_tool_calls,
             own_limit=lambda name: (
                 None if name in self.tools.stop_tools else self.tools.limits(name).max_calls
             ),
         )
-        runnable = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
-        ran = iter(await self.tools.execute(runnable, self._context))
-        results = [
-            next(ran) if refusal is None else limit_result(call, refusal)
-            for call, refusal in zip(calls, refused, strict=True)
-        ]
-        self.rollout.tool_results.extend(results)
-        return results
 
-    async def _execute_first(self, calls: list[ToolCall]) -> list[ToolResult]:
-        """The first call's result; the others are told that they were too many."""
-        first = await self._execute(calls[:1])
-        rest = [
+        def context_of(call: ToolCall) -> ToolContext:
+            if self._task is None:
+                self._task = copy_task(self.rollout.task)
+            return ToolContext(
+                rollout_id=self.rollout.rollout_id,
+                task=self._task,
+                turn=self.trajectory.turns - 1,
+                call_id=call.id,
+                tool=call.name,
+            )
+
+        allowed = [call for call, refusal in zip(calls, refusals, strict=True) if refusal is None]
+        outcomes = iter(await self.tools.execute(allowed, context_of))
+        results = [
+            next(outcomes)
+            if refusal is None
+            else ToolResult(call=call, content=f"Error: {refusal}", error=ToolError.limit)
+            for call, refusal in zip(calls, refusals, strict=True)
+        ]
+        results += [
             ToolResult(
                 call=call,
                 content=f"Error: only one call per turn; {call.name or 'this one'} was not run",
                 error=ToolError.parallel,
             )
-            for call in calls[1:]
+            for call in surplus
         ]
-        self.rollout.tool_results.extend(rest)
-        return [*first, *rest]
-
-    def _context(self, call: ToolCall) -> ToolContext:
-        if self._task is None:
-            self._task = own_task(self.rollout.task)
-        return ToolContext(
-            rollout_id=self.rollout.rollout_id,
-            task=self._task,
-            turn=self.trajectory.turns - 1,
-            call_id=call.id,
-            tool=call.name,
-        )
-
-    def _raise_if_unavailable(self, results: list[ToolResult]) -> None:
-        """Raise ToolUnavailable for a broken tool: the model must not learn from its answer."""
-        for result in results:
-            if result.error is ToolError.unavailable:
-                raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
+        self.rollout.tool_results.extend(results)
+        return results
 
     def _limit_reached(self, results: list[ToolResult]) -> StopReason | None:
-        """Limits that end the rollout once the calls are answered."""
-        if self._is_over() or any(result.done for result in results):
+        """Return the reason to stop after a turn's calls were answered."""
+        over = self.episode is not None and self.episode.done
+        if over or any(result.done for result in results):
             return StopReason.environment_done
         most = self.limits.max_tool_calls
-        over = any(result.error is ToolError.limit for result in results)
-        if over and most is not None and len(self.rollout.tool_results) > most:
+        limited = any(result.error is ToolError.limit for result in results)
+        if limited and most is not None and len(self.rollout.tool_results) > most:
             return StopReason.max_tool_calls
         errors = [result.error for result in self.rollout.tool_results if result.error]
         invalid = sum(error.invalid_call for error in errors)
@@ -398,13 +373,13 @@ class _Loop:
         *,
         generation_prompt: bool,
     ) -> None:
-        room = self._room() - int(generation_prompt)
+        """Append the tool replies, clipped so that they and one sampled token still fit."""
         replies, suffix = fit_replies(
             self.chat,
             turn,
             [_reply(result) for result in results],
             completion=completion,
-            room=room,
+            room=self._room() - int(generation_prompt),
             max_result_tokens=[
                 self.tools.limits(result.call.name).max_result_tokens
                 or self.limits.max_result_tokens
@@ -415,12 +390,6 @@ class _Loop:
         for origin, token_ids in suffix:
             self.trajectory.append_context(token_ids, origin)
         self.trajectory.messages.extend(replies)
-
-
-def _end_of(completion: Completion) -> StopReason | None:
-    if completion.finish is Finish.length:
-        return StopReason.max_tokens
-    return StopReason.aborted if completion.finish is Finish.abort else None
 
 
 def _reply(result: ToolResult) -> Message:
@@ -439,9 +408,10 @@ def append_prompt(
     tools: RowTools,
     prompt_ids: Sequence[int] | None,
 ) -> None:
-    """Begin the rollout's trajectory with its task's messages; `prompt_ids`: rendered already.
+    """Begin the rollout's trajectory with its task's messages.
 
-    A group shares its rendered prompt. Raises PromptTooLong as `check_room`.
+    `prompt_ids` is the rendered prompt if the rollouts of a group share it; None: render it here.
+    Raises PromptTooLong as `check_room` does.
     """
     task, trajectory = rollout.task, rollout.trajectories[0]
     trajectory.messages.extend(dict(message) for message in task.messages)
@@ -461,56 +431,52 @@ def check_room(task: Task, prompt_length: int, max_context: int) -> None:
         )
 
 
-def refusals(
+def over_limits(
     calls: Sequence[ToolCall],
     before: Sequence[ToolResult],
     *,
     most: int | None,
     own_limit: Callable[[str], int | None],
 ) -> list[str | None]:
-    """Why each call of a turn may not run, in words for the model; None: it may.
+    """Return, for each call of a turn, the limit that forbids it in words for the model, or None.
 
-    `most` limits all calls of a rollout, `own_limit` those of a tool by its name; `before` are the
+    `most` limits all calls of a rollout, `own_limit(name)` those of one tool. `before` are the
     results of earlier turns. Example: with ``most=None``, ``own_limit=lambda name: 1`` and nothing
     before, the calls ``[search, sql, search]`` give ``[None, None, "the limit of 1 call of search
     is reached"]``.
     """
     own = [own_limit(call.name) for call in calls]
-    limited = any(limit is not None for limit in own)
-    ran = Counter([result.call.name for result in before if _counts(result)] if limited else None)
-    refused: list[str | None] = []
+    ran: Counter[str] = Counter()
+    if any(limit is not None for limit in own):
+        # Calls that never reached the tool do not use up its own limit.
+        for result in before:
+            error = result.error
+            if error not in (ToolError.limit, ToolError.parallel) and not (
+                error and error.invalid_call
+            ):
+                ran[result.call.name] += 1
+    refusals: list[str | None] = []
     for place, (call, limit) in enumerate(zip(calls, own, strict=True), start=len(before)):
         if most is not None and place >= most:
-            refused.append(f"the limit of {most} tool calls is reached")
+            refusals.append(f"the limit of {most} tool calls is reached")
         elif limit is not None and call.malformed is None and ran[call.name] >= limit:
             plural = "" if limit == 1 else "s"
-            refused.append(f"the limit of {limit} call{plural} of {call.name} is reached")
+            refusals.append(f"the limit of {limit} call{plural} of {call.name} is reached")
         else:
-            ran[call.name] += call.malformed is None  # one that cannot run uses nothing up
-            refused.append(None)
-    return refused
+            ran[call.name] += call.malformed is None
+            refusals.append(None)
+    return refusals
 
 
-def limit_result(call: ToolCall, text: str) -> ToolResult:
-    """Return the error result that the model reads in place of a call that may not run."""
-    return ToolResult(call=call, content=f"Error: {text}", error=ToolError.limit)
-
-
-def _counts(result: ToolResult) -> bool:
-    """Return True if the tool ran; only those calls use up its own limit."""
-    error = result.error
-    return error not in (ToolError.limit, ToolError.parallel) and not (error and error.invalid_call)
-
-
-def repeated(calls: Sequence[ToolCall], limit: int) -> bool:
+def repeats_a_call(calls: Sequence[ToolCall], limit: int) -> bool:
     """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
-    return any(len(list(run)) > limit for _, run in groupby(map(_identity, calls)))
 
+    def identity(call: ToolCall) -> str:
+        if call.malformed is not None:
+            return call.text
+        try:
+            return json.dumps([call.name, call.arguments], sort_keys=True)
+        except (RecursionError, ValueError):  # nested as deeply as could just be parsed
+            return call.text
 
-def _identity(call: ToolCall) -> str:
-    if call.malformed is not None:
-        return call.text
-    try:
-        return json.dumps([call.name, call.arguments], sort_keys=True)
-    except (RecursionError, ValueError):  # nested as deeply as could just be parsed
-        return call.text
+    return any(len(list(run)) > limit for _, run in groupby(map(identity, calls)))

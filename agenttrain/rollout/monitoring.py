@@ -1,7 +1,7 @@
-"""The event loop while rollouts are in flight: what each waits for, and what holds the loop up.
+"""The event loop while rollouts are in flight: what each waits for, and what blocks the loop.
 
-`InFlight` reports the rollouts, `LoopMonitor` measures how long the loop stands still, `Pace` and
-`short_collections` keep it from standing still.
+`InFlight` lists the rollouts, `LoopMonitor` measures how long the loop is blocked, `Throttle` and
+`light_gc` keep it from being blocked.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENGINE, TOOL, OTHER = "engine", "tool", "other"
-"""Things that a rollout can wait for; `other` is its environment, or our own code."""
+"""Kinds of things that a rollout waits for; `other` is its environment, or our own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A rollout, and what it waits for.
+    """A rollout in flight and the thing that it waits for.
 
     Example: ``Waiting(rollout_id="train-3-0-1", turn=2, kind="tool", what="tool sql (call_1_0)",
     seconds=120.4)``
@@ -40,11 +40,11 @@ class Waiting:
 
     rollout_id: str
     turn: int
-    """From 1: the one that is sampled, or whose calls run; 0 before the first."""
+    """Turn that is sampled or whose calls run, from 1; 0 before the first."""
     kind: str
     what: str
     seconds: float
-    """How long it has waited for that."""
+    """Duration of the wait so far."""
 
     def __str__(self) -> str:
         return f"{self.rollout_id}  turn {self.turn}  {self.seconds:8.1f} s  {self.what}"
@@ -52,72 +52,76 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Flight:
-    """One rollout."""
+    """State of one rollout in flight."""
 
     rollout_id: str
     task: asyncio.Task | None = field(default_factory=asyncio.current_task)
     turn: int = 0
-    asks: bool = False
-    """The engine has a request of it."""
+    in_engine: bool = False
+    """True while the engine has a request of this rollout."""
     since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """The rollouts of a collector that are on their way, and what each waits for.
+    """The rollouts of a collector in flight, and what each waits for.
 
-    Written on the event loop, read by any thread, also when the loop stands still.
+    Written on the event loop; read by any thread, also while the loop is blocked.
     """
 
     progress: int = 0
-    """Rises with every completion that is asked for or had, and every rollout that ends."""
+    """Counter of engine requests sent and answered, and of rollouts that ended."""
     _flights: dict[str, Flight] = field(default_factory=dict)
 
     @contextmanager
-    def noted(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
-        """Within, the rollout is in flight; it must use the engine that this gives."""
+    def tracked(self, rollout_id: str, engine: Engine) -> Iterator[Engine]:
+        """Count the rollout as in flight for the block; it must use the engine that this yields."""
         flight = self._flights[rollout_id] = Flight(rollout_id=rollout_id)
         try:
-            yield NotedEngine(engine, self, flight)
+            yield TrackedEngine(engine, self, flight)
         finally:
             del self._flights[rollout_id]
             self.progress += 1
 
-    def asks(self, flight: Flight, *, asks: bool) -> None:
-        """The rollout asks the engine for its next turn, or has been answered."""
-        flight.asks, flight.since = asks, time.monotonic()
-        flight.turn += asks
+    def set_in_engine(self, flight: Flight, in_engine: bool) -> None:
+        """Record that the rollout asks the engine for its next turn, or has got it."""
+        flight.in_engine, flight.since = in_engine, time.monotonic()
+        flight.turn += in_engine
         self.progress += 1
 
     def waiting(self, calls: Iterable[RunningCall]) -> list[Waiting]:
-        """A row per rollout, the longest wait first; `calls` are those of all toolboxes."""
+        """Return all rollouts, the longest wait first; `calls` are those of all toolboxes."""
         now = time.monotonic()
         running: dict[str, list[RunningCall]] = {}
         for call in calls:
             running.setdefault(call.rollout_id, []).append(call)
-        rows = [_row(f, running.get(f.rollout_id, ()), now) for f in tuple(self._flights.values())]
-        return sorted(rows, key=lambda row: -row.seconds)
+        waiting = []
+        for flight in tuple(self._flights.values()):  # a copy: the event loop changes the table
+            kind, what, since = OTHER, "its environment, or agenttrain's own code", flight.since
+            if flight.in_engine:
+                kind, what = ENGINE, "the engine"
+            elif own := running.get(flight.rollout_id):
+                kind, since = TOOL, min(call.since for call in own)
+                what = ", ".join(f"tool {call.tool} ({call.call_id})" for call in own)
+            waiting.append(
+                Waiting(
+                    rollout_id=flight.rollout_id,
+                    turn=flight.turn,
+                    kind=kind,
+                    what=what,
+                    seconds=now - since,
+                )
+            )
+        return sorted(waiting, key=lambda one: -one.seconds)
 
     def tasks(self) -> list[tuple[str, asyncio.Task]]:
-        """Each rollout with the task that drives it."""
+        """Return each rollout's id with the asyncio task that drives it."""
         flights = tuple(self._flights.values())
         return [(flight.rollout_id, flight.task) for flight in flights if flight.task is not None]
 
 
-def _row(flight: Flight, calls: Sequence[RunningCall], now: float) -> Waiting:
-    kind, what, since = OTHER, "its environment, or agenttrain's own code", flight.since
-    if flight.asks:
-        kind, what = ENGINE, "the engine"
-    elif calls:
-        kind, since = TOOL, min(call.since for call in calls)
-        what = ", ".join(f"tool {call.tool} ({call.call_id})" for call in calls)
-    return Waiting(
-        rollout_id=flight.rollout_id, turn=flight.turn, kind=kind, what=what, seconds=now - since
-    )
-
-
-class NotedEngine:
-    """An engine as one rollout sees it; every request is noted."""
+class TrackedEngine:
+    """An engine as one rollout uses it; its requests are recorded in `InFlight`."""
 
     def __init__(self, engine: Engine, in_flight: InFlight, flight: Flight) -> None:
         self._engine, self._in_flight, self._flight = engine, in_flight, flight
@@ -132,14 +136,14 @@ class NotedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """Sample from the engine, counted as waiting for it meanwhile."""
-        self._in_flight.asks(self._flight, asks=True)
+        """Sample from the engine; meanwhile the rollout counts as waiting for it."""
+        self._in_flight.set_in_engine(self._flight, True)
         try:
             return await self._engine.generate(
                 token_ids, sampling, session=session, parent=parent, images=images
             )
         finally:
-            self._in_flight.asks(self._flight, asks=False)
+            self._in_flight.set_in_engine(self._flight, False)
 
     async def release(self, session: str) -> None:
         """Pass on to the engine."""
@@ -155,14 +159,14 @@ class NotedEngine:
 
 
 BEAT_S = 0.05
-"""Seconds between two signs of life of the event loop."""
+"""Seconds between two heartbeats of the event loop."""
 
 
 class LoopMonitor:
-    """Measures, while it is entered, how long the event loop stands still, and says what holds it.
+    """Measures how long the event loop is blocked, and warns of the tool that blocks it.
 
-    An async tool that blocks stalls every rollout at once. A thread watches, so that a loop that
-    never comes back is reported too. Example::
+    An async tool that blocks stalls every rollout at once. A thread watches the loop, so that a
+    tool that never returns is reported too. Example::
 
         async with LoopMonitor(1.0, toolbox.blocking) as monitor:
             …
@@ -170,9 +174,10 @@ class LoopMonitor:
     """
 
     def __init__(self, limit_s: float, blocking: Callable[[float], str | None]) -> None:
-        """`blocking` says which tool holds the loop for that long: above `limit_s`, a warning.
+        """Take `blocking(seconds)`, which returns the tool that has held the loop for that long.
 
-        Many rollouts that are ready at once make a lag too, which is no tool's fault.
+        Only such a tool is warned of. Lag alone is not: many rollouts that become ready together
+        cause it too.
         """
         self.max_lag_s = 0.0
         self._limit_s = limit_s
@@ -180,10 +185,16 @@ class LoopMonitor:
         self._over = threading.Event()
 
     async def __aenter__(self) -> LoopMonitor:
-        self._seen = time.monotonic()
+        self._last_beat = time.monotonic()
         self._thread = threading.get_ident()
-        self._beating = asyncio.create_task(self._beat())
-        threading.Thread(target=self._watch, daemon=True).start()
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                self._measure()
+
+        self._beating = asyncio.create_task(beat())
+        threading.Thread(target=self._warn_of_blocking, daemon=True).start()
         return self
 
     async def __aexit__(
@@ -193,46 +204,41 @@ class LoopMonitor:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._note()
+        self._measure()
         self._beating.cancel()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            self._note()
-
-    def _note(self) -> None:
+    def _measure(self) -> None:
         now = time.monotonic()
-        self.max_lag_s = max(self.max_lag_s, now - self._seen - BEAT_S)
-        self._seen = now
+        self.max_lag_s = max(self.max_lag_s, now - self._last_beat - BEAT_S)
+        self._last_beat = now
 
-    def _watch(self) -> None:
+    def _warn_of_blocking(self) -> None:
         while not self._over.wait(self._limit_s / 4):
             name = self._blocking(self._limit_s)
-            if name is not None:
-                warnings.warn(self._finding(name), RuntimeWarning, stacklevel=1)
-                return
-
-    def _finding(self, name: str) -> str:
-        frame = sys._current_frames().get(self._thread)
-        where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        return (
-            f"tool {name}: it is async and has held the event loop for over {self._limit_s:g} s, "
-            f"and all rollouts with it{where}; make it a plain `def`, which gets a thread of its "
-            f"own (limit: rollout.max_loop_lag_s={self._limit_s:g})"
-        )
+            if name is None:
+                continue
+            frame = sys._current_frames().get(self._thread)
+            where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+            warnings.warn(
+                f"tool {name}: it is async and has held the event loop for over "
+                f"{self._limit_s:g} s, and all rollouts with it{where}; make it a plain `def`, "
+                "which gets a thread of its own (limit: "
+                f"rollout.max_loop_lag_s={self._limit_s:g})",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+            return
 
 
 AT_ONCE = 64
-"""Rollouts that go on in one pass of the event loop: about 20 ms of work."""
+"""Rollouts resumed in one pass of the event loop: about 20 ms of work."""
 
 
-class Pace:
-    """Throttle: resumes at most `at_once` rollouts per pass of its event loop, in their order.
+class Throttle:
+    """Resumes at most `at_once` rollouts per pass of the event loop, first come first served.
 
-    A turn's own work takes a fraction of a millisecond, but an engine or a tool may answer
-    thousands of rollouts between two looks at the clock. Were they all to go on in one pass, time
-    limits would pass meanwhile although what they limit is done.
+    An engine or a tool may answer thousands of rollouts together. If all of them resumed in one
+    pass, time limits would pass meanwhile, although the work that they limit is done.
     """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
@@ -241,8 +247,8 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._scheduled = False
 
-    async def turn(self) -> None:
-        """Return when it is the caller's turn: at once, unless many came before in this pass."""
+    async def wait(self) -> None:
+        """Return at once, or in a later pass if enough rollouts resumed in this one."""
         loop = asyncio.get_running_loop()
         if not self._scheduled:
             self._scheduled, self._left = True, self._at_once
@@ -255,7 +261,7 @@ class Pace:
         await future
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A new pass: who waits longest goes on in it."""
+        """Start a new pass: resume the rollouts that have waited longest."""
         self._left = self._at_once
         while self._waiting and self._left > 0:
             future = self._waiting.popleft()
@@ -268,29 +274,30 @@ class Pace:
 
 
 YOUNG = 20_000
-"""Objects made before the youngest are looked at; Python's own 700 to 2,000 suit small heaps."""
+"""New objects between two collections of the youngest generation; Python's 700 to 2,000 suit small
+heaps."""
 
 
 class _Heap:
-    """State of this process's heap."""
+    """Owner of the frozen heap of this process, if it is frozen."""
 
     ours = False
-    """It is frozen by a `short_collections`."""
+    """True while a `light_gc` has frozen it."""
     theirs = False
-    """It was found frozen by somebody else. Not asked again: the count walks the frozen heap, a
-    tenth of a second beside vLLM, which freezes its own."""
+    """True if other code has frozen it. Once True, it is not counted again: the count walks the
+    frozen heap, which takes a tenth of a second with vLLM, which freezes its own."""
 
 
 @contextmanager
-def short_collections() -> Iterator[None]:
-    """Within, Python's cyclic garbage collector looks at new objects only, and less often.
+def light_gc() -> Iterator[None]:
+    """Restrict Python's garbage collector to new objects for the block, and run it less often.
 
-    It stops the event loop: a full collection visits every object of the process, a third of a
-    second with torch and transformers imported, and rollouts make so many objects that it comes
-    every second or so. All is as before afterwards.
+    A full collection visits every object of the process, which blocks the event loop for a third of
+    a second with torch and transformers imported. Rollouts make so many objects that it would come
+    about every second.
 
-    Objects that existed before are set aside, at no cost and not for good. A process that has
-    frozen its heap itself, and a `short_collections` inside another, are left alone.
+    Objects that exist already are frozen until the end of the block. Does nothing inside another
+    `light_gc`, or in a process that has frozen its heap itself.
     """
     _Heap.theirs = _Heap.theirs or (not _Heap.ours and gc.get_freeze_count() > 0)
     if _Heap.ours or _Heap.theirs:

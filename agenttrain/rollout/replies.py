@@ -1,4 +1,4 @@
-"""Replies that fit: tool texts are clipped, visibly, so that what follows them still has room."""
+"""Tool replies that fit: their texts are clipped, visibly, so that the next turn has room."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def fit_replies(
     max_result_tokens: Sequence[int],
     generation_prompt: bool,
 ) -> tuple[list[Message], Suffix]:
-    """The replies with clipped texts, and their suffix ids: at most `room` tokens.
+    """Clip the replies' texts; return the replies and their suffix ids, at most `room` tokens.
 
-    `max_result_tokens` has the limit of each reply. Where not even the empty replies fit (a
-    stop tool's may not), the suffix itself is cut.
+    `max_result_tokens` has one limit per reply. If not even empty replies fit, which can happen
+    only without a generation prompt (the reply of a stop tool), the suffix itself is cut.
     """
 
     def render(texts: Sequence[str]) -> tuple[list[Message], Suffix, int]:
@@ -41,7 +41,7 @@ def fit_replies(
     texts = [chat.clip(text, most) for text, most in zip(full, max_result_tokens, strict=True)]
     clipped, suffix, length = render(texts)
     while length > room and any(texts):
-        # A template may lengthen a text (JSON escapes), so the first cut can be too small.
+        # A template may lengthen a text (JSON escapes), so one cut may not be enough.
         lengths = [len(chat.encode_plain(text)) for text in texts]
         limits = shares(lengths, max(sum(lengths) - (length - room), 0))
         texts = [chat.clip(text, limit) for text, limit in zip(full, limits, strict=True)]
@@ -50,11 +50,15 @@ def fit_replies(
         raise LedgerError(
             f"the suffix of {length} tokens exceeds the {room} left, though its empty form fitted"
         )
-    return clipped, cut(suffix, room)
+    fitting: Suffix = []
+    for origin, token_ids in suffix:
+        fitting.append((origin, token_ids[: max(room, 0)]))
+        room -= len(token_ids)
+    return clipped, fitting
 
 
 def shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Split `room` so that short texts stay whole and long ones share the rest equally.
+    """Split `room` so that short texts stay complete and long ones share what is left equally.
 
     Example: ``shares([2, 9, 9], 12) == [2, 5, 5]``
     """
@@ -64,12 +68,3 @@ def shares(lengths: Sequence[int], room: int) -> list[int]:
         granted[index] = min(lengths[index], left // (len(lengths) - rank))
         left -= granted[index]
     return granted
-
-
-def cut(suffix: Suffix, room: int) -> Suffix:
-    """The first `room` tokens of a suffix."""
-    kept: Suffix = []
-    for origin, token_ids in suffix:
-        kept.append((origin, token_ids[: max(room, 0)]))
-        room -= len(token_ids)
-    return kept

@@ -1,7 +1,7 @@
-"""The groups of a training step: more tasks where groups teach nothing, and which ones are kept.
+"""The groups of a training step: sample more tasks where groups teach nothing, choose the best.
 
-A group whose rewards are all exactly equal has no advantage. Dropping single rollouts instead of
-whole groups would bias what is left: of rewards [1, 0, 0, 0] only the 1 differs.
+A group whose rewards are all exactly equal has no advantage. Groups are replaced as a whole:
+dropping single rollouts would bias the rest, since of rewards [1, 0, 0, 0] only the 1 differs.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from agenttrain.algorithms.config import AlgorithmConfig, Rewards
 from agenttrain.rewards.function import RewardError
 from agenttrain.rollout.collector import Collected, Collector
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.rollout.sharing import Alone, Costs, Group, Note, Peers, collect_share
+from agenttrain.rollout.sharing import Costs, Group, GroupInfo, Peers, SingleProcess, collect_share
 from agenttrain.types import Rollout, Sampling, Task
 
 
 @dataclass(slots=True, kw_only=True)
-class Drawn:
-    """The groups of one step, as this process sees them."""
+class StepGroups:
+    """The groups of one step, as one process holds them."""
 
     collected: Collected = field(default_factory=Collected)
-    """Everything that this process sampled, in the order of the tasks."""
+    """Everything that this process sampled, in task order."""
     trained: list[Group] = field(default_factory=list)
-    """The groups to train on, of all processes and in the same order: another's is empty here."""
+    """Groups to train on, one entry per group of all processes in the same order; a group that
+    another process sampled is an empty list."""
     tasks: int = 0
-    """Tasks that were drawn: how far the data cursor moves."""
+    """Tasks that all processes took: the data cursor moves by as many."""
     rounds: int = 0
-    """Extra rounds."""
+    """Rounds after the first."""
     uninformative: int = 0
-    """Groups of all processes that are not trained on, and whose rewards are all equal."""
+    """Groups of all processes left out because their rewards are all equal."""
     surplus: int = 0
-    """Other groups that are not trained on."""
+    """Other groups left out, because there were enough."""
 
     def metrics(self) -> dict[str, float]:
         """Return counts of the tasks and groups of all processes."""
@@ -43,17 +44,8 @@ class Drawn:
             "resample/surplus": float(self.surplus),
         }
 
-    def keep(self, notes: Sequence[Note], count: int, rank: int) -> None:
-        """Choose `count` of the groups that the notes are of; `rank` is this process."""
-        chosen = select([note.seen for note in notes], count)
-        left = [note.seen for index, note in enumerate(notes) if index not in set(chosen)]
-        self.uninformative, self.surplus = left.count(False), left.count(True)
-        mine = dict(zip(self.collected.places, self.collected.groups, strict=True))
-        kept = [notes[index] for index in chosen]
-        self.trained = [mine[note.place] if note.owner == rank else [] for note in kept]
 
-
-async def draw(
+async def sample_groups(
     collector: Collector,
     tasks: Callable[[int, int], Sequence[Task]],
     *,
@@ -63,56 +55,62 @@ async def draw(
     seed_path: tuple[int | str, ...],
     peers: Peers | None = None,
     costs: Costs | None = None,
-) -> Drawn:
-    """The groups of a step that trains on `count` of them, this process's share sampled here.
+) -> StepGroups:
+    """Sample this process's share of a step's groups; choose the `count` groups to train on.
 
-    `tasks(start, n)` gives the n tasks from the start-th after the data cursor. The first round
-    takes `oversample` tasks for each group that is wanted; while informative groups are missing,
-    each of at most `dynamic_sampling` further rounds takes as many for each missing one. Raises as
-    `collect`, for the first round only.
+    `tasks(start, n)` returns n tasks, from the start-th after the data cursor. The first round
+    takes `oversample` tasks per wanted group. As long as informative groups are missing, up to
+    `dynamic_sampling` further rounds take as many tasks per missing group. Raises as `collect`
+    does, in the first round only.
     """
-    peers, costs = peers or Alone(), costs or Costs()
+    peers, costs = peers or SingleProcess(), costs or Costs()
     weights = collector.rubric.weights
-    drawn, notes = Drawn(), list[Note]()
+    step, groups = StepGroups(), list[GroupInfo]()
     missing = count
     for number in range(config.dynamic_sampling + 1):
         wanted = tasks_of_round(missing, config.oversample)
         try:
-            collected, found = await collect_share(
+            collected, infos = await collect_share(
                 collector,
-                tasks(drawn.tasks, wanted),
+                tasks(step.tasks, wanted),
                 peers=peers,
                 costs=costs,
                 samples=config.group_size,
                 sampling=sampling,
                 seed_path=(*seed_path, f"r{number}") if number else seed_path,
-                look=lambda group: informative(group, config.rewards, weights),
-                parts=config.minibatches,
+                is_informative=lambda group: informative(group, config.rewards, weights),
+                minibatches=config.minibatches,
                 may_be_empty=number > 0,
             )
         except RewardError as error:
-            error.rollouts = (*drawn.collected.rollouts, *error.rollouts)
+            error.rollouts = (*step.collected.rollouts, *error.rollouts)
             raise
-        # A round counts its places from 0, as its seeds do; a step from its first task.
-        collected.places = [drawn.tasks + place for place in collected.places]
-        notes += [replace(note, place=drawn.tasks + note.place) for note in found]
-        drawn.collected.extend(collected)
-        drawn.tasks += wanted
-        drawn.rounds = number
-        missing = count - sum(note.seen for note in notes)
+        # A round counts places from 0, as its seeds do; the step counts them from its first task.
+        collected.places = [step.tasks + place for place in collected.places]
+        groups += [replace(info, place=step.tasks + info.place) for info in infos]
+        step.collected.extend(collected)
+        step.tasks += wanted
+        step.rounds = number
+        missing = count - sum(info.informative for info in groups)
         if missing <= 0:
             break
-    drawn.keep(notes, count, peers.rank)
-    return drawn
+
+    chosen = select([info.informative for info in groups], count)
+    left_out = [info.informative for i, info in enumerate(groups) if i not in set(chosen)]
+    step.uninformative, step.surplus = left_out.count(False), left_out.count(True)
+    own = dict(zip(step.collected.places, step.collected.groups, strict=True))
+    step.trained = [own[groups[i].place] if groups[i].owner == peers.rank else [] for i in chosen]
+    return step
 
 
 def informative(
     group: Sequence[Rollout], rewards: Rewards, weights: Mapping[str, float] | None = None
 ) -> bool:
-    """Return True if a group's rewards differ; where each function counts alone, those of any one.
+    """Return True if a group's rewards differ.
 
-    A function of weight 0 is only measured; one that `weights` lacks has weight 1. Example: rewards
-    1, 1, None do not differ; 1, 0, None do; one alone does not.
+    If the algorithm normalises each reward function by itself, those of any function must differ.
+    Functions of weight 0 are only measured; a function that `weights` lacks has weight 1. Example:
+    rewards 1, 1, None do not differ; 1, 0, None do; a single reward does not.
     """
     if rewards is Rewards.sum:
         return len({r.reward for r in group if r.reward is not None}) > 1
@@ -125,10 +123,10 @@ def informative(
 
 
 def select(informative: Sequence[bool], count: int) -> list[int]:
-    """Indices of at most `count` groups, in order: informative ones first, the earliest of each.
+    """Return the indices of at most `count` groups, in order; the earliest informative ones first.
 
-    What is missing is filled with groups of equal rewards: they count in the loss's normaliser,
-    whose value then does not depend on how many there were.
+    If there are too few, the earliest groups of equal rewards fill up. They have no gradient but
+    count in the loss's normaliser, which then does not depend on how many groups were informative.
     """
     ranked = sorted(range(len(informative)), key=lambda i: (not informative[i], i))
     return sorted(ranked[:count])

@@ -1,13 +1,13 @@
-"""The tasks of a step over all processes: each runs its share alone, then they exchange notes.
+"""The tasks of a step over all processes: each runs its share, then they exchange a summary.
 
-`deal` assigns whole groups, so that all processes finish together. It is a pure function of the
-tasks and of what earlier ones cost, which every process evaluates alike: nothing is asked, nothing
-waits, and the order of arrival decides nothing. No process waits for another before the exchange.
+`assign_tasks` balances expected costs, so that all processes finish at about the same time. It is a
+pure function of the tasks and of the costs of earlier ones, which every process computes alike: no
+process waits for another before the exchange at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
@@ -21,7 +21,7 @@ Group = list[Rollout]
 
 
 class Peers(Protocol):
-    """The processes of a run (`agenttrain.training.world.World` is one)."""
+    """The processes of a run (`agenttrain.training.world.World` implements it)."""
 
     rank: int
     size: int
@@ -34,11 +34,14 @@ class Peers(Protocol):
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """Every process's objects in the order of ranks; raises where one says that it failed."""
+        """Return the objects of all processes, by rank; raise in all if one passes a `failure`.
+
+        `patient`: wait for a process as long as it is alive, without a time limit.
+        """
         ...
 
 
-class Alone:
+class SingleProcess:
     """A run of one process."""
 
     rank = 0
@@ -52,31 +55,36 @@ class Alone:
         *,
         patient: bool = False,
     ) -> list[Item]:
-        """The objects; raises the failure."""
+        """Return the objects, or raise the failure."""
         if failure is not None:
             raise failure
         return list(objects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A group as every process knows it, whichever of them has its rollouts."""
+class GroupInfo:
+    """Summary of a group that every process has, whichever of them has the rollouts."""
 
     place: int
+    """Position of its task among those of the step."""
     owner: int
+    """Rank of the process that has the rollouts."""
     kind: str
+    """Kind of the task (`Costs.kind`)."""
     tokens: float
-    """Tokens of a rollout after its prompt, on average."""
-    seen: Any
-    """Result of `look` for the group."""
+    """Mean tokens of a rollout after its prompt."""
+    informative: bool
+    """True if its rewards differ, as `is_informative` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Report:
-    notes: tuple[Note, ...]
+class _ShareSummary:
+    """Summary of a process's share."""
+
+    groups: tuple[GroupInfo, ...]
     tasks: int
     empty: str | None
-    """Why a process with tasks has nothing to learn from."""
+    """Why the process has no rollout to learn from, although it has tasks."""
 
 
 async def collect_share(
@@ -88,154 +96,145 @@ async def collect_share(
     samples: int,
     sampling: Sampling,
     seed_path: tuple[int | str, ...],
-    look: Callable[[Group], Any] = lambda group: None,
-    parts: int = 1,
+    is_informative: Callable[[Group], bool] = lambda group: True,
+    minibatches: int = 1,
     may_be_empty: bool = False,
-) -> tuple[Collected, list[Note]]:
-    """`collect` this process's share of `tasks`; notes of the groups of all, in task order.
+) -> tuple[Collected, list[GroupInfo]]:
+    """Collect this process's share of `tasks`; also return a summary of all groups, in task order.
 
-    An error of one process is raised by all: the others raise one that names it. Raises NoRollouts
-    when not one process has a rollout, unless the call `may_be_empty`; Preempted.
+    Every minibatch's tasks are spread evenly over the processes. An error of one process is raised
+    in all: the others raise PeerFailed, which names it. Raises NoRollouts when no process has a
+    rollout, unless the call `may_be_empty`; Preempted.
     """
-    owners = deal([costs.expected(task) for task in tasks], peers.size, parts)
-    mine = [place for place, owner in enumerate(owners) if owner == peers.rank]
+    owners = assign_tasks([costs.expected(task) for task in tasks], peers.size, minibatches)
+    own = [place for place, owner in enumerate(owners) if owner == peers.rank]
     collected, empty, failure = Collected(), None, None
     share = collect(
         collector,
-        [tasks[place] for place in mine],
+        [tasks[place] for place in own],
         samples=samples,
         sampling=sampling,
         seed_path=seed_path,
         may_be_empty=may_be_empty,
-        places=mine,
+        places=own,
     )
     try:
         collected = await collector.stop.cut_short(share)
-    except Preempted:  # by all processes
+    except Preempted:  # all processes stop, so none waits in the exchange below
         raise
     except NoRollouts as error:
         collected, empty = error.collected, error
     except Exception as error:
         failure = error
-    report = _Report(
-        notes=tuple(_notes(collected, tasks, costs, peers.rank, look)),
-        tasks=len(mine),
-        empty=str(empty) if empty else None,
+    groups = tuple(
+        GroupInfo(
+            place=place,
+            owner=peers.rank,
+            kind=costs.kind(tasks[place]),
+            tokens=mean_new_tokens(group),
+            informative=is_informative(group),
+        )
+        for place, group in zip(collected.places, collected.groups, strict=True)
     )
-    reports = peers.exchange([report], "the end of the rollouts", failure, patient=True)
-    reasons = [report.empty for report in reports if report.tasks]
+    summary = _ShareSummary(groups=groups, tasks=len(own), empty=str(empty) if empty else None)
+    summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
+    reasons = [summary.empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
         raise empty or NoRollouts(str(reasons[0]), collected)
-    everyone = sorted((note for r in reports for note in r.notes), key=lambda note: note.place)
-    costs.learn([(note.kind, note.tokens) for note in everyone])
-    return collected, everyone
+    infos = [info for summary in summaries for info in summary.groups]
+    infos.sort(key=lambda info: info.place)
+    costs.learn([(info.kind, info.tokens) for info in infos])
+    return collected, infos
 
 
-def _notes(
-    collected: Collected,
-    tasks: Sequence[Task],
-    costs: Costs,
-    rank: int,
-    look: Callable[[Group], Any],
-) -> Iterator[Note]:
-    for place, group in zip(collected.places, collected.groups, strict=True):
-        yield Note(
-            place=place,
-            owner=rank,
-            kind=costs.kind(tasks[place]),
-            tokens=spent(group),
-            seen=look(group),
-        )
-
-
-def merge(shares: Sequence[Collected]) -> Collected:
-    """Merge the shares of all processes in task order; seconds are the slowest one's."""
-    whole = Collected()
+def merge_shares(shares: Sequence[Collected]) -> Collected:
+    """Merge the shares of all processes, in task order; seconds are those of the slowest."""
+    merged = Collected()
     for share in shares:
-        longest_s = max(whole.reward_s, share.reward_s)
-        whole.extend(share)
-        whole.reward_s = longest_s
-    order = sorted(range(len(whole.places)), key=whole.places.__getitem__)
-    whole.groups = [whole.groups[index] for index in order]
-    whole.places = [whole.places[index] for index in order]
-    return whole
+        longest_s = max(merged.reward_s, share.reward_s)
+        merged.extend(share)
+        merged.reward_s = longest_s
+    order = sorted(range(len(merged.places)), key=merged.places.__getitem__)
+    merged.groups = [merged.groups[index] for index in order]
+    merged.places = [merged.places[index] for index in order]
+    return merged
 
 
 CHARACTERS = 4
-"""Characters of a prompt's text per token, roughly: it decides only the order of the tasks."""
+"""Characters of a prompt per token, roughly: it only decides the order of the tasks."""
 UNKNOWN = 256.0
-"""Tokens after the prompt that a rollout is taken to need before one was seen."""
+"""Tokens after the prompt that a rollout is expected to take before any was measured."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Cost of the rollouts of each kind of task, as tokens after the prompt.
+    """Measured cost of the rollouts of each kind of task, in tokens after the prompt.
 
-    All processes are told the same, so that they expect the same. Example: after
+    Every process learns the costs of all groups, so that all expect the same. Example: after
     ``learn([("maze", 300.0), ("maze", 500.0)])`` a maze is expected to take 400 and its prompt.
     """
 
     column: str | None = None
-    """The column that tells tasks apart (`eval.group_by`), beside their environment."""
+    """Column whose values are kinds of tasks (`eval.group_by`), beside the environment."""
     _seen: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """(sum of the groups' mean tokens, number of groups) by kind."""
 
     def kind(self, task: Task) -> str:
-        """Return the name of the tasks that are expected to cost as much as this one."""
+        """Return the kind of a task: tasks of one kind are expected to cost the same."""
         environment = task.columns.get("environment")
         return f"{environment}/{task.columns.get(self.column) if self.column else None}"
 
     def learn(self, costs: Sequence[tuple[str, float]]) -> None:
-        """Take in (kind, mean tokens of a rollout) of groups."""
+        """Add (kind, mean tokens of a rollout) of groups."""
         for kind, tokens in costs:
             total, count = self._seen.get(kind, (0.0, 0))
             self._seen[kind] = (total + tokens, count + 1)
 
     def copy(self) -> Self:
-        """One that may learn more, and leaves this one as it is."""
-        apart = copy(self)
-        apart._seen = dict(self._seen)
-        return apart
+        """Return an independent copy."""
+        other = copy(self)
+        other._seen = dict(self._seen)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return the costs of all kinds as JSON."""
-        return {"seen": {kind: list(seen) for kind, seen in self._seen.items()}}
+        return {"seen": {kind: list(informative) for kind, informative in self._seen.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Expect what those of `state_dict()` did."""
+        """Continue from `state_dict()`."""
         self._seen = {kind: (total, count) for kind, (total, count) in state["seen"].items()}
 
     def expected(self, task: Task) -> float:
-        """Tokens of a rollout of the task, its prompt included."""
+        """Return the expected tokens of a rollout of the task, its prompt included."""
+        texts = (message.get("content") or "" for message in task.messages)
+        prompt = sum(len(text) for text in texts) / CHARACTERS
         total, count = self._seen.get(self.kind(task), (0.0, 0))
+        if count:
+            return prompt + total / count
         known = sum(total for total, _ in self._seen.values())
         groups = sum(count for _, count in self._seen.values())
-        later = total / count if count else known / groups if groups else UNKNOWN
-        return _prompt(task) + later
+        return prompt + (known / groups if groups else UNKNOWN)
 
 
-def _prompt(task: Task) -> float:
-    texts = (message.get("content") or "" for message in task.messages)
-    return sum(len(text) for text in texts) / CHARACTERS
-
-
-def spent(group: Sequence[Rollout]) -> float:
-    """Mean tokens of a rollout after its prompts."""
+def mean_new_tokens(group: Sequence[Rollout]) -> float:
+    """Return the mean tokens of a rollout after its prompts."""
     later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
     return later / len(group) if group else 0.0
 
 
-def deal(costs: Sequence[float], processes: int, parts: int = 1) -> list[int]:
-    """The process of each task: the longest first, each to the one with least to do.
+def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:
+    """Return the process of each task: costly tasks first, each to the least loaded process.
 
-    `parts`: as many successive parts (minibatches) are each spread evenly. Of equals the first task
-    and the lowest process come first. Example: ``deal([5, 1, 1, 3], 2)`` is ``[0, 1, 1, 1]``.
+    Tasks are cut into `minibatches` successive runs, each of which is spread evenly. Ties go to the
+    first task and the lowest process. Example: ``assign_tasks([5, 1, 1, 3], 2)`` is ``[0, 1, 1,
+    1]``.
     """
     loads = [0.0] * processes
     owners = [0] * len(costs)
-    size = -(-len(costs) // parts)
+    size = -(-len(costs) // minibatches)
     for start in range(0, len(costs), size or 1):
-        part = range(start, min(start + size, len(costs)))
-        for place in sorted(part, key=lambda place: (-costs[place], place)):
+        minibatch = range(start, min(start + size, len(costs)))
+        for place in sorted(minibatch, key=lambda place: (-costs[place], place)):
             owner = min(range(processes), key=lambda process: (loads[process], process))
             owners[place] = owner
             loads[owner] += costs[place]

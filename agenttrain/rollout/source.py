@@ -1,4 +1,4 @@
-"""Where a step's rollouts come from: sampled for its tasks, or made of demonstrations."""
+"""Sources of a step's rollouts: sampled for its tasks, or made of recorded conversations."""
 
 from __future__ import annotations
 
@@ -11,34 +11,40 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.data.config import OnBadRow
 from agenttrain.data.curriculum import Curriculum
 from agenttrain.data.tasks import TaskSource
-from agenttrain.rollout.collector import Collected, Collector, NoRewards, step_figures, unrewarded
+from agenttrain.rollout.collector import (
+    Collected,
+    Collector,
+    NoRewards,
+    step_metrics,
+    why_unrewarded,
+)
 from agenttrain.rollout.demonstration import REMEDY, BadDemonstration, Demonstrator
-from agenttrain.rollout.sampling import draw
-from agenttrain.rollout.sharing import Alone, Costs, Peers, merge
+from agenttrain.rollout.sampling import sample_groups
+from agenttrain.rollout.sharing import Costs, Peers, SingleProcess, merge_shares
 from agenttrain.types import Rollout, Sampling
 
 Metrics = dict[str, float]
 SAMPLER_METRICS = "sampling/"
-"""Begin of the metrics that compare with the engine that sampled."""
+"""Prefix of the metrics that compare the policy with the engine that sampled."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class StepBatch:
     """One process's rollouts of a step."""
 
     groups: list[list[Rollout]]
-    """To train on, in task order; groups of other processes are there and empty."""
+    """Groups to train on, in task order; groups of other processes are empty lists."""
     rollouts: list[Rollout]
-    """All rollouts of this process, in (task, sample) order, also those that are not trained on."""
+    """All rollouts of this process in (task, sample) order, those not trained on included."""
 
 
 @dataclass(slots=True, kw_only=True)
-class SampledBatch(Batch):
+class SampledBatch(StepBatch):
     """Rollouts that an engine sampled."""
 
     collected: Collected
     tasks: int
-    """Tasks that all processes took: how far the data cursor moves."""
+    """Tasks that all processes took; the data cursor moves by as many."""
     costs: Costs
     """Expected costs after this step."""
     stuck: int
@@ -60,22 +66,22 @@ class RolloutSource:
     algorithm: AlgorithmConfig
     tasks_per_step: int
     seed: int
-    """The run's."""
+    """Seed of the run."""
     curriculum: Curriculum | None = None
-    """Chooses among the tasks; None: they are taken in their order."""
-    peers: Peers = field(default_factory=Alone)
+    """Chooses among the tasks; None: they are taken in order."""
+    peers: Peers = field(default_factory=SingleProcess)
     costs: Costs = field(default_factory=Costs)
-    """Costs of finished rollouts: which process gets which task is the same after a resume."""
+    """Costs of finished rollouts. Saved, so that a resumed run assigns tasks alike."""
     cursor: int = 0
 
-    async def groups(self, step: int) -> Batch:
-        """Sample and score the groups of a step; `finish` takes note of them.
+    async def batch(self, step: int) -> StepBatch:
+        """Sample and score the groups of a step, without changing the source's state.
 
-        Raises NoRewards, in all processes, where not one rollout of all has a reward.
+        Raises NoRewards, in all processes, if no rollout of any process has a reward.
         """
         costs = self.costs.copy()
         tasks = self.curriculum or self.tasks
-        drawn = await draw(
+        groups = await sample_groups(
             self.collector,
             lambda start, count: tasks.tasks(self.cursor + start, count),
             count=self.tasks_per_step,
@@ -85,27 +91,27 @@ class RolloutSource:
             peers=self.peers,
             costs=costs,
         )
-        rollouts = drawn.collected.rollouts
-        reasons = self.peers.exchange([unrewarded(rollouts)], "the rewards of a step")
+        rollouts = groups.collected.rollouts
+        reasons = self.peers.exchange([why_unrewarded(rollouts)], "the rewards of a step")
         if None not in reasons:
             reason = next(filter(None, reasons), "no rollout ended well")
             raise NoRewards(
                 f"step {step}: not one rollout has a reward, so that there is nothing to learn; "
                 f"the first: {reason}",
-                drawn.collected,
+                groups.collected,
             )
         return SampledBatch(
-            groups=drawn.trained,
+            groups=groups.trained,
             rollouts=rollouts,
-            collected=drawn.collected,
-            tasks=drawn.tasks,
+            collected=groups.collected,
+            tasks=groups.tasks,
             costs=costs,
             stuck=len(self.collector.stuck),
-            metrics=drawn.metrics() if self.algorithm.resamples else {},
+            metrics=groups.metrics() if self.algorithm.resamples else {},
         )
 
-    def finish(self, batch: Batch) -> None:
-        """Move on to the tasks of the next step: the policy has learnt from this one."""
+    def finish(self, batch: StepBatch) -> None:
+        """Move the cursor to the tasks of the next step; update costs and curriculum."""
         assert isinstance(batch, SampledBatch)
         self.cursor += batch.tasks
         self.costs = batch.costs
@@ -114,22 +120,22 @@ class RolloutSource:
             self.curriculum.learn(self.cursor, self.peers.exchange(results, "a step's results"))
 
     def summarise(
-        self, batches: Sequence[Batch], training: Metrics, seconds: Mapping[str, float]
+        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
     ) -> tuple[Metrics, list[Rollout]]:
-        """Return the metrics and rollouts of a step from the batches of all processes.
+        """Merge the batches of all processes: return the metrics and the rollouts of the step.
 
-        `training` are those of the update; `seconds` are the slowest process's, by phase.
+        `training` are the metrics of the update, `seconds` the slowest process's time by phase.
         """
         sampled = [batch for batch in batches if isinstance(batch, SampledBatch)]
-        collected = merge([batch.collected for batch in sampled])
-        metrics = {**step_figures(self.collector, collected, seconds), **training}
+        collected = merge_shares([batch.collected for batch in sampled])
+        metrics = {**step_metrics(self.collector, collected, seconds), **training}
         metrics["tools/stuck"] = sum(batch.stuck for batch in sampled)
         if self.curriculum is not None:
             metrics |= self.curriculum.metrics()
         return {**metrics, **sampled[0].metrics}, collected.rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rollouts of later steps depend on besides the policy; JSON."""
+        """Return the JSON state that later steps' rollouts depend on, the policy aside."""
         return {
             "cursor": self.cursor,
             "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
@@ -145,8 +151,8 @@ class RolloutSource:
 
 
 @dataclass(slots=True, kw_only=True)
-class DemonstrationBatch(Batch):
-    """Rollouts made of rows, and counts of the rows that gave none."""
+class DemonstrationBatch(StepBatch):
+    """Rollouts made of dataset rows, and counts of the rows that gave none."""
 
     places: list[int]
     """Position of each rollout's row."""
@@ -156,69 +162,66 @@ class DemonstrationBatch(Batch):
 
 @dataclass(slots=True, kw_only=True)
 class Demonstrations:
-    """Makes rollouts of reward 1 out of rows with answers, each process its share of the rows.
+    """Makes rollouts of reward 1 from rows with answers, each process from its share of the rows.
 
-    REINFORCE without a baseline then learns the cross entropy, -log p, averaged over exactly the
-    tokens that the assistant says. Step n takes the n-th `sft.batch_size` rows.
+    With reward 1 and no baseline, REINFORCE minimises the cross entropy -log p, averaged over
+    exactly the assistant's tokens. Step n takes the n-th `sft.batch_size` rows.
     """
 
     phase = "data"
     demonstrator: Demonstrator
     tasks: TaskSource
     batch_size: int
-    """Rows of a step, of all processes."""
+    """Rows of a step, over all processes."""
     on_bad_row: OnBadRow = OnBadRow.error
     max_tokens: int = 2**31
     """Most tokens of a conversation; longer ones are left out."""
-    peers: Peers = field(default_factory=Alone)
+    peers: Peers = field(default_factory=SingleProcess)
 
-    async def groups(self, step: int) -> Batch:
+    async def batch(self, step: int) -> StepBatch:
         """Make the demonstrations of a step. Raises BadDemonstration, in all processes."""
-        await asyncio.sleep(0)  # nothing else here waits, and Ctrl-C arrives where something does
+        await asyncio.sleep(0)  # the only await of a step: Ctrl-C is delivered at one
         return self.demonstrate(self.tasks, (step - 1) * self.batch_size, self.batch_size)
 
     def demonstrate(self, source: TaskSource, start: int, count: int) -> DemonstrationBatch:
-        """Make rollouts of this process's share of `count` rows: every row of the n-th is its own.
+        """Make rollouts of this process's share of `count` rows, from row `start` on.
 
-        Of n processes the r-th has the rows r, n + r, 2n + r, … Raises BadDemonstration.
+        Of n processes the one of rank r takes the rows r, n + r, 2n + r, … Raises BadDemonstration,
+        in all processes.
         """
         batch = DemonstrationBatch(groups=[], rollouts=[], places=[])
         failure: BadDemonstration | None = None
-        try:
-            for index, task in enumerate(source.tasks(start, count)):
-                batch.groups.append([])
-                if index % self.peers.size == self.peers.rank:
-                    self._add(batch, task, start + index)
-        except BadDemonstration as error:
-            failure = BadDemonstration(f"{error}. {REMEDY}")
+        for place, task in enumerate(source.tasks(start, count), start):
+            batch.groups.append([])
+            if (place - start) % self.peers.size != self.peers.rank:
+                continue
+            try:
+                rollout = self.demonstrator(task, f"{place}/{task.task_id}")
+            except BadDemonstration as error:
+                if self.on_bad_row is OnBadRow.error:
+                    failure = BadDemonstration(f"{error}. {REMEDY}")
+                    break
+                batch.bad += 1
+                continue
+            if rollout.length > self.max_tokens:
+                batch.overlong += 1
+                continue
+            rollout.reward = 1.0
+            batch.groups[-1].append(rollout)
+            batch.rollouts.append(rollout)
+            batch.places.append(place)
         self.peers.exchange((), "the demonstrations of a step", failure)
         return batch
 
-    def _add(self, batch: DemonstrationBatch, task: Any, place: int) -> None:
-        try:
-            rollout = self.demonstrator(task, f"{place}/{task.task_id}")
-        except BadDemonstration:
-            if self.on_bad_row is OnBadRow.error:
-                raise
-            batch.bad += 1
-            return
-        if rollout.length > self.max_tokens:
-            batch.overlong += 1
-            return
-        rollout.reward = 1.0
-        batch.groups[-1].append(rollout)
-        batch.rollouts.append(rollout)
-        batch.places.append(place)
-
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: StepBatch) -> None:
         """Do nothing: the rows of a step follow from its number."""
 
     def summarise(
-        self, batches: Sequence[Batch], training: Metrics, seconds: Mapping[str, float]
+        self, batches: Sequence[StepBatch], training: Metrics, seconds: Mapping[str, float]
     ) -> tuple[Metrics, list[Rollout]]:
-        """Return the metrics and rollouts of a step from the batches of all processes."""
-        shown = [batch for batch in batches if isinstance(batch, DemonstrationBatch)]
-        by_place = {p: r for b in shown for p, r in zip(b.places, b.rollouts, strict=True)}
+        """Merge the batches of all processes: return the metrics and the rollouts of the step."""
+        shares = [batch for batch in batches if isinstance(batch, DemonstrationBatch)]
+        by_place = {p: r for b in shares for p, r in zip(b.places, b.rollouts, strict=True)}
         rollouts = [by_place[place] for place in sorted(by_place)]
         tokens = sum(rollout.length for rollout in rollouts)
         sampler = [name for name in training if name.startswith(SAMPLER_METRICS)]
@@ -226,8 +229,8 @@ class Demonstrations:
             **{name: value for name, value in training.items() if name not in sampler},
             "sft/conversations": len(rollouts),
             "sft/tokens": tokens,
-            "data/overlong": sum(batch.overlong for batch in shown),
-            "data/bad_rows": sum(batch.bad for batch in shown),
+            "data/overlong": sum(batch.overlong for batch in shares),
+            "data/bad_rows": sum(batch.bad for batch in shares),
             **{f"time/{phase}_s": value for phase, value in seconds.items()},
             "tokens_per_s": tokens / sum(seconds.values()),
         }

@@ -30,7 +30,7 @@ from agenttrain.evaluation import (
 from agenttrain.health.crash import Evidence
 from agenttrain.health.guards import Guards
 from agenttrain.health.watchdog import Watchdog
-from agenttrain.rollout.collector import Collected, NoRewards, unrewarded
+from agenttrain.rollout.collector import Collected, NoRewards, why_unrewarded
 from agenttrain.rollout.declared import write_declared
 from agenttrain.rollout.sharing import Costs
 from agenttrain.rollout.source import Demonstrations, RolloutSource
@@ -45,9 +45,9 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.saved import done_steps
 from agenttrain.tools.config import without_password
 from agenttrain.tracking.dashboard import dashboard_command
-from agenttrain.tracking.rollouts import limit, write_step
-from agenttrain.tracking.run_folder import FolderInUse, held, read_summary, update_summary
-from agenttrain.tracking.tracker import Silent, Tracker
+from agenttrain.tracking.rollouts import rollout_limit, write_step
+from agenttrain.tracking.run_folder import FolderInUse, lock_folder, read_summary, update_summary
+from agenttrain.tracking.tracker import SilentTracker, Tracker
 from agenttrain.trainer import BatchSource, Trainer
 from agenttrain.training.checkpoint import Checkpoints
 from agenttrain.training.checkpoint_files import CheckpointError, NotWritten
@@ -115,7 +115,7 @@ class Run:
     world: World = field(default_factory=World)
     stop: StopRequest = field(default_factory=StopRequest)
     watchdog: Watchdog = field(default_factory=Watchdog)
-    tracker: Tracker = field(default_factory=Silent)
+    tracker: Tracker = field(default_factory=SilentTracker)
     evidence: Evidence | None = None
     """Writes crash bundles; None: there are none."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Run:
             if not self.world.is_main:
                 return self._execute()
             try:
-                with held(self.folder):
+                with lock_folder(self.folder):
                     earlier = read_summary(self.folder)
                     self._check_verb(earlier)
                     self.sweep = self.sweep or earlier.get("sweep", False)
@@ -253,9 +253,9 @@ class Run:
         rollouts = [rollout for evaluation in evaluations for rollout in evaluation.rollouts]
         if not self.world.is_main:
             return
-        write_step(self.folder, 0, rollouts, limit(self.config.tracker.rollouts))
+        write_step(self.folder, 0, rollouts, rollout_limit(self.config.tracker.rollouts))
         scores = {"after": trainer.evaluator.summary(evaluations)}
-        if (reason := unrewarded(rollouts)) is not None:
+        if (reason := why_unrewarded(rollouts)) is not None:
             self.record(steps=0, eval=scores)
             cause = reason or "all of them failed"
             message = f"not one of {len(rollouts)} rollouts has a reward: {cause}"
@@ -278,7 +278,7 @@ class Run:
             run_folder=self.folder,
             dashboard=command if self.tracker.has_dashboard else None,
             # One that was made on the way; the table has what the run ended with.
-            best=best.found if best and best.step != self.config.steps else None,
+            best=best.record if best and best.step != self.config.steps else None,
         )
 
     @contextmanager
@@ -293,7 +293,7 @@ class Run:
         phase = PHASES[name]
         with ExitStack() as stack:
             if phase.evidence and self.evidence is not None:
-                stack.enter_context(self.evidence.of(step, rollouts))
+                stack.enter_context(self.evidence.collect(step, rollouts))
             if phase.shown:
                 self.tracker.phase(label or name)
             if phase.timed:
@@ -383,7 +383,7 @@ class Run:
     def make_tracker(self, done: int) -> Tracker:
         """Build the tracker of a run that has done so many steps."""
         if not self.world.is_main:
-            return Silent()
+            return SilentTracker()
         return Tracker(
             self.folder,
             self.config.tracker,
@@ -481,12 +481,12 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     checkpoints = run.checkpoints(components.tokenizer)
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
-    probed = None
+    probe = None
     if engine is not None:
         # One engine may compile minutes longer than another.
         world.exchange((), "the engine in every process", patient=True)
         with world.collective("the first weight sync"):
-            probed = await sync(
+            probe = await sync(
                 policy, engine, done, config.weight_sync, prompt_ids=components.probe_prompt()
             )
     run.tracker = stack.enter_context(run.make_tracker(done))
@@ -533,7 +533,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         checkpoints=checkpoints,
         guards=None if supervised else Guards(config=config.guards),
         best=None if supervised else Best(),
-        probed=probed,
+        probe=probe,
     )
     if state is not None:
         trainer.load_state_dict(state)
@@ -549,4 +549,4 @@ def _longest_conversation(config: RunConfig, policy: Policy) -> int:
 
 
 def _best(trainer: Trainer) -> dict[str, Any]:
-    return {} if trainer.best is None else {"best": trainer.best.found}
+    return {} if trainer.best is None else {"best": trainer.best.record}

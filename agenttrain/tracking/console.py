@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live line where there is one, plain lines in logs.
+"""Progress on the console: a live line in a terminal, plain lines in logs.
 
 `printable` makes text that a model or a tool wrote safe for a terminal.
 """
@@ -16,12 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 PLAIN_EVERY = 10
-"""Plain mode prints the first step, the last, and one in this many (more often in short runs)."""
+"""Plain mode prints the first step, the last one, and every 10th; more in short runs."""
 
 COUNTED_AFTER_S = 5.0
-"""A live line shows the rollouts of a phase that lasts longer, in the place of the last metrics."""
+"""In a phase longer than this, the live line shows finished rollouts instead of metrics."""
 COUNTED_EVERY_S = 15.0
-"""Plain mode prints a line about them this often."""
+"""Seconds between two lines about finished rollouts in plain mode."""
 
 _SHOWN = (
     ("reward", "reward", "{:.2f}"),
@@ -30,13 +30,13 @@ _SHOWN = (
     ("tokens_per_s", "tok/s", "{:.0f}"),
 )
 _SHOWN_SUPERVISED = (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tok/s", "{:.0f}"))
-"""The metrics of `agenttrain sft`, where there is no reward to show."""
+"""Metrics shown for `agenttrain sft`, which has no reward."""
 
 
 class ConsoleProgress:
-    """How far the run is: step, reward, success, tool calls a rollout, tokens a second, ETA.
+    """Progress of a run: step, reward, success, tool calls per rollout, tokens per second, ETA.
 
-    A context manager; on the way out the terminal is as it was, whatever was raised. ::
+    A context manager, which always restores the terminal. ::
 
         with ConsoleProgress(total_steps=60) as progress:
             progress.phase("rollout")
@@ -53,16 +53,16 @@ class ConsoleProgress:
     ) -> None:
         """Print plain lines with `live=False`, or on a console that is no terminal.
 
-        `first_step`: steps done before, by the run that this one resumes.
+        `first_step`: steps that the resumed run had done.
         """
-        # The stream of now: a sys.stdout that is exchanged later must not get half of a live line.
+        # Bind the current stream: a later sys.stdout must not get half of a live line.
         self.console = console or Console(file=sys.stdout, highlight=False)
         self._total = total_steps
         self._first = first_step
         self._started = time.monotonic()
         self._phase = "start"
         self._reported = time.monotonic()
-        """When the phase began, or plain mode last counted its rollouts."""
+        """Time when the phase began or plain mode last reported its rollouts."""
         self._progress: Progress | None = None
         if live and self.console.is_terminal:
             self._progress = Progress(
@@ -76,7 +76,7 @@ class ConsoleProgress:
                 refresh_per_second=4,
                 speed_estimate_period=600,
             )
-            # Steps done before are no measure of this run's speed, so they are no update.
+            # Set as a start, not as an update: earlier steps say nothing about this run's speed.
             self._task = self._progress.add_task(
                 "start", total=total_steps, completed=first_step, values=""
             )
@@ -97,11 +97,11 @@ class ConsoleProgress:
             self._progress.stop()
 
     def begin(self) -> None:
-        """Start the clock at the first step: the time before it says nothing about the others."""
+        """Start the clock at the first step, so that the ETA does not count loading."""
         self._started = time.monotonic()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step `step` (from 1) is done; metrics that are missing are not shown."""
+        """Show that step `step` (from 1) is done; missing metrics are left out."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, values=_values(metrics))
             return
@@ -121,8 +121,10 @@ class ConsoleProgress:
             self._progress.update(self._task, description=name)
 
     def rollouts(self, finished: int, total: int) -> None:
-        """Show that `finished` of the `total` rollouts of this phase are done (in a run of several
-        processes: of this process's share)."""
+        """Show that `finished` of `total` rollouts of this phase are done.
+
+        In a run of several processes, these are the ones of this process.
+        """
         waited = time.monotonic() - self._reported
         if self._progress is not None:
             if waited >= COUNTED_AFTER_S:
@@ -132,7 +134,7 @@ class ConsoleProgress:
             self.log(f"{self._phase}: {finished} of {total} rollouts")
 
     def log(self, text: str) -> None:
-        """Print a line above the live one; its text is printed as it is, not as markup."""
+        """Print a line above the live one; markup in it has no effect."""
         self.console.print(Text(text), soft_wrap=True)
 
 
@@ -152,14 +154,14 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str) -> str:
-    """`text` without the characters that could move the cursor, change colours or hide text.
+    """Remove the characters that could move the cursor, change colours or hide text.
 
-    Markup of rich is not touched: put the result into a `rich.text.Text`, which reads none.
+    Does not remove rich's markup: put the result into a `rich.text.Text`, which does not read it.
     """
     return _UNSAFE.sub("", text)
 
 
 def one_line(text: str, most: int) -> str:
-    """`printable` on one line of at most `most` characters, cut with an ellipsis."""
+    """Return printable text on one line of at most `most` characters, cut with an ellipsis."""
     flat = " ".join(printable(text).split())
     return flat if len(flat) <= most else flat[: most - 1] + "…"

@@ -1,7 +1,7 @@
 """Metrics of a step's rollouts, as one flat dict of floats, and estimates with their uncertainty.
 
-Names follow TRL where the meaning is TRL's. Figures that depend on the clock, and so differ between
-two runs of one seed, all end in ``_s``. The estimates are for evaluation tables.
+Names are TRL's if the meaning is. Metrics that depend on the clock, and so differ between two runs
+of one seed, end in ``_s``. The estimates are for evaluation tables.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a step's groups, always the same names in the same order.
 
-    `tools` and `rewards` name the columns of a run that some step might not touch; the names that
-    occur are added. NaN stands where there is nothing to average, everywhere for no rollouts.
+    `tools` and `rewards` are the run's, so that a step that does not use one has the same metrics.
+    An average over nothing is NaN.
 
-    Example: three rollouts, two of which call a tool once, one of them in vain, give
+    Example: three rollouts, two of which call a tool once, one of them with an error, give
     ``tools/call_frequency`` 2/3 and ``tools/failure_frequency`` 1/2.
     """
     rollouts = [rollout for group in groups for rollout in group]
@@ -51,11 +51,11 @@ def rollout_metrics(
 def _reward_metrics(
     groups: Sequence[Sequence[Rollout]], declared: Iterable[str]
 ) -> dict[str, float]:
-    """Return the rewards of groups, and of each reward function.
+    """Return the metrics of rewards, overall and by reward function.
 
     `reward_std` is the mean over groups of the group's sample standard deviation, as in TRL.
-    Rollouts without a reward count nowhere; a group of one has no spread and is left out of both
-    figures about spread.
+    Rollouts without a reward do not count. A group of one has no spread and counts in neither
+    metric of spread.
     """
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     values = [reward for group in scored for reward in group]
@@ -84,7 +84,7 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
-    # A name the model made up gets no column of its own: there would be no end of them.
+    # Names that the model made up get no metric: there is no limit to them.
     known = (_tool(r) for r in results if r.error not in _NO_SUCH_TOOL)
     for name in _union(declared, known):
         own = [result for result in results if _tool(result) == name]
@@ -100,8 +100,8 @@ _RAN = (None, ToolError.exception, ToolError.timeout)
 
 
 def _tool(result: ToolResult) -> str:
-    """Return the tool's column: a row's own tool counts as its executor, for rows may have any
-    number of names."""
+    """Return the tool that a call counts for: its executor, since rows may bring any number of
+    names."""
     return result.executor or result.call.name
 
 
@@ -110,7 +110,7 @@ def _failures(results: Sequence[ToolResult]) -> int:
 
 
 def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:
-    """Declared names in their order, then the others by alphabet."""
+    """Return the first names in their order, then the others alphabetically."""
     declared = list(dict.fromkeys(first))
     return declared + sorted(set(second) - set(declared) - {""})
 
@@ -120,7 +120,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Sample standard deviation (n - 1); NaN below two values."""
+    """Return the sample standard deviation (n - 1); NaN for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
@@ -145,7 +145,7 @@ class Estimate:
 
 
 def wilson(successes: int, n: int) -> Estimate:
-    """A proportion with Wilson's score interval, which stays honest at 0, at 1 and for small n.
+    """Return a proportion with Wilson's score interval, which holds at 0, at 1 and for small n.
 
     https://doi.org/10.1080/01621459.1927.10502953 ; raises ValueError unless 0 <= successes <= n
     and n >= 1.
@@ -163,13 +163,13 @@ def wilson(successes: int, n: int) -> Estimate:
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
-    """Mean of independent values: Wilson's interval if all are 0 or 1, else the normal one.
+    """Return the mean of independent values with its interval: Wilson's for 0 and 1, else normal.
 
-    Several rollouts of one question are not independent: give their mean as one value. One value
-    that is neither 0 nor 1 has an unknown spread: its interval is NaN. No values: all NaN.
+    Several rollouts of one question are not independent: pass their mean as one value. A single
+    value that is neither 0 nor 1 has an unknown spread: its interval is NaN. No values: all NaN.
 
-    Where all values lie within [0, 1] so does the interval. Example: [0.5, 1, 1, 1] has
-    0.875 [0.63, 1], which the normal interval alone would end at 1.12.
+    If all values are in [0, 1], so is the interval. Example: [0.5, 1, 1, 1] gives 0.875 [0.63, 1];
+    the normal interval would end at 1.12.
     """
     if not values:
         return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
@@ -185,7 +185,9 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased probability that one of `k` of `n` rollouts succeeds, `correct` of which did.
+    """Estimate, without bias, the probability that one of `k` rollouts succeeds.
+
+    `correct` of `n` rollouts succeeded.
 
     1 - C(n - c, k) / C(n, k), Chen et al. 2021, https://arxiv.org/abs/2107.03374 , section 2.1.
     Raises ValueError unless 0 <= correct <= n and 1 <= k <= n.

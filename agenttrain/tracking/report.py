@@ -1,4 +1,4 @@
-"""The end of a run: what changed, what the agent does now, and where everything is."""
+"""The report at the end of a run: evaluations before and after, sample rollouts, paths."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Decode = Callable[[Sequence[int]], str]
 
 ORIGIN_STYLES = {"prompt": "dim", "sampled": "green", "template": "dim", "tool": "dim cyan"}
 PROMPT_CHARACTERS = 160
-"""Shown of a prompt's end, which holds the question; its start is the tools' description."""
+"""Characters shown of a prompt's end, which has the question; it starts with the tools."""
 TOOL_CHARACTERS = 400
-"""Shown of one tool result."""
+"""Characters shown of a tool result."""
 
 
 class Measured(Protocol):
-    """The figures of one evaluation that the table needs."""
+    """Results of one evaluation that the table shows."""
 
     @property
     def label(self) -> str:
-        """How tokens were chosen: `sampled` or `greedy`."""
+        """Decoding: `sampled` or `greedy`."""
         ...
 
     @property
@@ -50,9 +50,9 @@ class Measured(Protocol):
 
 
 def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table:
-    """Mean rewards with their 95 % intervals, by label and group, at most 80 columns wide.
+    """Return a table of mean rewards with 95 % intervals by label and group, up to 80 columns.
 
-    What was measured on one side only has a blank on the other.
+    A cell is blank if there is no such evaluation.
     """
     table = Table(title="Reward on held-out questions (mean, 95% interval)", title_justify="left")
     table.add_column("decoding")
@@ -66,7 +66,7 @@ def before_after(before: Sequence[Measured], after: Sequence[Measured]) -> Table
         _add_row(table, label, "all", [e.reward if e else None for e in pair])
         for k in sorted({k for e in pair if e for k in e.pass_at}):
             cells = [e.pass_at.get(k) if e else None for e in pair]
-            # Of rewards that are 0 or 1, pass@1 is the mean reward.
+            # With rewards of 0 and 1, pass@1 equals the mean reward.
             if any(c != e.reward for c, e in zip(cells, pair, strict=True) if e):
                 _add_row(table, "", f"all, pass@{k}", cells)
         for group in sorted({name for e in pair if e for name in e.by_group}):
@@ -82,10 +82,10 @@ def _add_row(table: Table, label: str, group: str, cells: Sequence[Estimate | No
 
 
 def rollout_text(record: Mapping[str, Any], decode: Decode) -> Text:
-    """A rollout record (of `rollouts_file`) with each token in the colour of its origin.
+    """Render a rollout record, each token in the colour of its origin.
 
-    Sampled text is green, everything that the model did not write is dim; the prompt is cut to its
-    end, a long tool result in the middle of a line. Failed calls follow in red.
+    Sampled text is green, all other text dim. Only the end of the prompt and the start of a long
+    tool result are shown. Failed calls follow in red.
     """
     text = Text()
     reward = "none" if record["reward"] is None else f"{record['reward']:.2f}"
@@ -121,9 +121,9 @@ def print_report(
     dashboard: str | None,
     best: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print everything a user wants to see at the end; `dashboard` is the command that opens it.
+    """Print the report; `dashboard` is the command that opens the dashboard.
 
-    `best` says which evaluation on the way was better: ``{"step": 40, "reward": 0.53, …}``.
+    `best` is the best evaluation during the run: ``{"step": 40, "reward": 0.53, …}``.
     """
     if before or after:
         console.print(before_after(before, after))
@@ -131,7 +131,7 @@ def print_report(
         console.rule(Text(f"rollout {number}: sampled text is green", style="dim"), style="dim")
         console.print(rollout_text(record, decode))
     console.rule(style="dim")
-    # soft_wrap: a path or a command that is broken over lines cannot be copied.
+    # soft_wrap: a path or a command broken over lines cannot be copied.
     console.print(Text.assemble("run        ", (str(run_folder), "bold")), soft_wrap=True)
     if best is not None:
         text = f"reward {best['reward']:.2f} after step {best['step']}"

@@ -1,13 +1,13 @@
-"""rollouts/step-000001.jsonl: one object per rollout, everything that the loss saw.
+"""rollouts/step-000001.jsonl: one object per rollout, with everything that the loss uses.
 
 The keys are `task_id, group_id, rollout_id, stop_reason, tool_calls, rewards, reward, columns,
-trajectories`, and where there is one `error` and `environment_reward`. Those of a trajectory are
-`role, parent, messages, token_ids, spans, logprobs`; `trainer_logprobs` and `entropies` stand where
-the trainer computed them: it skips rollouts that have no gradient, as all of a group whose rewards
-are equal.
+trajectories`, and `error` and `environment_reward` if there is one. A trajectory has the keys
+`role, parent, messages, token_ids, spans, logprobs`, and `trainer_logprobs` and `entropies` if the
+trainer computed them. It does not for rollouts without a gradient, such as those of a group whose
+rewards are equal.
 
-`read_rollout` makes a Rollout of an object again, `completions` and `tool_results` what the engine
-and the tools had said.
+`read_rollout` makes a Rollout of an object; `completions` and `tool_results` give the outputs of
+the engine and the tools.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ from agenttrain.types import (
 from agenttrain.utils.json_lines import dumps, read_rows
 
 OF_A_TRAJECTORY = ("messages", "token_ids", "spans", "logprobs", "trainer_logprobs", "entropies")
-"""Keys that stood in the rollout itself in files of the first edition."""
+"""Keys that older files have in the rollout itself."""
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as a JSON object.
 
-    The `spans` of a trajectory cover its `token_ids` [T] exactly: each starts where the one before
-    ends. `logprobs` [T] is 0.0 where a token was not sampled; `trainer_logprobs` [S] and
-    `entropies` [S] are of the sampled tokens alone, to 6 decimals. Example of a span: ``{"origin":
-    "sampled", "start": 3, "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish":
-    "stop"}``; `advantage` is null where nothing was sampled or no reward applies, `finish` stands
-    on the last sampled span of a turn only.
+    The `spans` of a trajectory cover its `token_ids` [T] exactly, one after the other. `logprobs`
+    [T] is 0.0 at tokens that were not sampled; `trainer_logprobs` [S] and `entropies` [S] are those
+    of the sampled tokens, to 6 decimals. Example of a span: ``{"origin": "sampled", "start": 3,
+    "end": 5, "turn": 0, "policy_version": 7, "advantage": 0.5, "finish": "stop"}``. `advantage` is
+    null for other origins or without a reward. Only the last sampled span of a turn has `finish`.
 
-    `columns` are the task's; a value that JSON does not have stands there as its text.
+    `columns` are the task's, with values that JSON does not have as text.
 
-    A tool call has its reply's text as `content` only where the messages do not hold it as it was:
-    it was clipped, or the rollout ended before it. `done` says that it ended the episode, `stop`
-    that it was a call to a stop tool.
+    A tool call has the text of its reply as `content` only if no message holds it unchanged,
+    because it was clipped or the rollout ended before it. `done` means that it ended the episode,
+    `stop` that it called a stop tool.
     """
     shown = replies([m for trajectory in rollout.trajectories for m in trajectory.added_messages])
     record: dict[str, Any] = {
@@ -70,27 +69,25 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "columns": _plain(rollout.task.columns),
-        "trajectories": [_trajectory_record(t, rollout.advantage) for t in rollout.trajectories],
+        "trajectories": [],
     }
+    for trajectory in rollout.trajectories:
+        written = {
+            "role": trajectory.role,
+            "parent": trajectory.parent,
+            "messages": trajectory.messages,
+            "token_ids": list(trajectory.token_ids),
+            "spans": _span_records(trajectory.spans, rollout.advantage),
+            "logprobs": trajectory.rollout_logprobs,
+        }
+        if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
+            written["trainer_logprobs"] = _rounded(trajectory.trainer_logprobs)
+            written["entropies"] = _rounded(trajectory.entropies)
+        record["trajectories"].append(written)
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
     if rollout.error is not None:
         record["error"] = rollout.error
-    return record
-
-
-def _trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[str, Any]:
-    record = {
-        "role": trajectory.role,
-        "parent": trajectory.parent,
-        "messages": trajectory.messages,
-        "token_ids": list(trajectory.token_ids),
-        "spans": _spans(trajectory.spans, advantage),
-        "logprobs": trajectory.rollout_logprobs,
-    }
-    if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
-        record["trainer_logprobs"] = _rounded(trajectory.trainer_logprobs)
-        record["entropies"] = _rounded(trajectory.entropies)
     return record
 
 
@@ -105,21 +102,21 @@ def _plain(value: Any) -> Any:
 
 
 def _rounded(values: array[float]) -> list[float]:
-    """The values without the digits that single precision does not have."""
+    """Drop the digits that single precision does not have."""
     rounded: list[float] = np.asarray(values, dtype=np.float64).round(6).tolist()
     return rounded
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
-    """The texts of the replies in messages by the id of their call, which turns may repeat."""
-    found: dict[str, list[str]] = {}
+    """Return the texts of the tool replies by call id; several turns may repeat an id."""
+    texts: dict[str, list[str]] = {}
     for message in messages:
         if "tool_call_id" in message:
-            found.setdefault(message["tool_call_id"], []).append(message["content"])
-    return found
+            texts.setdefault(message["tool_call_id"], []).append(message["content"])
+    return texts
 
 
-def _spans(spans: Sequence[Span], advantage: float | None) -> list[dict[str, Any]]:
+def _span_records(spans: Sequence[Span], advantage: float | None) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     start = 0
     for span in spans:
@@ -157,8 +154,8 @@ def _tool_call(result: ToolResult, shown: Mapping[str, list[str]]) -> dict[str, 
     return record
 
 
-def limit(setting: str) -> int | None:
-    """How many rollouts of a step `tracker.rollouts` asks for; None: all of them.
+def rollout_limit(setting: str) -> int | None:
+    """Return the number of rollouts per step that `tracker.rollouts` asks for; None: all.
 
     Raises ValueError unless it is `all`, `none` or a number.
     """
@@ -172,7 +169,7 @@ def limit(setting: str) -> int | None:
 
 
 def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """By group, in the order in which the groups first appear, then by sample."""
+    """Sort rollouts by group, in the order in which groups first appear, then by sample."""
     first: dict[str, int] = {}
     for rollout in rollouts:
         first.setdefault(rollout.group_id, len(first))
@@ -180,14 +177,14 @@ def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def step_path(run_folder: Path, step: int) -> Path:
-    """Where a step's rollouts lie: ``<run>/rollouts/step-000001.jsonl``."""
+    """Return the path of a step's rollouts: ``<run>/rollouts/step-000001.jsonl``."""
     return run_folder / "rollouts" / f"step-{step:06d}.jsonl"
 
 
 def write_step(
     run_folder: Path, step: int, rollouts: Sequence[Rollout], most: int | None = None
 ) -> None:
-    """Write the first `most` rollouts (None: all) of a step in one go; none: no file."""
+    """Write the first `most` rollouts (None: all) of a step atomically; no file for none."""
     chosen = in_order(rollouts)[:most]
     if chosen:
         lines = [dumps(rollout_record(rollout)) + "\n" for rollout in chosen]
@@ -197,35 +194,32 @@ def write_step(
 
 
 def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Return the records of a step, those of older files as today's.
+    """Yield the records of a step; those of older files in today's form.
 
-    Raises FileNotFoundError when none were written.
+    In older files a rollout is one trajectory, and its `columns`, which were not written, become
+    null. Raises FileNotFoundError if the step has no file.
     """
-    return map(_as_today, read_rows(step_path(run_folder, step)))
 
+    def upgraded(record: dict[str, Any]) -> dict[str, Any]:
+        if "trajectories" in record:
+            return record
+        advantage = record.pop("advantage")
+        for span in record["spans"]:
+            span["advantage"] = advantage if span["origin"] == Origin.sampled else None
+        names = [name for name in OF_A_TRAJECTORY if name in record]
+        trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
+        return {**record, "columns": None, "trajectories": [trajectory]}
 
-def _as_today(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of the first edition, whose rollouts were one trajectory, as one of today.
-
-    Its `columns` are null: they were not written.
-    """
-    if "trajectories" in record:
-        return record
-    advantage = record.pop("advantage")
-    for span in record["spans"]:
-        span["advantage"] = advantage if span["origin"] == Origin.sampled else None
-    names = [name for name in OF_A_TRAJECTORY if name in record]
-    trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
-    return {**record, "columns": None, "trajectories": [trajectory]}
+    return map(upgraded, read_rows(step_path(run_folder, step)))
 
 
 Record = Mapping[str, Any]
 
 
 def completions(record: Record, stop_token_ids: Collection[int] = ()) -> list[Completion]:
-    """The sampled completions of a record, by trajectory and turn.
+    """Return the sampled completions of a record, by trajectory and turn.
 
-    `stop_token_ids` tell how a turn ended where the record, of an earlier version, does not say.
+    `stop_token_ids` decide how a turn ended in records of earlier versions, which do not say.
     """
     aborted = record["stop_reason"] == StopReason.aborted
     return [
@@ -239,46 +233,42 @@ def _completions(
     trajectory: Record, stop_token_ids: Collection[int], *, aborted: bool
 ) -> list[Completion]:
     turns = [list(spans) for _, spans in groupby(_sampled(trajectory), key=lambda s: s["turn"])]
-    return [
-        _completion(trajectory, spans, stop_token_ids, aborted=aborted and spans is turns[-1])
-        for spans in turns
-    ]
+    result = []
+    for spans in turns:
+        start, end = spans[0]["start"], spans[-1]["end"]
+        token_ids = tuple(trajectory["token_ids"][start:end])
+        finish = spans[-1].get("finish")
+        if finish is None:
+            cut = Finish.abort if aborted and spans is turns[-1] else Finish.length
+            finish = Finish.stop if token_ids[-1] in stop_token_ids else cut
+        result.append(
+            Completion(
+                token_ids=token_ids,
+                logprobs=tuple(_number(value) for value in trajectory["logprobs"][start:end]),
+                finish=Finish(finish),
+                versions=tuple((s["policy_version"], s["end"] - s["start"]) for s in spans),
+            )
+        )
+    return result
 
 
 def _sampled(trajectory: Record) -> list[Record]:
     return [span for span in trajectory["spans"] if span["origin"] == Origin.sampled]
 
 
-def _completion(
-    trajectory: Record, spans: Sequence[Record], stop_token_ids: Collection[int], *, aborted: bool
-) -> Completion:
-    start, end = spans[0]["start"], spans[-1]["end"]
-    token_ids = tuple(trajectory["token_ids"][start:end])
-    finish = spans[-1].get("finish")
-    if finish is None:
-        cut = Finish.abort if aborted else Finish.length
-        finish = Finish.stop if token_ids[-1] in stop_token_ids else cut
-    return Completion(
-        token_ids=token_ids,
-        logprobs=tuple(_number(value) for value in trajectory["logprobs"][start:end]),
-        finish=Finish(finish),
-        versions=tuple((span["policy_version"], span["end"] - span["start"]) for span in spans),
-    )
-
-
 def _number(value: float | None) -> float:
-    """JSON has no NaN; null stands for it."""
+    """Read a number; null stands for NaN, which JSON does not have."""
     return math.nan if value is None else value
 
 
 def _scores(trajectory: Record, name: str) -> array[float] | None:
-    """Return None for rollouts that were not trained on, and those of earlier versions."""
+    """Read the trainer's scores; None if it computed none or an older version wrote none."""
     values = trajectory.get(name)
     return None if values is None else array("f", map(_number, values))
 
 
 def prompt_messages(trajectory: Record) -> list[Message]:
-    """The messages before the first sampled one: the row's, and those that a reset gave."""
+    """Return the messages before the first sampled one: the row's and those of a reset."""
     turns = len({span["turn"] for span in _sampled(trajectory)})
     messages: list[Message] = trajectory["messages"]
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -288,13 +278,25 @@ def prompt_messages(trajectory: Record) -> list[Message]:
 def tool_results(record: Record) -> list[ToolResult]:
     """Return the results of a record's calls, in their order."""
     added = [m for t in record["trajectories"] for m in t["messages"][len(prompt_messages(t)) :]]
-    shown, written = replies(added), _written(added)
+    shown = replies(added)
+    written: dict[str, list[Mapping[str, Any]]] = {}
+    for message in added:
+        for call in message.get("tool_calls", ()):
+            written.setdefault(call["id"], []).append(call["function"])
     results = []
     for made in record["tool_calls"]:
+        # In order: several turns may repeat an id.
         text = (shown.get(made["id"]) or [""]).pop(0)
+        function = (written.get(made["id"]) or [{}]).pop(0)
         results.append(
             ToolResult(
-                call=_call(made, (written.get(made["id"]) or [{}]).pop(0)),
+                call=ToolCall(
+                    id=made["id"],
+                    name=made["name"],
+                    arguments=made["arguments"],
+                    malformed=function.get("malformed"),
+                    text=function.get("text", ""),
+                ),
                 content=made.get("content", text),
                 error=None if made["error"] is None else ToolError(made["error"]),
                 seconds=made["seconds"],
@@ -305,44 +307,22 @@ def tool_results(record: Record) -> list[ToolResult]:
     return results
 
 
-def _written(messages: Sequence[Message]) -> dict[str, list[Mapping[str, Any]]]:
-    """The `function` of every call in the messages, by the call's id, which turns may repeat."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            found.setdefault(call["id"], []).append(call["function"])
-    return found
-
-
-def _call(made: Record, written: Mapping[str, Any]) -> ToolCall:
-    return ToolCall(
-        id=made["id"],
-        name=made["name"],
-        arguments=made["arguments"],
-        malformed=written.get("malformed"),
-        text=written.get("text", ""),
-    )
-
-
-def _environment_reward(record: Record) -> float | None:
-    """Without an environment's reward nothing stands there; null is NaN, which JSON has not."""
-    if "environment_reward" not in record:
-        return None
-    value: float | None = record["environment_reward"]
-    return math.nan if value is None else value
-
-
 def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = ()) -> Rollout:
-    """The rollout of a record; its task is not in the file.
+    """Return the rollout of a record; its task is not in the file.
 
-    Unknown are `seconds` of the whole, and the text of a call that was parsed.
+    A record lacks the rollout's `seconds` and the raw text of well-formed calls.
     """
+    # A rollout's id ends with its sample: `train-3-1-0` is sample 0 of group `train-3-1`.
+    sample = record["rollout_id"].rpartition("-")[2]
+    environment_reward: float | None = None
+    if "environment_reward" in record:
+        environment_reward = _number(record["environment_reward"])
     prompt = prompt_messages(record["trajectories"][0])
     return Rollout(
         task=replace(task, messages=tuple(prompt)),
         rollout_id=record["rollout_id"],
         group_id=record["group_id"],
-        sample=_sample(record["rollout_id"]),
+        sample=int(sample) if sample.isdecimal() else 0,
         trajectories=[
             _trajectory(record, index, stop_token_ids)
             for index in range(len(record["trajectories"]))
@@ -350,7 +330,7 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
         tool_results=tool_results(record),
         stop_reason=None if record["stop_reason"] is None else StopReason(record["stop_reason"]),
         error=record.get("error"),
-        environment_reward=_environment_reward(record),
+        environment_reward=environment_reward,
         rewards=dict(record["rewards"]),
         reward=record["reward"],
         advantage=next((s["advantage"] for t in record["trajectories"] for s in _sampled(t)), None),
@@ -370,7 +350,7 @@ def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> 
     )
     aborted = record["stop_reason"] == StopReason.aborted
     sampled = iter(_completions(written, stop_token_ids, aborted=aborted))
-    for (origin, _), spans in groupby(written["spans"], key=_turn_of):
+    for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
             trajectory.append_sampled(next(sampled), trajectory.token_ids)
             continue
@@ -378,13 +358,3 @@ def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> 
             ids = written["token_ids"][span["start"] : span["end"]]
             trajectory.append_context(ids, Origin(span["origin"]))
     return trajectory
-
-
-def _turn_of(span: Record) -> tuple[str, int]:
-    return span["origin"], span["turn"]
-
-
-def _sample(rollout_id: str) -> int:
-    """The sample's number ends a rollout's id: `train-3-1-0` is sample 0 of group `train-3-1`."""
-    number = rollout_id.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""A run's own record: config.yaml and summary.json, each replaced atomically."""
+"""The run folder: its lock, its summary.json, and atomic writing."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class FolderInUse(AgenttrainError):
-    """Another process works in the run folder."""
+    """Another process is using the run folder."""
 
 
 class FolderGone(AgenttrainError):
-    """The run folder was moved or deleted while the run went on."""
+    """The run folder was moved or deleted during the run."""
 
 
 class Presence:
-    """Notices that the folder of a run is not the one that it began in."""
+    """Detects that the folder of a run was replaced, moved or deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._number = _number(folder)
+        self._inode = _inode(folder)
 
     def check(self) -> None:
-        """Raise FolderGone, before a file is written where nobody looks for it."""
+        """Raise FolderGone if the folder is not the one in which the run began."""
         try:
-            same = _number(self._folder) == self._number
+            same = _inode(self._folder) == self._inode
         except OSError:
             same = False
         if not same:
@@ -51,17 +51,17 @@ class Presence:
             )
 
 
-def _number(folder: Path) -> tuple[int, int]:
+def _inode(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the run folder, which is made if need be; the end of the process gives it back too.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the run folder for the block, making it if needed; the lock ends with the process.
 
-    Raises FolderInUse when another process holds it, OSError when it cannot be written. A file
-    system that has no locks lets everyone in.
+    Raises FolderInUse if another process holds it, OSError if it cannot be written. On a file
+    system without locks nothing is locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", blocking=False)
@@ -83,7 +83,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read the summary so far; empty before there is one, and with a warning for a broken one."""
+    """Read summary.json; empty if there is none, and, with a warning, if it is not readable."""
     path = folder / "summary.json"
     if not path.exists():
         return {}
@@ -98,14 +98,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def update_summary(folder: Path, **changes: Any) -> None:
-    """Merge `changes` into summary.json; a change to None takes the entry out."""
+    """Merge `changes` into summary.json; None removes an entry."""
     merged = {**read_summary(folder), **changes}
     summary = {name: value for name, value in merged.items() if value is not None}
     write_atomically(folder / "summary.json", json.dumps(finite(summary), indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old text or the new one, never a half."""
+    """Replace a file's content; a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

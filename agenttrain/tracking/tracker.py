@@ -1,6 +1,6 @@
-"""Everything a run tells the world, behind one object.
+"""Tracking of a run behind one object: metrics, rollouts, dashboard, console.
 
-metrics.jsonl is the run's record whatever else is tracked: one object per step.
+metrics.jsonl is always written: one object per step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agenttrain.types import Rollout
 from agenttrain.utils.json_lines import dumps, read_rows
 
 TRACE_EVERY = 10
-"""Steps between the rollouts that the dashboard shows; the first step's are among them."""
+"""The dashboard shows rollouts of the first step and of every 10th after it."""
 ENDS = ("_low", "_high")
-"""Suffixes of metrics that are the ends of another's confidence interval."""
+"""Suffixes of metrics that are the ends of a confidence interval."""
 TRACES = 4
-"""Rollouts the dashboard shows of such a step."""
+"""Number of rollouts that the dashboard shows of such a step."""
 
 
 ONCE = {
@@ -35,7 +35,7 @@ ONCE = {
     "tools/unavailable": "{:.0f} tool calls failed because what the tool needs is broken",
     "rollout/dropped": "dropped {:.0f} rollouts, which failed or whose ledger is broken",
 }
-"""Metrics that the console tells the first time that they are not 0."""
+"""Metrics that are logged to the console the first time they are above 0."""
 UNREWARDED = "not one rollout has a reward, so that nothing was trained"
 
 
@@ -65,18 +65,20 @@ class Tracker:
         run_config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
-        """`project` is the experiment's name, `name` the run's; `resume_step` cuts metrics.jsonl to
-        that step and continues; `trackio_folder` is one that a sweep's runs share (default: in the
-        run's folder), `group` the sweep's name there; `run_config` is shown in the dashboard.
-        Raises ValueError for a bad setting.
+        """Open the files in `run_folder` and the dashboard.
+
+        `project` is the name of the experiment, `name` that of the run. `resume_step` cuts
+        metrics.jsonl after that step and continues it. The runs of a sweep share `trackio_folder`
+        (default: in the run's folder) and have its name as `group`. The dashboard shows
+        `run_config`. Raises ValueError for a bad setting.
         """
         if config.name not in ("trackio", "none"):
             raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
-        self._most = rollouts_file.limit(config.rollouts)
+        self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
         self._presence = Presence(run_folder)
-        self._told: set[str] = set()
+        self._logged_once: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
             cut(metrics_path, resume_step)
@@ -114,136 +116,124 @@ class Tracker:
         return self._trackio is not None and not self._trackio.failed
 
     def begin(self) -> None:
-        """The first step starts now; the estimate of the time that is left counts from here."""
+        """Mark the start of the first step, from which the ETA is estimated."""
         self.progress.begin()
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
-        """Record a finished step (from 1): `metrics` is its row of metrics.jsonl, as it is.
+        """Record a finished step (from 1); `metrics` become its line of metrics.jsonl.
 
-        The rollouts come with their rewards and advantages set.
+        The rollouts have their rewards and advantages.
         """
         self.check_folder()
-        # The row last: a step that has one is complete on disk.
+        # The line last: a step with a line is complete on disk.
         rollouts_file.write_step(self._folder, step, rollouts, self._most)
         self._metrics.write(step, metrics)
         if self._trackio is not None:
-            self._trackio.log(step, metrics, _traced(step, rollouts))
+            traced = rollouts_file.in_order(rollouts)[: 0 if (step - 1) % TRACE_EVERY else TRACES]
+            self._trackio.log(step, metrics, [rollouts_file.rollout_record(r) for r in traced])
         self.progress.update(step, metrics)
-        self._tell(step, metrics)
+        notes = {
+            name: text.format(metrics[name])
+            for name, text in ONCE.items()
+            if metrics.get(name, 0.0) > 0
+        }
+        if math.isnan(metrics.get("reward", 0.0)):
+            notes["reward"] = UNREWARDED
+        for name, note in notes.items():
+            if name not in self._logged_once:
+                self._logged_once.add(name)
+                self.progress.log(f"step {step}: {note} (`{name}` in metrics.jsonl; told once)")
 
     def check_folder(self) -> None:
-        """Raise FolderGone where the run folder is not the one that the run began in."""
+        """Raise FolderGone if the run folder was moved or deleted."""
         self._presence.check()
 
     def checkpoint(self, path: Path) -> None:
-        """Record in summary.json that there is a checkpoint, so that its loss can be told."""
+        """Record the newest checkpoint in summary.json, so that its loss can be reported."""
         update_summary(self._folder, latest_checkpoint=str(path.relative_to(self._folder)))
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Say the figures of an evaluation made after `step` steps and put them on the dashboard.
+        """Log an evaluation after `step` steps to the console and the dashboard.
 
-        The last part of the label names their section, so that before, during and after are one
-        curve: ``before/sampled`` goes to ``eval/sampled/<name>``. metrics.jsonl has one object per
-        step and none for evaluations.
+        The last part of the label names the section, so that evaluations before, during and after
+        training are one curve: ``before/sampled`` goes to ``eval/sampled/<name>``. metrics.jsonl
+        has no evaluations.
         """
         if self._trackio is not None:
             section = f"eval/{label.rpartition('/')[2]}"
             self._trackio.log(step, {f"{section}/{name}": v for name, v in metrics.items()})
-        values = "  ".join(
-            f"{name} {value:.3g}{_interval(name, metrics)}"
-            for name, value in metrics.items()
-            if (value != 0 or name == "reward" or name.startswith("pass@"))
-            and not name.endswith(ENDS)
-        )
-        self.progress.log(f"{label}: {values}")
+        values = []
+        for name, value in metrics.items():
+            shown = value != 0 or name == "reward" or name.startswith("pass@")
+            if not shown or name.endswith(ENDS):
+                continue
+            ends = [metrics.get(f"{name}{end}") for end in ENDS]
+            interval = f" [{ends[0]:.3g}, {ends[1]:.3g}]" if None not in ends else ""
+            values.append(f"{name} {value:.3g}{interval}")
+        self.progress.log(f"{label}: {'  '.join(values)}")
 
-    def best(self, found: Mapping[str, Any] | None) -> None:
-        """Record in summary.json, as `eval.best`, which evaluation is the best so far."""
+    def best(self, evaluation: Mapping[str, Any] | None) -> None:
+        """Record the best evaluation so far in summary.json, as `eval.best`."""
         summary = read_summary(self._folder)
-        update_summary(self._folder, eval={**summary.get("eval", {}), "best": found})
+        update_summary(self._folder, eval={**summary.get("eval", {}), "best": evaluation})
 
     def warn(self, text: str) -> None:
-        """Print a warning, and keep it in summary.json among its `warnings`."""
+        """Print a warning and add it to `warnings` in summary.json."""
         self.progress.log(text)
         warnings = read_summary(self._folder).get("warnings", [])
         update_summary(self._folder, warnings=[*warnings, text])
 
     def phase(self, name: str) -> None:
-        """Show the name of the run's phase: `rollout`, `train`, `eval`."""
+        """Show the run's phase: `rollout`, `train`, `eval`."""
         self.progress.phase(name)
 
-    def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
-        said = {name: text.format(metrics.get(name, 0.0)) for name, text in ONCE.items()}
-        found = [name for name in ONCE if metrics.get(name, 0.0) > 0]
-        if math.isnan(metrics.get("reward", 0.0)):
-            said["reward"] = UNREWARDED
-            found.append("reward")
-        for name in found:
-            if name not in self._told:
-                self._told.add(name)
-                self.progress.log(
-                    f"step {step}: {said[name]} (`{name}` in metrics.jsonl; told once)"
-                )
-
     def close(self) -> None:
-        """Give the terminal back and finish what is on disk; closing twice is fine."""
+        """Restore the terminal and close the files; closing twice is fine."""
         self.progress.__exit__(None, None, None)
         self._metrics.close()
         if self._trackio is not None:
             self._trackio.close()
 
 
-def _interval(name: str, metrics: Mapping[str, float]) -> str:
-    """`` [0.2, 0.3]`` for a figure that has one."""
-    ends = [metrics.get(f"{name}{end}") for end in ENDS]
-    return f" [{ends[0]:.3g}, {ends[1]:.3g}]" if None not in ends else ""
-
-
-def _traced(step: int, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    if (step - 1) % TRACE_EVERY != 0:
-        return []
-    return [rollouts_file.rollout_record(r) for r in rollouts_file.in_order(rollouts)[:TRACES]]
-
-
-class Silent(Tracker):
+class SilentTracker(Tracker):
     """Tracker of a process that is not the run's main one: writes nothing and shows nothing."""
 
     def __init__(self) -> None:
-        # Not Tracker's, which makes files.
+        # Without Tracker.__init__, which makes files.
         self.progress = ConsoleProgress(0, live=False, console=Console(quiet=True))
 
     @property
     def has_dashboard(self) -> bool:
-        """There is none."""
+        """False."""
         return False
 
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def check_folder(self) -> None:
-        """The main process does."""
+        """Do nothing: the main process checks."""
 
     def checkpoint(self, path: Path) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def best(self, found: Mapping[str, Any] | None) -> None:
-        """Nothing."""
+    def best(self, evaluation: Mapping[str, Any] | None) -> None:
+        """Do nothing."""
 
     def warn(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class MetricsFile:
-    """Appends one line per step; each line is on its way to disk when `write` returns.
+    """Appends one line per step; `write` flushes it to the operating system.
 
-    Non-finite values are written as null, because JSON has no NaN: null means that a step had
-    nothing to measure (the latency of a tool that nobody called) or that a figure diverged.
+    NaN and infinity are written as null, because JSON does not have them. Null means that a step
+    had nothing to measure (the latency of a tool that was not called) or that a metric diverged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -277,15 +267,15 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl; a last line torn by a crash is left out."""
+    """Read the lines of a metrics.jsonl, except a last one torn by a crash."""
     return list(read_rows(path))
 
 
 def cut(path: Path, step: int) -> None:
-    """Keep the rows of steps up to and including `step`, atomically; for resuming from there.
+    """Cut a metrics.jsonl after the line of `step`, atomically, to resume from there.
 
-    Kept lines keep their bytes; what follows them may be anything. A file that does not exist is
-    left so. Raises ValueError, with file and line, for a line before them that is no row.
+    The remaining lines are unchanged; anything may follow them. Does nothing without a file. Raises
+    ValueError, with file and line, for an earlier line that is no step's.
     """
     if not path.exists():
         return

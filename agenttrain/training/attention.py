@@ -1,10 +1,10 @@
-"""Attention over packed rollouts: each attends to itself, causally, and to nothing else.
+"""Attention over packed rollouts: each token attends to its own rollout, causally.
 
-Two ways that transformers offers are silently wrong on its `sdpa` attention: `cu_seq_lens` keywords
-are ignored, and packing is not detected from position ids while `use_cache` is on. This attention
-takes the layout explicitly, honours sliding windows, soft caps and sinks, and refuses every keyword
-and mask that it does not know. On a GPU that has the kernel it is one call per layer for all
-rollouts of a microbatch (`attend_varlen`), elsewhere one per block of segments (`attend`).
+The two ways that transformers offers are silently wrong with its `sdpa` attention: it ignores
+`cu_seq_lens` keywords, and it does not detect packing from position ids while `use_cache` is on.
+This attention takes the layout explicitly, honours sliding windows, soft caps and sinks, and
+refuses every keyword and mask that it does not know. With the kernel for sequences of any length,
+on a GPU, it is one call per layer (`attend_varlen`), elsewhere one per block (`attend`).
 
 Shapes: T packed tokens of all rollouts, U keys with shared prefixes repeated, B segments (sequences
 of a block), h heads (k of keys and values), m queries, n keys, d head size.
@@ -28,25 +28,25 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agenttrain.training.batch import Block, Segment
-from agenttrain.training.kernels import Kernel, fit, in_format, is_choosy, note
+from agenttrain.training.kernels import Kernel, count_call, fit, in_format, is_restrictive
 from agenttrain.types import AgenttrainError
 
 NAME = "agenttrain_packed"
 
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions"}
-"""Keywords that carry nothing the attention itself would have to act on."""
+"""Keywords that do not change attention."""
 
 
 class UnsupportedAttention(AgenttrainError):
-    """The model asks its attention for something that packing does not honour."""
+    """The model asks its attention for something that packed attention does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """The mask of layers with a sliding window; the others get None.
+    """Mask of the layers with a sliding window; other layers get None.
 
-    The mask decides, as in transformers' own attention: some models (PhiMoE, Qwen2-MoE) make one
-    and never pass the keyword `sliding_window`.
+    As in transformers' own attention the mask counts, not the keyword `sliding_window`: some models
+    (PhiMoE, Qwen2-MoE) make a windowed mask and never pass the keyword.
     """
 
     window: int
@@ -69,16 +69,16 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: returns [1, T, heads, head size] and no weights.
 
-    `sliding_window` counts the token itself, `s_aux` [heads] are the sinks' scores; with `varlen`
-    the layers that the kernel takes are one call. Raises UnsupportedAttention for other masks,
-    caches, dropout and unknown keywords.
+    `sliding_window` includes the token itself, `s_aux` [heads] are the scores of the sinks. With
+    `varlen`, layers that the kernel supports are one call. Raises UnsupportedAttention for other
+    masks, caches, dropout and unknown keywords.
     """
     window = attention_mask.window if isinstance(attention_mask, WindowMask) else None
     if window is None:
         keywords["attention_mask"] = attention_mask
     if sliding_window != window and sliding_window is not None:
         keywords[f"sliding_window={sliding_window} with a mask for {window}"] = sliding_window
-    _refuse(module, query, key, keywords)
+    _check_supported(module, query, key, keywords)
     if blocks is None:
         raise UnsupportedAttention(
             f"{type(module).__name__} does not pass the keyword `blocks` on to its attention"
@@ -88,64 +88,60 @@ def packed_attention(
     if varlen is not None and (kernel := varlen_kernel()) is not None:
         short = in_format(*states)
         if takes(short[0], short[2], scoring):
-            note(Kernel.varlen)
+            count_call(Kernel.varlen)
             return attend_varlen(*short, varlen, scaling, kernel)[None], None
-    # Split at once: the gradient of a slice is as large as what it was taken from.
+    # Split once: the gradient of a slice is as large as the tensor that it was taken from.
     sizes = [block.tokens for block in blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
-    for block, own, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
+    for block, own, own_key, copy_value in zip(blocks, queries, keys, values, strict=True):
         output = attend(
             _padded(block, own),
             _after_prefix(block, keys, own_key),
-            _after_prefix(block, values, own_value),
+            _after_prefix(block, values, copy_value),
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)
         if block.padding.numel():
-            output = _Rows.apply(output, block.scatter, block.gather, block.padding)
+            output = _Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
 
 
-class _Rows(torch.autograd.Function):
-    """Rows at some positions, with a gradient that is a selection of rows too.
+class _Select(torch.autograd.Function):
+    """Select tokens by position, with a gradient that is a selection too instead of a scatter-add.
 
-    `there` [rows] says from which row each comes, `back` [rows before] where each row went, and
-    `unused` which rows before went nowhere, if some did. A row that went to several places has the
-    gradient of the one in `back` only: that of padding is 0, for nothing attends to a padded key,
-    and the output of a padded query is dropped.
+    `there` [selected] holds the position that each selected token comes from, `back` [before] one
+    place where each token went, and `unused` the positions that went nowhere, if any. For a token
+    selected several times only the place in `back` contributes to its gradient. That is exact here:
+    the other places are padding, to which nothing attends and whose outputs are dropped.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, there: Tensor, back: Tensor, unused: Tensor | None
+        ctx: Any, tokens: Tensor, there: Tensor, back: Tensor, unused: Tensor | None
     ) -> Tensor:
         ctx.back, ctx.unused = back, unused
-        return rows.index_select(0, there)
+        return tokens.index_select(0, there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = gradient.index_select(0, ctx.back)
-        return (
-            (rows if ctx.unused is None else rows.index_fill_(0, ctx.unused, 0)),
-            None,
-            None,
-            None,
-        )
+        tokens = gradient.index_select(0, ctx.back)
+        if ctx.unused is not None:
+            tokens = tokens.index_fill_(0, ctx.unused, 0)
+        return tokens, None, None, None
 
 
 def _padded(block: Block, own: Tensor) -> Tensor:
-    """Lay out the block's own tokens [tokens, heads, head size] as [segments, heads, length, head
-    size]."""
+    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d]."""
     if block.padding.numel():
-        own = _Rows.apply(own, block.gather, block.scatter, None)
+        own = _Select.apply(own, block.gather, block.scatter, None)
     return own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
 
 
 def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Lay them out as `_padded` does, each segment after the block's prefix."""
+    """Lay out a block's tokens as `_padded` does, each segment after the shared prefix."""
     if not block.prefix_length:
         return _padded(block, own)
     prefix = all_blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
@@ -153,8 +149,10 @@ def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Te
     return torch.cat((repeated, _padded(block, own)), dim=2)
 
 
-def _refuse(module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]) -> None:
-    """Raise UnsupportedAttention for keywords that are not harmless and for a cache."""
+def _check_supported(
+    module: torch.nn.Module, query: Tensor, key: Tensor, keywords: dict[str, Any]
+) -> None:
+    """Raise UnsupportedAttention for keywords that change attention, and for a cache."""
     causal = keywords.pop("is_causal", None)
     asked = sorted(
         name
@@ -182,7 +180,7 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> WindowMask | None:
-    """Mask function for transformers: returns the window of a causal mask, if it has one.
+    """Mask function for transformers: return the window of a causal mask, None without a window.
 
     Raises UnsupportedAttention for chunked masks, a model's own masks, and padding.
     """
@@ -201,7 +199,7 @@ AttentionMaskInterface.register(NAME, packed_mask)
 
 @contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model's forward passes need the keyword `blocks`; its own attention after."""
+    """Use packed attention in the block: forward passes then need the keyword `blocks`."""
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
@@ -211,27 +209,27 @@ def packing(model: PreTrainedModel) -> Iterator[None]:
 
 
 QUERIES = 256
-"""Queries of one call. A CPU kernel computes the keys after a query as well and drops them: calls
+"""Queries of one call. A CPU kernel computes the scores of later keys too and drops them: calls
 over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How a model scores a query and a key; None: as plain attention does."""
+    """Deviations of a model's attention scores from plain attention; None: no deviation."""
 
     scale: float | None = None
     window: int | None = None
-    """Keys that a query sees, its own included."""
+    """Number of keys that a query attends to, its own included."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     sinks: Tensor | None = None
-    """[h] Score of a key that every query sees and that has no value."""
+    """[h] Score of an additional key without a value, to which every query attends."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Causal attention of a few sequences whose queries may begin after a prefix of their keys.
+    """Compute causal attention of queries that are the last m of n positions.
 
-    Returns [B, h, m, d of values]. The queries are the last m of the n positions.
+    Returns [B, h, m, d of values].
     """
     queries, offset = query.shape[2], key.shape[2] - query.shape[2]
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
@@ -255,12 +253,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
 def _kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Call a fused kernel; it wants one size of head, so smaller values are padded."""
+    """Call torch's attention; its kernels need one head size, so smaller values are padded."""
     size = value.shape[-1]
     missing = query.shape[-1] - size
     if missing > 0:
         value = pad(value, (0, missing))
-    if is_choosy(query.device):
+    if is_restrictive(query.device):
         query, key, value, scale = fit(query, key, value, mask, scale)
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -269,7 +267,7 @@ def _kernel(
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[m, n] True where a query sees a key; None for plain causal attention."""
+    """Return [m, n], True where a query attends to a key; None for plain causal attention."""
     before = keys - queries
     windowed = window is not None and window < keys
     if before == 0 and not windowed:
@@ -279,8 +277,10 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with each sink as a first key without value; one more dimension of the heads carries
-    its score."""
+    """Attend with each sink as a first key without a value.
+
+    An additional dimension of queries and keys carries the sink's score.
+    """
     assert scoring.sinks is not None
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
@@ -293,14 +293,14 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
     mask = _mask(query.shape[2], key.shape[2] - 1, scoring.window, query.device)
     if mask is not None:
         return _kernel(query, key, value, pad(mask, (1, 0), value=True), scale)
-    # One query more in front keeps the causal kernel: query i sees the sink and keys 0 … i.
+    # One more query in front allows the causal kernel: query i attends to the sink and keys 0 … i.
     return _kernel(pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with all scores in memory, m x n per head: no fused kernel caps them."""
+    """Attend with all scores in memory, m x n per head: no fused kernel supports soft caps."""
     assert scoring.softcap is not None
-    note(Kernel.math)
+    count_call(Kernel.math)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -317,7 +317,7 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Te
 
 
 NEEDED = {"scale", "window_size", "enable_gqa"}
-"""Keywords of the kernel that are used; torch 2.13 has them."""
+"""Keywords of the kernel that this module uses; torch 2.13 has them."""
 CAUSAL = (-1, 0)
 SHORT_FORMATS = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -325,27 +325,28 @@ OLDEST = (8, 0)
 """Compute capability of the first GPUs that FlashAttention 2 runs on (Ampere)."""
 
 VarlenKernel = Callable[..., Tensor]
-"""`torch.nn.attention.varlen.varlen_attn`, or what does the same."""
+"""`torch.nn.attention.varlen.varlen_attn`, or a function that does the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Varlen:
-    """Where the sequences of a microbatch stand, as the kernel takes it."""
+    """Layout of a microbatch in the form that the kernel takes."""
 
     queries_B: Tensor
-    """[B + 1] int32: the packed position at which each segment starts, and the end."""
+    """[B + 1] int32: packed position at which each segment starts, and the end."""
     keys_B: Tensor
-    """[B + 1] int32: the same of its keys, prefix and own."""
+    """[B + 1] int32: the same for its keys, the prefix included."""
     longest_query: int
     longest_key: int
     gather_U: Tensor | None
-    """Packed position of every key; None: keys are the packed tokens, as nothing is shared."""
+    """Packed position of every key; None if no prefix is shared: keys are the packed tokens."""
 
 
 def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     """Lay out segments that stand one after the other.
 
-    Example: segments of 5, 3, 2 and 1 tokens, the last two after the second, have the keys
+    Example: for segments of 5, 3, 2 and 1 tokens, the last two with the second as prefix, the keys
+    are
     ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
     """
     queries = [segment.length for segment in segments]
@@ -373,7 +374,7 @@ def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 @cache
 def varlen_kernel() -> VarlenKernel | None:
-    """The installed torch's kernel, if it has one with what is needed."""
+    """Return the kernel of the installed torch; None if it lacks one or a keyword in `NEEDED`."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -383,15 +384,14 @@ def varlen_kernel() -> VarlenKernel | None:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Return whether the kernel runs on this device."""
+    """Return True if the kernel runs on this device."""
     if device.type != "cuda" or varlen_kernel() is None:
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST
 
 
 def takes(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return whether the kernel computes this attention, of states [T, h, d] in their final
-    format."""
+    """Return True if the kernel supports this attention of states [T, h, d]."""
     plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
     size = query.shape[-1]
     return (
@@ -407,14 +407,12 @@ def attend_varlen(
     scale: float | None,
     varlen_kernel: VarlenKernel,
 ) -> Tensor:
-    """Causal attention of each segment to its prefix and itself, [T, h, d].
+    """Compute causal attention of each segment to its prefix and itself, [T, h, d].
 
-    torch's `varlen_attn` (FlashAttention) takes sequences of any lengths one after the other. It is
-    for plain causal attention in 16 bits; windows, soft caps, sinks and float32 go block by block,
-    as on a CPU, for which torch has no such kernel.
+    torch's `varlen_attn` (FlashAttention) supports plain causal attention in 16 bits. Layers with
+    windows, soft caps or sinks, float32, and CPUs use `attend` block by block.
 
-    Where a segment has more keys than queries the last of both stand together, as FlashAttention
-    aligns them.
+    If a segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
     """
     if varlen.gather_U is not None:
         key, value = (state.index_select(0, varlen.gather_U) for state in (key, value))

@@ -1,22 +1,24 @@
-"""Rollouts -> packed microbatches: no padding, one rollout after the other.
+"""Rollouts -> packed microbatches: one sequence after the other, without padding.
 
-Shapes: T all tokens of a microbatch, B its rollouts, S its sampled tokens. A microbatch of two
-rollouts ``p p s s t s`` and ``p s s`` (p prompt, s sampled, t tool)::
+A sequence is a trajectory as tensors. Shapes: T all tokens of a microbatch, B its sequences, S its
+sampled tokens. A microbatch of two sequences ``p p s s t s`` and ``p s s`` (p prompt, s sampled,
+t tool)::
 
     token_ids_T    p p s s t s | p s s
     segments       Segment(0, 6)  Segment(6, 3)
     targets_S        1 2   4   | 6 7        positions whose NEXT token was sampled
-    row_S            0 0   0   | 1 1
+    sequence_S       0 0   0   | 1 1
 
-A group's rollouts may share their prompt (`bundle_rows`): its tokens then stand once, and each
-rollout's own tokens attend to them. Two rollouts of prompt ``p p p`` with 2 and 1 tokens of their
-own, and a third one::
+Sequences of a group may share their prompt (`bundle_sequences`): its tokens then occur once, and
+each sequence's own tokens attend to them. Two sequences of prompt ``p p p`` with 2 and 1 tokens of
+their own, and a third one::
 
     tokens       a a a a a | p p p | s s | s
     segments     Segment(0, 5)  Segment(5, 3)  Segment(8, 2, 5, 3)  Segment(10, 1, 5, 3)
     positions    0 1 2 3 4   0 1 2   3 4   3
 
-Attention takes neighbouring segments of one prefix and like lengths in one call (`make_blocks`).
+Attention computes neighbouring segments of one prefix and similar length in one call
+(`make_blocks`).
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from agenttrain.types import LedgerError, Rollout, Task, Trajectory
 Item = TypeVar("Item")
 
 
-RowKey = tuple[str, int]
+SequenceKey = tuple[str, int]
 """A rollout's id and the index of one of its trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One trajectory as training sees it; everything of it comes from the trajectory's spans."""
+class TrainingSequence:
+    """One trajectory as tensors, all of them derived from the trajectory's spans."""
 
     rollout: Rollout
     trajectory: Trajectory
@@ -51,17 +53,18 @@ class Row:
     behaviour_S: Tensor
     """The engine's logprobs of the sampled tokens."""
     ref_logprobs_S: Tensor | None = None
-    """Logprobs under the reference, once it has scored the rollout."""
+    """Logprobs under the reference; None until it has scored the sequence."""
     old_logprobs_S: Tensor | None = None
-    """Logprobs under the policy before the step's first update, if the algorithm asks for them."""
+    """Logprobs under the policy before the step's first update; None if the algorithm does not
+    use them."""
     old_entropy_S: Tensor | None = None
-    """Its entropies there, likewise."""
+    """Entropies of the same distributions."""
     weight: float = 0.0
-    """Weight of each sampled token in the loss; 0: no gradient from this rollout."""
+    """Weight of each sampled token in the loss; 0: this sequence has no gradient."""
 
     @property
-    def key(self) -> RowKey:
-        """Names the row among those of all processes."""
+    def key(self) -> SequenceKey:
+        """Id of the sequence among those of all processes."""
         return self.rollout.rollout_id, self.trajectory.index
 
     @property
@@ -80,35 +83,39 @@ class Row:
         return self.rollout.advantage or 0.0
 
 
-def make_rows(rollout: Rollout) -> list[Row]:
-    """Return the tensors of each trajectory that has a sampled token."""
-    return [_make_row(rollout, t) for t in rollout.trajectories if t.sampled_length]
-
-
-def _make_row(rollout: Rollout, trajectory: Trajectory) -> Row:
-    mask_T = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
-    if mask_T[0]:
-        raise LedgerError(
-            f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
-            "is nothing before it that it was sampled from. Append the prompt first."
+def make_sequences(rollout: Rollout) -> list[TrainingSequence]:
+    """Return a sequence for each trajectory that has a sampled token."""
+    sequences = []
+    for trajectory in rollout.trajectories:
+        if not trajectory.sampled_length:
+            continue
+        mask_T = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
+        if mask_T[0]:
+            raise LedgerError(
+                f"{trajectory.name} turn 0: the token at position 0 is sampled, but there "
+                "is nothing before it that it was sampled from. Append the prompt first."
+            )
+        sequences.append(
+            TrainingSequence(
+                rollout=rollout,
+                trajectory=trajectory,
+                token_ids_T=torch.tensor(trajectory.token_ids),
+                targets_S=mask_T.nonzero()[:, 0] - 1,
+                behaviour_S=torch.tensor(trajectory.rollout_logprobs)[mask_T],
+            )
         )
-    return Row(
-        rollout=rollout,
-        trajectory=trajectory,
-        token_ids_T=torch.tensor(trajectory.token_ids),
-        targets_S=mask_T.nonzero()[:, 0] - 1,
-        behaviour_S=torch.tensor(trajectory.rollout_logprobs)[mask_T],
-    )
+    return sequences
 
 
-def stand_in() -> Row:
-    """A row without a sampled token, for a process that has no row and must not stay away.
+def stand_in() -> TrainingSequence:
+    """Return a sequence without a sampled token, for a process that has no sequence of its own.
 
-    Its loss is an empty sum: the backward pass meets the other processes' and adds nothing.
+    Such a process still has to run as many forward and backward passes as the others, because
+    these contain collectives. Its loss is an empty sum and adds nothing.
     """
     task = Task(task_id="stand-in", messages=())
     rollout = Rollout(task=task, rollout_id="stand-in", group_id="stand-in", sample=0)
-    return Row(
+    return TrainingSequence(
         rollout=rollout,
         trajectory=rollout.trajectories[0],
         token_ids_T=torch.zeros(2, dtype=torch.long),
@@ -120,18 +127,18 @@ def stand_in() -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Rows packed into one forward pass, the longest first."""
+    """Sequences packed into one forward pass, the longest first."""
 
-    rows: tuple[Row, ...]
+    sequences: tuple[TrainingSequence, ...]
     token_ids_T: Tensor
     segments: tuple[Segment, ...]
-    """The tokens' layout: one segment per rollout, and one per shared prompt."""
+    """Layout of the tokens: one segment per sequence, and one per shared prompt."""
     targets_S: Tensor
     labels_S: Tensor
     """The sampled tokens."""
     behaviour_S: Tensor
-    row_S: Tensor
-    """Index of the token's rollout in `rows`."""
+    sequence_S: Tensor
+    """Index in `sequences` of each sampled token's sequence."""
     advantages_B: Tensor
     weights_B: Tensor
     ref_logprobs_S: Tensor | None
@@ -139,120 +146,114 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Rows that are packed together because they share their first tokens; or one row alone."""
+    """Sequences packed together because they share their first tokens; or a single one."""
 
-    rows: tuple[Row, ...]
+    sequences: tuple[TrainingSequence, ...]
     """The longest first."""
     shared: int = 0
-    """Tokens of the shared prefix, a part of every row."""
+    """Length of the shared prefix, which every sequence includes."""
 
     @property
     def tokens(self) -> int:
-        """Tokens when the prefix stands once."""
-        return self.shared + sum(row.length - self.shared for row in self.rows)
+        """Number of tokens, the prefix counted once."""
+        return self.shared + sum(sequence.length - self.shared for sequence in self.sequences)
 
 
 def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> list[Microbatch]:
-    """Microbatches of at most `token_budget` tokens; a longer row is a microbatch alone.
+    """Pack bundles into microbatches of at most `token_budget` tokens.
 
-    Neighbours are of similar length, which the packed attention profits from. The microbatch with
-    the most tokens comes first, so that memory runs out at once if it does. Rows of one length
-    keep the order in which they were given.
+    A sequence over the budget gets a microbatch of its own. Neighbours have similar lengths, which
+    makes packed attention cheaper; sequences of equal length keep their order. The microbatch with
+    the most tokens comes first, so that a run that will run out of memory does so at once.
     """
-    fitting = [part for bundle in bundles for part in _fit(bundle, token_budget)]
-    by_length = sorted(fitting, key=lambda bundle: -bundle.rows[0].length)
-    microbatches = [_pack_one(part, device) for part in _within(by_length, token_budget)]
+
+    fitting: list[Bundle] = []
+    for bundle in bundles:
+        own = [sequence.length - bundle.shared for sequence in bundle.sequences]
+        for part in _cut(bundle.sequences, own, token_budget, bundle.shared):
+            fitting.append(Bundle(part, bundle.shared if len(part) > 1 else 0))
+    fitting.sort(key=lambda bundle: -bundle.sequences[0].length)
+    cut = _cut(fitting, [bundle.tokens for bundle in fitting], token_budget)
+    microbatches = [_pack_one(part, device) for part in cut]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
 
-def _fit(bundle: Bundle, token_budget: int) -> Iterator[Bundle]:
-    """The bundle in parts of at most `token_budget` tokens each, as far as rows allow."""
-    part: list[Row] = []
-    tokens = bundle.shared
-    for row in bundle.rows:
-        own = row.length - bundle.shared
-        if part and tokens + own > token_budget:
-            yield _bundle(part, bundle.shared)
-            part, tokens = [], bundle.shared
-        part.append(row)
-        tokens += own
-    yield _bundle(part, bundle.shared)
+def _cut(
+    items: Sequence[Item], lengths: Sequence[int], budget: int, shared: int = 0
+) -> Iterator[tuple[Item, ...]]:
+    """Cut `items` into runs of at most `budget` tokens each, `shared` ones of every run included.
 
-
-def _bundle(rows: list[Row], shared: int) -> Bundle:
-    return Bundle(tuple(rows), shared if len(rows) > 1 else 0)
-
-
-def _within(bundles: Sequence[Bundle], token_budget: int) -> Iterator[tuple[Bundle, ...]]:
-    part: list[Bundle] = []
-    tokens = 0
-    for bundle in bundles:
-        if part and tokens + bundle.tokens > token_budget:
-            yield tuple(part)
-            part, tokens = [], 0
-        part.append(bundle)
-        tokens += bundle.tokens
-    if part:
-        yield tuple(part)
+    An item over the budget is a run by itself.
+    """
+    run: list[Item] = []
+    tokens = shared
+    for item, length in zip(items, lengths, strict=True):
+        if run and tokens + length > budget:
+            yield tuple(run)
+            run, tokens = [], shared
+        run.append(item)
+        tokens += length
+    if run:
+        yield tuple(run)
 
 
 def _pack_one(bundles: tuple[Bundle, ...], device: torch.device) -> Microbatch:
+    """Lay out bundles one after the other: first the starts of sequences, then what follows."""
     layout = _Layout()
-    prefixes = layout.add_roots(bundles)
-    for bundle, prefix in zip(bundles, prefixes, strict=True):
-        layout.add_continuations(bundle, prefix)
-    rows = tuple(row for row, _ in layout.placed)
-    counts_B = torch.tensor([row.sampled_length for row in rows])
-    refs = [row.ref_logprobs_S for row in rows if row.ref_logprobs_S is not None]
-    labels = [row.token_ids_T[row.targets_S + 1] for row in rows]
+    # Sequences without a shared prefix, and shared prefixes, sorted together by length: attention
+    # then takes those of similar length in one call.
+    prefixes: dict[int, Segment] = {}
+    lengths = [bundle.shared or bundle.sequences[0].length for bundle in bundles]
+    for index in sorted(range(len(bundles)), key=lambda index: -lengths[index]):
+        first = bundles[index].sequences[0]
+        segment = layout.append(first.token_ids_T[: lengths[index]])
+        if bundles[index].shared:
+            prefixes[index] = segment
+        else:
+            layout.placed.append((first, segment))
+    for index, bundle in enumerate(bundles):
+        if prefix := prefixes.get(index):
+            for sequence in bundle.sequences:
+                own = sequence.token_ids_T[prefix.length :]
+                segment = layout.append(own, prefix.start, prefix.length)
+                layout.placed.append((sequence, segment))
+
+    sequences = tuple(sequence for sequence, _ in layout.placed)
+    targets = []
+    for sequence, segment in layout.placed:
+        # Positions before the prefix's end are the prefix's, wherever it stands.
+        own = sequence.targets_S - segment.prefix_length
+        in_prefix = sequence.targets_S + segment.prefix
+        targets.append(torch.where(own < 0, in_prefix, own + segment.start))
+    labels = [sequence.token_ids_T[sequence.targets_S + 1] for sequence in sequences]
+    counts_B = torch.tensor([sequence.sampled_length for sequence in sequences])
+    refs = [s.ref_logprobs_S for s in sequences if s.ref_logprobs_S is not None]
     return Microbatch(
-        rows=rows,
+        sequences=sequences,
         token_ids_T=torch.cat(layout.pieces).to(device),
         segments=tuple(layout.segments),
-        targets_S=torch.cat([_packed(row.targets_S, at) for row, at in layout.placed]).to(device),
+        targets_S=torch.cat(targets).to(device),
         labels_S=torch.cat(labels).to(device),
-        behaviour_S=torch.cat([row.behaviour_S for row in rows]).to(device),
-        row_S=torch.repeat_interleave(torch.arange(len(rows)), counts_B).to(device),
-        advantages_B=torch.tensor([row.advantage for row in rows]).to(device),
-        weights_B=torch.tensor([row.weight for row in rows]).to(device),
+        behaviour_S=torch.cat([sequence.behaviour_S for sequence in sequences]).to(device),
+        sequence_S=torch.repeat_interleave(torch.arange(len(sequences)), counts_B).to(device),
+        advantages_B=torch.tensor([sequence.advantage for sequence in sequences]).to(device),
+        weights_B=torch.tensor([sequence.weight for sequence in sequences]).to(device),
         ref_logprobs_S=torch.cat(refs).to(device) if refs else None,
     )
 
 
 class _Layout:
-    """A microbatch that grows segment by segment: starts of rollouts, then what follows them."""
+    """Layout of a microbatch, to which segments are appended."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
         self.pieces: list[Tensor] = []
-        self.placed: list[tuple[Row, Segment]] = []
-        """Every row with its last segment."""
+        """Token ids of each segment."""
+        self.placed: list[tuple[TrainingSequence, Segment]] = []
+        """Every sequence with its last segment."""
 
-    def add_roots(self, bundles: Sequence[Bundle]) -> list[Segment | None]:
-        """Rows alone and shared prefixes, the longest first; each bundle's prefix, if it has one.
-
-        Together, so that attention takes those of similar length in one call.
-        """
-        found: dict[int, Segment] = {}
-        lengths = [bundle.shared or bundle.rows[0].length for bundle in bundles]
-        for index in sorted(range(len(bundles)), key=lambda index: -lengths[index]):
-            bundle = bundles[index]
-            first = bundle.rows[0]
-            segment = self._append(first.token_ids_T[: lengths[index]])
-            if bundle.shared:
-                found[index] = segment
-            else:
-                self.placed.append((first, segment))
-        return [found.get(index) for index in range(len(bundles))]
-
-    def add_continuations(self, bundle: Bundle, prefix: Segment | None) -> None:
-        """Append the tokens that the rows of a bundle do not share."""
-        if prefix is not None:
-            for row in bundle.rows:
-                own = row.token_ids_T[prefix.length :]
-                self.placed.append((row, self._append(own, prefix.start, prefix.length)))
-
-    def _append(self, token_ids: Tensor, prefix: int = 0, prefix_length: int = 0) -> Segment:
+    def append(self, token_ids: Tensor, prefix: int = 0, prefix_length: int = 0) -> Segment:
+        """Append a segment of these tokens after a prefix that stands earlier."""
         start = self.segments[-1].end if self.segments else 0
         segment = Segment(start, token_ids.numel(), prefix, prefix_length)
         self.segments.append(segment)
@@ -260,14 +261,8 @@ class _Layout:
         return segment
 
 
-def _packed(positions: Tensor, segment: Segment) -> Tensor:
-    """Packed positions of a row's own ones, where the row ends with `segment`."""
-    own = positions - segment.prefix_length
-    return torch.where(own < 0, positions + segment.prefix, own + segment.start)
-
-
 def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    """`groups` in order, in `parts` parts that differ by at most one group.
+    """Split `groups` in order into `parts` lists whose lengths differ by at most one.
 
     Example: 5 groups in 2 parts are 3 and 2; 1 group in 2 parts is 1 and none.
     """
@@ -277,53 +272,54 @@ def split(groups: Sequence[Item], parts: int) -> list[Sequence[Item]]:
 
 
 CALL_FLOPS = 18e6
-"""Cost of one more attention call per layer, forward and backward, in the arithmetic that a CPU
-core does meanwhile. Measured at hidden size 128, groups of 6 and 90 tokens after the prompt: shared
-prompts of 10 / 20 / 40 tokens take 1.08 / 0.92 / 0.83 times as long as prompts that are not."""
+"""Cost of one more attention call per layer, forward and backward, as the arithmetic that a CPU
+core could do in that time. Measured at hidden size 128 with groups of 6 and 90 tokens after the
+prompt: sharing a prompt of 10 / 20 / 40 tokens takes 1.08 / 0.92 / 0.83 times as long as not."""
 TOKEN_FLOPS = 72
-"""Cost of a token in a layer, forward and backward, per squared hidden size: 12 H^2 weights, 2 each
+"""Operations of a token in a layer per squared hidden size: 12 H^2 weights, for each 2 operations
 forward and 4 backward."""
 
 
-def bundle_rows(rows: Sequence[Row], *, share: bool, least: int = 1) -> list[Bundle]:
-    """`rows` in bundles: groups that share a prompt of at least `least` tokens, and rows alone.
+def bundle_sequences(
+    sequences: Sequence[TrainingSequence], *, share: bool, least: int = 1
+) -> list[Bundle]:
+    """Bundle the sequences of a group that share a prompt of at least `least` tokens.
 
-    Rows of a group whose prompts differ are apart. Bundles stand in the order of their first rows.
+    All others are bundles of one. Bundles come in the order of their first sequences.
     """
-    alike: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(rows):
-        long = share and row.trajectory.prompt_length >= least
-        alike.setdefault(_prompt(row) if long else (index,), []).append(row)
-    return [_prefix_bundle(found) for found in alike.values()]
-
-
-def _prompt(row: Row) -> tuple[object, ...]:
-    ids = row.token_ids_T[: row.trajectory.prompt_length]
-    return row.rollout.group_id, *ids.tolist()
-
-
-def _prefix_bundle(rows: Sequence[Row]) -> Bundle:
-    by_length = tuple(sorted(rows, key=lambda row: -row.length))
-    return Bundle(by_length, rows[0].trajectory.prompt_length if len(rows) > 1 else 0)
+    alike: dict[tuple[object, ...], list[TrainingSequence]] = {}
+    for index, sequence in enumerate(sequences):
+        key: tuple[object, ...] = (index,)
+        length = sequence.trajectory.prompt_length
+        if share and length >= least:
+            key = (sequence.rollout.group_id, *sequence.token_ids_T[:length].tolist())
+        alike.setdefault(key, []).append(sequence)
+    return [
+        Bundle(
+            tuple(sorted(bundle, key=lambda sequence: -sequence.length)),
+            bundle[0].trajectory.prompt_length if len(bundle) > 1 else 0,
+        )
+        for bundle in alike.values()
+    ]
 
 
 def least_prompt(hidden_size: int) -> int:
-    """Tokens of the shortest prompt that is worth sharing.
+    """Return the length of the shortest prompt that is worth sharing.
 
-    Each rollout that does not compute its prompt saves its tokens in every layer, and costs an
-    attention call of its own there. Example: 4 tokens at hidden size 256, 62 at 64.
+    In every layer, a sequence that shares its prompt saves the prompt's tokens and costs one more
+    attention call. Example: 4 tokens at hidden size 256, 62 at 64.
     """
     return 1 + int(CALL_FLOPS / (TOKEN_FLOPS * hidden_size**2))
 
 
 SHORTEST = 0.85
-"""Rollouts at least this long, relative to a block's longest, share its call. Measured on CPU with
-96 rollouts of 80-250 tokens: 0.8 to 0.95 differ little, one call per rollout is 4 % slower."""
+"""Least length of a segment relative to the longest of its block. Measured on CPU with 96 sequences
+of 80 to 250 tokens: 0.8 to 0.95 differ little, one call per sequence is 4 % slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring tokens that see each other causally, and all of their prefix."""
+    """Neighbouring tokens that attend to each other causally, and to all of their prefix."""
 
     start: int
     """Packed position of the first token."""
@@ -331,7 +327,7 @@ class Segment:
     prefix: int = 0
     """Packed position at which the prefix starts."""
     prefix_length: int = 0
-    """0: the segment is the start of its rollout."""
+    """0: the segment starts its sequence."""
 
     @property
     def end(self) -> int:
@@ -341,52 +337,59 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Neighbouring segments of one prefix and similar length, attended to in one padded call.
+    """Neighbouring segments of one prefix and similar length, computed in one padded call.
 
-    Padding stands at the end, where causal attention never sees it, and its queries are dropped.
+    Padding is at the end of each segment, where causal attention never sees it; the outputs of its
+    queries are dropped.
     """
 
     start: int
-    """Packed position of the first token; the block's tokens are neighbours."""
+    """Packed position of the first token."""
     tokens: int
     segments: int
     length: int
     """Tokens of the longest segment."""
     prefix_block: int
-    """Which of all blocks holds the prefix, and at which of its tokens it starts."""
+    """Index of the block that holds the prefix."""
     prefix: int
+    """Token of that block at which the prefix starts."""
     prefix_length: int
     gather: Tensor
-    """[segments x length] The block's token at every padded position; padding repeats the last."""
+    """[segments x length] Token of the block at every padded position; padding repeats the last."""
     scatter: Tensor
-    """[tokens] Padded position of each of the block's tokens."""
+    """[tokens] Padded position of each token of the block."""
     padding: Tensor
-    """Padded positions that are no token's."""
+    """Padded positions without a token."""
 
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
-    """Blocks of the segments, which stand one after the other from packed position 0."""
+    """Make blocks of segments that stand one after the other from packed position 0."""
     blocks: list[Block] = []
     first = 0
     for index in range(1, len(segments) + 1):
-        if index < len(segments) and _alike(segments[first], segments[index]):
-            continue
+        if index < len(segments):
+            longest, other = segments[first], segments[index]
+            prefixes = [(s.prefix, s.prefix_length) for s in (longest, other)]
+            similar = SHORTEST * longest.length <= other.length <= longest.length
+            if prefixes[0] == prefixes[1] and similar:
+                continue
         blocks.append(_make_block(segments[first:index], blocks, device))
         first = index
     return tuple(blocks)
 
 
-def _alike(longest: Segment, other: Segment) -> bool:
-    same_prefix = (longest.prefix, longest.prefix_length) == (other.prefix, other.prefix_length)
-    return same_prefix and SHORTEST * longest.length <= other.length <= longest.length
-
-
 def _make_block(
     segments: Sequence[Segment], before: Sequence[Block], device: torch.device
 ) -> Block:
+    """Make a block of segments of one prefix, the longest first; `before` are earlier blocks."""
     longest = segments[0]
     start = longest.start
-    prefix_block, prefix = _place_of_prefix(longest, before)
+    prefix_block, prefix = 0, 0
+    if longest.prefix_length:
+        prefix_block = bisect_right(before, longest.prefix, key=lambda block: block.start) - 1
+        prefix = longest.prefix - before[prefix_block].start
+        end = prefix + longest.prefix_length
+        assert end <= before[prefix_block].tokens, "a prefix is one earlier segment"
     steps_L = torch.arange(longest.length, device=device)
     lengths_B1 = torch.tensor([segment.length for segment in segments], device=device)[:, None]
     starts_B1 = torch.tensor([s.start - start for s in segments], device=device)[:, None]
@@ -405,18 +408,8 @@ def _make_block(
     )
 
 
-def _place_of_prefix(segment: Segment, before: Sequence[Block]) -> tuple[int, int]:
-    """Which block holds the prefix, and at which of its tokens it starts; 0, 0 without one."""
-    if not segment.prefix_length:
-        return 0, 0
-    index = bisect_right(before, segment.prefix, key=lambda block: block.start) - 1
-    first = segment.prefix - before[index].start
-    assert first + segment.prefix_length <= before[index].tokens, "a prefix is one earlier segment"
-    return index, first
-
-
 def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:
-    """Segments of rollouts that share nothing."""
+    """Return the segments of sequences of these lengths that share nothing."""
     segments, start = [], 0
     for length in lengths:
         segments.append(Segment(start, length))
@@ -425,5 +418,5 @@ def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:
 
 
 def positions(segments: Sequence[Segment]) -> Tensor:
-    """[T] Each token's place in its own rollout, from 0."""
+    """Return each token's position in its own sequence, from 0, [T]."""
     return torch.cat([torch.arange(s.prefix_length, s.prefix_length + s.length) for s in segments])

@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints: complete or absent, never half-written.
 
 checkpoints/step-000010/   model.safetensors, config.json, tokenizer: loadable by transformers
                            (with LoRA: adapter_model.safetensors and adapter_config.json)
                            policy.pt      optimizer and step; sharded: policy-0.pt, policy-1.pt, …
                            rng-0.pt       python, numpy and torch random states of process 0
-                           state.json     what the trainer wants back
+                           state.json     state of the training loop
                            manifest.json  sha256 of each file above; written last
 checkpoints/latest         link to the newest
-checkpoints/best           link to the best by its evaluation, which stays (checkpoint.keep_best)
+checkpoints/best           link to the best by its evaluation (checkpoint.keep_best)
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import (
     WHOLE,
     assign,
+    full_weights,
     is_sharded,
     read_state,
     read_tensors,
-    whole_weights,
     write_part,
 )
 
@@ -66,10 +66,10 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, tokenizer: Any, keep: int, main: bool = True) -> None:
-        """`keep` newest checkpoints stay. The tokenizer is saved with the chat template it has.
+        """Keep the `keep` newest checkpoints in `folder`, each with the tokenizer and its template.
 
-        Of a run's processes the `main` one alone clears away what an earlier run left over: another
-        may come when a new checkpoint is already being written.
+        Only the `main` process removes leftovers of an earlier run: another process may start when
+        the main one is already writing a checkpoint.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
@@ -81,7 +81,7 @@ class Checkpoints:
         self._keep = keep
 
     def beside(self, folder: Path) -> Checkpoints:
-        """Make the checkpoints of another folder, which keeps one."""
+        """Return the checkpoints of another folder, which keeps one."""
         return Checkpoints(folder, tokenizer=self._tokenizer, keep=1, main=self._main)
 
     @property
@@ -97,21 +97,21 @@ class Checkpoints:
         state: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write `step-<step>`; `state` is JSON that `load` returns, with `step` added.
+        """Write the checkpoint `step-<step>` and return its folder; all processes together.
 
-        `rng` are the `random_states` that `load` restores; None: those of this moment.
-        A process that dies on the way leaves the earlier checkpoints as they were. Raises OSError
-        or CheckpointError when it cannot be written.
+        `state` is JSON that `load` returns with `step` added. `rng` are the `random_states` that
+        `load` restores; None: the current ones. If a process dies meanwhile, earlier checkpoints
+        are as they were. Raises OSError or CheckpointError if it cannot be written.
         """
         path = self.folder / f"{PREFIX}{step:06d}"
         part = self.folder / f".{path.name}.part"
         world = policy.world
         try:
-            # All processes gather the weights, and the main one has them.
+            # All processes gather the weights; only the main one holds them.
             if is_adapted(policy.model):
                 weights = adapter_weights(policy.model)
             else:
-                weights = whole_weights(policy.model, keep=world.is_main)
+                weights = full_weights(policy.model, keep=world.is_main)
             with world.together(f"{path.name}: its folder", *UNWRITABLE, patient=True):
                 if world.is_main:
                     shutil.rmtree(part, ignore_errors=True)
@@ -131,14 +131,14 @@ class Checkpoints:
                     self._link(LATEST, path)
                     self._prune(path)
         except UNWRITABLE:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
             raise
         return path
 
     def _write(
         self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
     ) -> None:
-        """Write what the main process writes: model, tokenizer, an unsharded policy, the state."""
+        """Write the main process's files: model, tokenizer, unsharded policy, state."""
         with _as_not_written(part):
             if is_adapted(policy.model):
                 save_adapter(policy.model, part, weights)
@@ -150,11 +150,10 @@ class Checkpoints:
         (part / "state.json").write_text(json.dumps(state))
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random states from `path`; returns the saved state.
+        """Restore weights, optimizer and random states from `path`; return the saved state.
 
-        Any number of processes may have written it: a process of a higher rank than those gets
-        random states of its own. Raises CheckpointError, before anything is changed, when a file is
-        not what was written.
+        Any number of processes may have written it. Raises CheckpointError, before anything
+        changes, if a file is not what was written.
         """
         with policy.world.together(f"{path.name}: its files", CheckpointError, patient=True):
             if policy.world.is_main:
@@ -173,24 +172,24 @@ class Checkpoints:
         if (path / f"rng-{rank}.pt").exists():
             set_random_states(read_tensors(path / f"rng-{rank}.pt"))
         else:
-            # One process more than wrote them: its states follow from those of the first.
+            # There were fewer processes: derive this one's states from those of the first.
             text = f"{digest(path / 'rng-0.pt')}-{rank}".encode()
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
             seed_random(seed)
         return json.loads((path / "state.json").read_text())
 
     def load_latest(self, policy: Policy) -> dict[str, Any]:
-        """Restore the newest checkpoint that is whole; a warning names what is wrong with others.
+        """Restore the newest intact checkpoint; warn of newer ones, naming what is wrong.
 
-        Newer ones that are not whole become `.corrupt-step-<step>`: the run will write those steps
-        anew. Raises CheckpointError, and moves nothing, if there is none.
+        Newer ones are renamed `.corrupt-step-<step>`, since the run will write those steps again.
+        Raises CheckpointError, and renames nothing, if no checkpoint is intact.
         """
         world, name = policy.world, None
         with world.together("the newest checkpoint", CheckpointError, patient=True):
             name = latest(self.folder).name if world.is_main else None
         path = self.folder / str(world.broadcast(name, "the newest checkpoint"))
         state = self.load(policy, path)
-        # A later process must see the same folder: nothing moves before all have read it.
+        # All processes must see the same folder: rename only after all have read it.
         policy.world.barrier(f"{path.name}: read")
         if policy.world.is_main:
             for corrupt in newest_first(self.folder):
@@ -198,12 +197,12 @@ class Checkpoints:
                     break
                 put_aside(corrupt, f".corrupt-{corrupt.name}")
             self._link(LATEST, path)
-            self._prune(path)  # a run that was killed between the writing and that left one more
+            self._prune(path)  # a run killed between writing and pruning left one too many
         policy.world.barrier(f"{path.name}: the newest")
         return state
 
     def mark_best(self, policy: Policy, step: int) -> None:
-        """Mark the checkpoint of that step as the best: it stays, and the one before need not."""
+        """Mark the checkpoint of `step` as the best: it is kept, the former best is not."""
         if policy.world.is_main:
             path = self.folder / f"{PREFIX}{step:06d}"
             self._link(BEST, path)
@@ -214,13 +213,15 @@ class Checkpoints:
         part.unlink(missing_ok=True)
         part.symlink_to(path.name)
         link = self.folder / name
-        if link.is_dir() and not link.is_symlink():  # copied by something that follows links
+        if (
+            link.is_dir() and not link.is_symlink()
+        ):  # a copy of the run by a tool that follows links
             put_aside(link, f".former-{name}")
         part.replace(link)
         sync(self.folder)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but `written`, the newest others, and the best one."""
+        """Remove old checkpoints; `written`, the newest others and the best one stay."""
         best = self.folder / BEST
         kept = {written, self.folder / best.readlink()} if best.is_symlink() else {written}
         others = [path for path in newest_first(self.folder) if path != written]
@@ -231,8 +232,7 @@ class Checkpoints:
 
 @contextmanager
 def _as_not_written(part: Path) -> Iterator[None]:
-    """Turn the errors that torch, safetensors and tokenizers raise on a full disk into
-    NotWritten."""
+    """Turn errors of torch, safetensors and tokenizers on a full disk into NotWritten."""
     try:
         yield
     except Exception as error:
@@ -243,9 +243,9 @@ def _as_not_written(part: Path) -> Iterator[None]:
 
 
 def random_states() -> dict[str, Any]:
-    """States of every random generator that training, tools and rewards draw from, in this process.
+    """Return the states of all random generators of this process: python, numpy, torch.
 
-    They are plain values and tensors, which torch loads with weights_only.
+    They are plain values and tensors, which torch can load with weights_only.
     """
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
@@ -260,10 +260,10 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue from where `random_states` was called.
+    """Restore the states that `random_states` returned.
 
-    On a machine with other GPUs: the state of the GPU that this process computed on goes to the GPU
-    that it computes on now, and the states of the others to as many others as there are.
+    On a machine with other GPUs, the state of this process's GPU goes to its current GPU, and the
+    states of the others to as many other GPUs as there are.
     """
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -274,7 +274,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     count = torch.cuda.device_count() if saved and torch.cuda.is_available() else 0
     if count:
         own = torch.cuda.current_device()
-        # A checkpoint of before `cuda_device` was kept: as far as can be known the same one.
+        # Older checkpoints lack `cuda_device`: assume the same GPU.
         before = states.get("cuda_device", own if own < len(saved) else 0)
         for device in range(min(len(saved), count)):
             torch.cuda.set_rng_state(saved[device], device)
@@ -282,7 +282,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def seed_random(seed: int) -> None:
-    """Seed all of them; numpy takes 32 bits."""
+    """Seed all random generators; numpy takes 32 bits of the seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Checkpoint folders on disk: whole or not there, and verified by hashes.
+"""Checkpoint folders on disk: complete or absent, and verified by hashes.
 
-manifest.json holds the sha256 of each other file by its name, and under its own name that of all
-these lines: a manifest that lost one of them does not verify either.
+manifest.json holds the sha256 of every other file by name, and under its own name the sha256 of
+these entries: a manifest that lost an entry does not verify either.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ READ_BY_LOADERS = (
     *("*.safetensors", "*.bin", "*.pt", "*.index.json", "adapter_config.json", "*token*"),
     "chat_template*",
 )
-"""Names that transformers, vLLM or we look for: one that nobody wrote would change what loads."""
+"""Names that transformers, vLLM or we load: an added file of such a name would change the model."""
 
 
 class CheckpointError(AgenttrainError):
-    """A checkpoint is torn, corrupt or missing; the message names the file."""
+    """A checkpoint is incomplete, corrupt or missing; the message names the file."""
 
 
 class NotRead(CheckpointError, ValueError):
-    """A pickle that holds more than tensors and plain values; its message names the file."""
+    """A pickle holds more than tensors and plain values; the message names the file."""
 
 
 class NotWritten(CheckpointError):
@@ -44,9 +44,9 @@ class NotWritten(CheckpointError):
 
 @contextmanager
 def only_tensors(path: Path) -> Iterator[None]:
-    """Turn torch's refusal to unpickle what could run code into NotRead of `path`, within.
+    """Turn torch's refusal to unpickle code in the block into NotRead, which names `path`.
 
-    Code within reads pickles with ``weights_only=True``, torch's own default.
+    The block must read pickles with ``weights_only=True``, torch's default.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def only_tensors(path: Path) -> Iterator[None]:
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint under `folder` that verifies; others are skipped with a warning.
+    """Return the newest checkpoint in `folder` that verifies; skip others with a warning.
 
     Raises CheckpointError if there is none.
     """
@@ -69,11 +69,11 @@ def latest(folder: Path) -> Path:
             print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
         else:
             return path
-    raise CheckpointError(f"{folder}: no whole checkpoint. Start the run anew.")
+    raise CheckpointError(f"{folder}: no intact checkpoint. Start the run anew.")
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The finished checkpoints under `folder`, whole or not, by their step."""
+    """Return the checkpoints in `folder`, intact or not, the newest first."""
     by_step = {
         int(match[1]): path
         for path in folder.glob(f"{PREFIX}*")
@@ -83,7 +83,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError, naming the file, unless the files are what was written."""
+    """Raise CheckpointError, naming the file, unless all files are as they were written."""
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -105,21 +105,21 @@ def verify(path: Path) -> None:
 
 
 def seal(part: Path) -> None:
-    """Write the manifest, make the files readable as the umask allows, force everything to disk."""
+    """Write the manifest, apply the umask to all files, force everything to disk."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     digests = {str(path.relative_to(part)): digest(path) for path in files}
     text = json.dumps({**digests, MANIFEST: _digest_of(digests)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
-    share_like(part / MANIFEST, files)
+    copy_mode(part / MANIFEST, files)
     for path in (*files, part / MANIFEST, part):
         sync(path)
 
 
-def share_like(example: Path, files: Iterable[Path]) -> None:
-    """Give `files` the mode of `example`, a file that was written in the ordinary way.
+def copy_mode(example: Path, files: Iterable[Path]) -> None:
+    """Give `files` the mode of `example`, a file that was written normally.
 
-    safetensors writes weights with mode 0600, whatever the umask: a server that runs as another
-    user could not load them.
+    safetensors writes weights with mode 0600 whatever the umask, so that a server of another user
+    could not load them.
     """
     mode = stat.S_IMODE(example.stat().st_mode)
     for path in files:
@@ -127,7 +127,7 @@ def share_like(example: Path, files: Iterable[Path]) -> None:
 
 
 def replace(part: Path, path: Path) -> None:
-    """Move the finished folder to its name; one that has it already goes last."""
+    """Rename the finished folder; remove a former one of that name last."""
     former = path.with_name(f".{path.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if path.exists():
@@ -138,11 +138,11 @@ def replace(part: Path, path: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Undo a replacement that died between its two renames; clear away what else was left over."""
+    """Undo a replacement that died between its two renames; remove other leftovers."""
     for former in folder.glob(f".{PREFIX}*.former"):
         path = folder / former.name[1:].removesuffix(".former")
         if not path.exists():
-            with suppress(FileNotFoundError):  # another process of the run has done it
+            with suppress(FileNotFoundError):  # another process of the run did it
                 former.rename(path)
     for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
         for leftover in folder.glob(pattern):
@@ -150,20 +150,20 @@ def recover(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a process that dies on the way leaves no half of it."""
+    """Remove a checkpoint; a process that dies meanwhile leaves no half of it under its name."""
     put_aside(path, f"{PRUNED}{path.name}")
     shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
 
 
 def put_aside(path: Path, name: str) -> None:
-    """Rename within the folder, in place of what has that name."""
+    """Rename within the folder; replace a folder of that name."""
     aside = path.with_name(name)
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file, hex."""
+    """Return the sha256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -173,7 +173,7 @@ def _digest_of(files: Mapping[str, str]) -> str:
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
+    """Force a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

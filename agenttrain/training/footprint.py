@@ -1,8 +1,9 @@
-"""Bytes that training takes, from a model's config alone: nothing of the model's size is allocated.
+"""Memory that training takes, computed from a model's config without allocating its weights.
 
-The model stands on the meta device, so its weights have shapes and no contents. What the backward
-pass keeps is what autograd saves in a forward pass over fake tensors, of the model's own code and
-the attention that training uses. Shapes: T tokens of a microbatch, H hidden, V vocabulary.
+The model is on the meta device: its weights have shapes and no content. The activations held for
+the backward pass are those that autograd saves in a forward pass over fake tensors, with the
+model's own code and the attention of training. Shapes: T tokens of a microbatch, H hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from agenttrain.training.lora import add_lora
 from agenttrain.training.optimizers import MasterWeights, build_optimizer
 
 FLOAT32 = 4
-"""Bytes of a number in it."""
+"""Bytes of a number in float32."""
 STEP_COUNT = 4
-"""Bytes of AdamW's count of steps, one per parameter."""
+"""Bytes of AdamW's step counter, one per parameter."""
 LAYER_GRADIENTS = 4 / 3
-"""Most bytes that a layer's backward pass holds, over those that its forward pass saved: 1.2 to 1.3
-as measured on a small Qwen3."""
+"""Peak of a layer's backward pass relative to the bytes that its forward pass saved; measured 1.2
+to 1.3 on a small Qwen3."""
 TILES = 3
-"""Tiles of logits at once: the product, unless it is kept, and two made of it."""
+"""Tiles of logits at once: the product, unless it is kept, and two computed from it."""
 TRACED, TRACED_SCORES = 256, 2048
-"""Tokens of the longer of two traced rollouts; longer microbatches follow the line through both.
-The second where scores stand in memory, which is no line before."""
+"""Tokens of the longer of two traced rollouts; longer ones are extrapolated linearly. The second is
+for models whose scores are held in memory: only from there on is the growth linear."""
 
 
 def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrainedModel:
-    """A model of a transformers config without storage; with adapters, if `lora` has a rank."""
+    """Return the model of a config without storage; with adapters if `lora` has a rank."""
     with init_empty_weights(include_buffers=True):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora.rank:
             add_lora(model, lora)
-            # Where weights are real, peft gives an adapter the format of the layer that it is for.
+            # With real weights, peft gives an adapter the format of its layer.
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(dtype)
@@ -57,7 +58,7 @@ def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrain
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters; tied ones once."""
+    """Return the bytes of all parameters; tied ones count once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -66,15 +67,15 @@ class Updating:
     """Bytes that an optimizer update holds beside the weights."""
 
     gradients: int
-    """In the format of the weights; where there are copies a sum in float32 beside them."""
+    """In the format of the weights; weights with a float32 copy have a float32 sum as well."""
     masters: int
     """Float32 copies of weights in another format."""
     moments: int
-    """AdamW's two, Muon's one, none of SGD."""
+    """Two for AdamW, one for Muon, none for SGD."""
 
 
 def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
-    """The sizes of a model's gradients and of its optimizer's state."""
+    """Return the bytes of a model's gradients and of its optimizer's state."""
     optimizer = build_optimizer(model, config)
     copied = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
     masters = sum(_bytes(master) for _, master in copied)
@@ -99,10 +100,10 @@ def _moments(optimizer: Optimizer) -> int:
 
 
 class Saved:
-    """Bytes kept for the backward pass by a forward pass over one rollout.
+    """Bytes that a forward pass over one rollout holds for the backward pass, the head excluded.
 
-    Without the head, and without what is a weight already. They grow by the same amount per token:
-    attention keeps no square of scores, but for soft-capped ones, up to a few thousand tokens.
+    Weights are not counted. The bytes grow linearly with tokens: attention holds no square of
+    scores, except soft-capped attention up to a few thousand tokens.
     """
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
@@ -112,7 +113,7 @@ class Saved:
         self._traced: dict[int, int] = {}
 
     def __call__(self, tokens: int) -> int:
-        """Bytes for a rollout of that many tokens."""
+        """Return the bytes for a rollout of that many tokens."""
         longest = self._longest
         if tokens <= longest:
             return self._trace(tokens)
@@ -120,10 +121,10 @@ class Saved:
         return full + round((full - half) / (longest - longest // 2) * (tokens - longest))
 
     def _trace(self, tokens: int) -> int:
-        """Sum up what autograd saves in a forward pass over fake tensors; once per length."""
+        """Return the bytes that autograd saves in a forward pass over fake tensors; cached."""
         if tokens in self._traced:
             return self._traced[tokens]
-        # Made before the mode: where a block's tokens stand depends on lengths, which fakes lack.
+        # Before entering the mode: the layout depends on values, which fake tensors lack.
         blocks = make_blocks(one_after_the_other([tokens]), torch.device("cpu"))
         net = backbone(self._model)
         mode = FakeTensorMode()
@@ -145,7 +146,7 @@ class Saved:
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, "blocks": blocks, "use_cache": False}
         with packing(self._model), mode, cast, saved_tensors_hooks(save, lambda tensor: tensor):
-            # The output is held until the sum is taken, or storages would be freed and used again.
+            # Hold the output until the sum is taken, or storages would be freed and reused.
             output = functional_call(net, state, (ids,), keywords)
             self._traced[tokens] = sum(storage.nbytes() for storage in saved.values())
             del output
@@ -158,7 +159,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """(numbers of a token's key, of its value) for every layer that keeps them."""
+    """Return (numbers of a token's key, of its value) for every layer that caches them."""
     net = backbone(model)
     with FakeTensorMode(), torch.no_grad():
         state: Mapping[str, Tensor] = {
@@ -180,21 +181,21 @@ def cached_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
 def head_bytes(
     model: PreTrainedModel, tokens: int, *, budget_mb: int, autocast: bool, device: str
 ) -> int:
-    """Most bytes that log-probabilities and their backward pass add, over `tokens` sampled ones.
+    """Return the peak bytes of the logprobs of `tokens` sampled tokens and their backward pass.
 
-    Logits are kept up to the budget and computed again above it, so a microbatch with fewer sampled
+    Logits within the budget are kept, others are computed again: a microbatch with fewer sampled
     tokens may take as much as a full one.
     """
     head: Any = model.get_output_embeddings()
     entries, hidden = head.weight.shape
     size = 2 if autocast else head.weight.element_size()
     chunk, logits = CPU_TILE if device == "cpu" else GPU_TILE
-    rows = max(1, min(chunk, tokens))
-    tile = rows * min(entries, max(1, logits // rows)) * FLOAT32
+    height = max(1, min(chunk, tokens))
+    tile = height * min(entries, max(1, logits // height)) * FLOAT32
     wanted, budget = tokens * entries * FLOAT32, budget_mb * 2**20
     tiles = (TILES if wanted > budget else TILES - 1) * tile
     weight = head.weight.numel() if head.weight.requires_grad else 0
-    # The weight's gradient is summed in float32, and cast to the weight's format after the tiles.
+    # The weight's gradient is summed in float32 and cast to the weight's format at the end.
     cast = weight * size if size != FLOAT32 else 0
     states = tokens * hidden * (size + FLOAT32)
     return min(wanted, budget) + weight * FLOAT32 + max(tiles, cast) + states

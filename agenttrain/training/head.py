@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of labels under a linear head, tile by tile.
 
-No [tokens x vocabulary] tensor stands in memory unless `keep` asks for the logits to be kept for
-the backward pass; then they are its only one. Shapes: S tokens, H hidden, V vocabulary, C tokens
+There is no [tokens x vocabulary] tensor in memory unless `keep` keeps the logits for the backward
+pass; then they are the only one. Shapes: S tokens, H hidden, V vocabulary, C tokens
 and N vocabulary entries of a tile.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CPU_TILE = (256, 2**19)
-"""Tokens, and logits, of a tile: 2 MiB in fp32, which stay in a CPU core's cache."""
+"""(tokens, logits) of a tile: 2 MiB in fp32, which fit into a CPU core's cache."""
 GPU_TILE = (4096, 2**25)
 """128 MiB in fp32: large enough for a GPU's matrix products."""
 LOWEST = -1e30
@@ -43,7 +43,7 @@ class LogitTransform:
         return capped * (self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d output, from the logits."""
+        """Return d logits / d output, from the logits."""
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
@@ -60,10 +60,10 @@ def linear_logprobs(
     keep: bool,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(transform(hidden @ weight.T + bias)) at the labels, and the entropies, [S] each.
+    """Return log softmax(transform(hidden @ weight.T + bias)) at the labels; entropies; [S] each.
 
-    Products are of the type of `hidden` (of autocast's within it), everything else in fp32 at
-    least. The entropies carry a gradient only where asked.
+    Products have the type of `hidden` (under autocast, autocast's); everything else is at least
+    fp32. The entropies carry a gradient only with `entropy_grad`.
     """
     logprobs_S, entropy_S = _LinearLogprobs.apply(
         hidden_SH, weight_VH, bias_V, labels_S, transform, keep and torch.is_grad_enabled()
@@ -86,12 +86,11 @@ class _LinearLogprobs(torch.autograd.Function):
         product = _Product.of(hidden_SH, weight_VH, bias_V)
         statistics = _Statistics.empty(labels_S, product.exact)
         kept = []
-        for vocabulary in product.vocabulary_tiles():
-            for tokens in product.token_tiles():
-                logits = transform(product(tokens, vocabulary))
-                statistics.fold(logits, tokens, vocabulary)
-                if keep:
-                    kept.append(logits)
+        for tokens, vocabulary in product.tiles():
+            logits = transform(product(tokens, vocabulary))
+            statistics.fold(logits, tokens, vocabulary)
+            if keep:
+                kept.append(logits)
         normaliser_S, entropy_S = statistics.normaliser(), statistics.entropy()
         ctx.save_for_backward(
             hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
@@ -109,17 +108,16 @@ class _LinearLogprobs(torch.autograd.Function):
         slopes = _Slopes(labels_S, normaliser_S, entropy_S, grad_logprobs_S, grad_entropy_S)
         grads = _Gradients(product, ctx.needs_input_grad)
         tiles = iter(kept)
-        for vocabulary in product.vocabulary_tiles():
-            for tokens in product.token_tiles():
-                logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
-                slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
-                grads.add(slope, tokens, vocabulary)
+        for tokens, vocabulary in product.tiles():
+            logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
+            slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
+            grads.add(slope, tokens, vocabulary)
         # Autograd casts each to the type of its input.
         return *grads.sums, None, None, None
 
 
 class _Product:
-    """hidden @ weight.T + bias in tiles; products in `type`, results in fp32 at least."""
+    """hidden @ weight.T + bias, tile by tile; products in `type`, results at least in fp32."""
 
     def __init__(
         self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, type: torch.dtype
@@ -138,26 +136,26 @@ class _Product:
         type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
         return cls(hidden_SH, weight_VH, bias_V, type)
 
-    def vocabulary_tiles(self) -> Iterator[slice]:
-        return _slices(self.weight_VH.shape[0], self.entries)
-
-    def token_tiles(self) -> Iterator[slice]:
-        return _slices(self.hidden_SH.shape[0], self.tokens)
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the tokens and vocabulary entries of each tile, always in the same order."""
+        tokens, entries = self.hidden_SH.shape[0], self.weight_VH.shape[0]
+        for low in range(0, entries, self.entries):
+            for first in range(0, tokens, self.tokens):
+                yield (
+                    slice(first, min(first + self.tokens, tokens)),
+                    slice(low, min(low + self.entries, entries)),
+                )
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
-        """[C, N]"""
+        """Return the output of a tile, [C, N]."""
         output = torch.mm(self.hidden_SH[tokens], self.weight_VH[vocabulary].to(self.type).T)
         output = output.to(self.exact)
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
 
 
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Statistics:
-    """Sums of each token's softmax over the tiles so far; d is logit - highest_S."""
+    """Sums of each token's softmax over the tiles so far, with d = logit - highest_S."""
 
     labels_S: Tensor
     highest_S: Tensor
@@ -194,23 +192,23 @@ class _Statistics:
         self.label_S[tokens] += torch.where(inside, label, 0.0)
 
     def normaliser(self) -> Tensor:
-        """log sum exp of the logits, [S]."""
+        """Return log sum exp of the logits, [S]."""
         return self.highest_S + self.exp_S.log()
 
     def entropy(self) -> Tensor:
-        """-sum p log p = log sum exp(d) - sum p d, [S]."""
+        """Return -sum p log p = log sum exp(d) - sum p d, [S]."""
         return self.exp_S.log() - self.product_S / self.exp_S
 
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
-    """Index of each label in the tile (any index, if it is outside), and whether it is inside."""
+    """Return each label's index in the tile (any index if outside), and whether it is inside."""
     local = labels_C - vocabulary.start
     size = vocabulary.stop - vocabulary.start
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
 class _Slopes:
-    """d loss / d logits of a tile, from what comes back for logprobs and entropies.
+    """d loss / d logits of a tile, from the gradients of logprobs and entropies.
 
     d logprob / d logit_j = [j is the label] - p_j
     d entropy / d logit_j = -p_j * (log p_j + entropy)
@@ -244,7 +242,7 @@ class _Slopes:
 
 
 class _Gradients:
-    """Gradients of hidden states, weight and bias, summed over tiles in fp32 at least."""
+    """Gradients of hidden states, weight and bias, summed over tiles at least in fp32."""
 
     def __init__(self, product: _Product, needed: tuple[bool, ...]) -> None:
         self.product = product

@@ -1,9 +1,9 @@
-"""Memory that the C library keeps after tensors on a CPU were freed.
+"""Free memory that the C library holds on to after tensors on a CPU were freed.
 
 glibc returns a freed block to the system only from the end of its heap, or if the block is larger
-than 32 MB. An update frees a gigabyte or more in blocks of a few megabytes, the next one has other
-lengths and needs other sizes, and what does not fit into the holes makes the heap longer: of a
-model of 135M parameters the process grew by a third within ten steps, with nothing held.
+than 32 MB. An update frees a gigabyte or more in blocks of a few megabytes. The next update has
+other lengths, and blocks that do not fit into the holes extend the heap: with a model of 135M
+parameters the process grew by a third within ten steps although nothing leaked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 from typing import Any
 
 LEAST_FREE = 256 * 2**20
-"""Free bytes below which nothing is returned: the system would have to clear the pages again."""
+"""Bytes below which nothing is returned, because getting pages back costs time too."""
 
 
 class _Usage(ctypes.Structure):
@@ -28,9 +28,9 @@ class _Usage(ctypes.Structure):
 
 
 def return_free_memory(least: int = LEAST_FREE) -> None:
-    """Return free memory that the C library holds to the system, if it is `least` bytes.
+    """Return the C library's free memory to the system if it is at least `least` bytes.
 
-    Where the C library has no such call (macOS, musl, glibc before 2.33) nothing happens.
+    Does nothing if the C library has no such call (macOS, musl, glibc before 2.33).
     """
     library: Any = ctypes.CDLL(None)
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):

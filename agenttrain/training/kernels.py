@@ -1,9 +1,9 @@
-"""Attention kernels: which one torch takes for which states, and which ones a run uses.
+"""Attention kernels: which one torch chooses for given states, and which ones a run uses.
 
-torch's `scaled_dot_product_attention` picks a kernel by itself and says nothing when only `math` is
-left, which keeps every score of every head in memory. On a GPU that is so for keys and values of
-fewer heads than queries under a mask (FlashAttention takes no mask, the memory-efficient kernel no
-such heads), and for sizes of a head that are no multiple of 8.
+torch's `scaled_dot_product_attention` chooses silently. If no fused kernel fits it falls back to
+`math`, which holds every score of every head in memory. On a GPU that happens with a mask and fewer
+key/value heads than query heads (FlashAttention takes no mask, the memory-efficient kernel no such
+heads), and with head sizes that are no multiple of 8.
 
 Shapes: B sequences, h heads (k of keys and values), m queries, n keys, d head size.
 """
@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from agenttrain.types import AgenttrainError
 
 MULTIPLE = 8
-"""Head sizes that the memory-efficient kernel takes in every format are multiples of this."""
+"""The memory-efficient kernel takes head sizes that are multiples of this, in every format."""
 MOST_MATH_TOKENS = 8192
-"""Tokens up to which a run on a GPU may keep the scores of attention in memory."""
+"""Longest rollout, in tokens, whose attention scores may be held in a GPU's memory."""
 
 
 class Kernel(StrEnum):
@@ -47,23 +47,23 @@ BACKENDS = {
     SDPBackend.CUDNN_ATTENTION: Kernel.cudnn,
     SDPBackend.EFFICIENT_ATTENTION: Kernel.efficient,
 }
-"""torch's names; whatever else it has stands as `math`."""
+"""Kernels by torch's name; every other backend counts as `math`."""
 
 
 class SlowAttention(AgenttrainError):
-    """On this GPU attention would keep all of its scores in memory."""
+    """On this GPU, attention would hold all of its scores in memory."""
 
 
-def is_choosy(device: torch.device) -> bool:
-    """Return whether a device's fused kernels refuse masks, sizes or formats; a CPU's takes all."""
+def is_restrictive(device: torch.device) -> bool:
+    """Return True if fused kernels of the device refuse some masks, sizes or formats."""
     return device.type != "cpu"
 
 
 def sdpa_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool
 ) -> Kernel:
-    """The kernel that torch takes for queries [B, h, m, d] over keys [B, k, n, d]."""
-    if query.device.type not in ("cpu", "cuda"):  # torch does not say
+    """Return the kernel that torch chooses for queries [B, h, m, d] over keys [B, k, n, d]."""
+    if query.device.type not in ("cpu", "cuda"):  # torch cannot be asked
         return Kernel.math
     choice: int = torch._fused_sdp_choice(
         query, key, value, mask, 0.0, causal, enable_gqa=query.shape[1] != key.shape[1]
@@ -72,7 +72,7 @@ def sdpa_kernel(
 
 
 def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """States in autocast's format, where it is on: what chooses a kernel is not on its list."""
+    """Cast states to autocast's format, if it is on: torch chooses a kernel before it casts."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -83,10 +83,11 @@ def in_format(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 def fit(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-    """States and scale that give the same attention by a fused kernel, where torch would take none.
+    """Change states and scale so that a fused kernel takes them and computes the same attention.
 
-    Keys and values are repeated for their queries' heads, and heads padded with zeros, which change
-    no score; the output is as wide as the padded values.
+    Where torch would choose `math`, keys and values are repeated for the heads of their queries,
+    and heads are padded with zeros, which change no score. The output is as wide as the padded
+    values.
     """
     query, key, value = in_format(query, key, value)
     if sdpa_kernel(query, key, value, mask, causal=mask is None) is not Kernel.math:
@@ -104,14 +105,14 @@ def fit(
 _used: Counter[Kernel] | None = None
 
 
-def note(kernel: Kernel) -> None:
-    """Count a call of a kernel that is not torch's `scaled_dot_product_attention`."""
+def count_call(kernel: Kernel) -> None:
+    """Count a call of a kernel inside `counting_calls`."""
     if _used is not None:
         _used[kernel] += 1
 
 
-class _Watch(TorchFunctionMode):
-    """Counts the kernels behind torch's attention, a model's own calls of it included."""
+class _Counting(TorchFunctionMode):
+    """Counts the kernels that torch's attention chooses, in a model's own calls of it too."""
 
     def __torch_function__(
         self,
@@ -122,47 +123,49 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-            note(_called(*arguments, **keywords))
+
+            def chosen(
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                attn_mask: Tensor | None = None,
+                dropout_p: float = 0.0,
+                is_causal: bool = False,
+                **_: Any,
+            ) -> Kernel:
+                states = in_format(query, key, value)
+                return sdpa_kernel(*states, attn_mask, causal=is_causal)
+
+            count_call(chosen(*arguments, **keywords))
         return function(*arguments, **keywords)
 
 
-def _called(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Kernel:
-    return sdpa_kernel(*in_format(query, key, value), attn_mask, causal=is_causal)
-
-
 @contextmanager
-def watching() -> Iterator[Counter[Kernel]]:
-    """Count the attention calls within, by kernel."""
+def counting_calls() -> Iterator[Counter[Kernel]]:
+    """Count the attention calls of the block by kernel."""
     global _used
     before, _used = _used, Counter()
     try:
-        with _Watch():
+        with _Counting():
             yield _used
     finally:
         _used = before
 
 
-def named(kernels: Collection[Kernel]) -> str:
-    """A run's kernels in one word: ``varlen``, ``efficient,flash``; ``none`` without attention."""
+def kernel_names(kernels: Collection[Kernel]) -> str:
+    """Return the kernels as one word: ``varlen``, ``efficient,flash``, or ``none``."""
     return ",".join(sorted(kernels)) or "none"
 
 
 def check_kernels(kernels: Collection[Kernel], device: torch.device, tokens: int) -> None:
-    """Raise SlowAttention where scores of long rollouts would stand in a GPU's memory."""
+    """Raise SlowAttention if the scores of long rollouts would be held in a GPU's memory."""
     if device.type != "cuda" or Kernel.math not in kernels or tokens <= MOST_MATH_TOKENS:
         return
     raise SlowAttention(
-        f"training/kernel={named(kernels)}: on this GPU torch has no fused attention for what the "
-        f"model asks for (a soft cap of its scores, a format, or a size of its heads), and every "
-        f"score of up to {tokens:,} tokens would stand in memory. Set model.dtype=bfloat16 or "
-        f"training.mixed_precision=bf16; or training.token_budget and "
-        f"rollout.max_completion_tokens to at most {MOST_MATH_TOKENS}; or choose another model."
+        f"training/kernel={kernel_names(kernels)}: on this GPU torch has no fused attention for "
+        "what the model asks for (a soft cap of its scores, a format, or a size of its heads), "
+        f"and every score of up to {tokens:,} tokens would be held in memory. Set "
+        "model.dtype=bfloat16 or training.mixed_precision=bf16; or "
+        "training.token_budget and rollout.max_completion_tokens to at most "
+        f"{MOST_MATH_TOKENS}; or choose another model."
     )

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of sampled tokens, without a logit anywhere else.
+"""Log-probabilities and entropies of sampled tokens; no other position gets a logit.
 
-Last hidden states of packed rollouts come from one forward pass, or from one per rollout where
-packing would change them. They are gathered at the positions whose next token was sampled, and only
-they meet the language-model head. Shapes: T all tokens of a microbatch, S sampled tokens, H hidden,
-V vocabulary.
+The last hidden states of packed rollouts come from one forward pass, or from one per segment for a
+model that packing would change. Those at positions whose next token was sampled are gathered, and
+only they meet the language-model head. Shapes: T all tokens of a microbatch, S sampled tokens,
+H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agenttrain.training.attention import UnsupportedAttention, has_kernel, make_varlen, packing
 from agenttrain.training.batch import (
     Microbatch,
-    Row,
     Segment,
-    bundle_rows,
+    TrainingSequence,
+    bundle_sequences,
     least_prompt,
     make_blocks,
     one_after_the_other,
@@ -37,8 +37,8 @@ from agenttrain.training.batch import (
 )
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform, linear_logprobs
-from agenttrain.training.kernels import Kernel, watching
-from agenttrain.training.sharding import settle
+from agenttrain.training.kernels import Kernel, counting_calls
+from agenttrain.training.sharding import release_gathered
 from agenttrain.training.world import World
 from agenttrain.types import AgenttrainError
 
@@ -48,31 +48,31 @@ LOGIT_BYTES = 4
 """Bytes of a logit in fp32, in which logits are normalised."""
 MEGABYTE = 2**20
 CHUNK_LOGITS = 2**24
-"""Logits at once of a head that is a module of its own (64 MiB in fp32)."""
+"""Most logits at once of a head that is more than a linear layer (64 MiB in fp32)."""
 
 
 class UnsupportedModel(AgenttrainError):
-    """The model cannot be trained here; the message says why and what can."""
+    """The model cannot be trained here; the message gives the reason and the remedy."""
 
 
 class Scorer(nn.Module):
     """Module that maps a microbatch to (logprobs_S, entropy_S), both fp32.
 
-    A module, so that accelerate can wrap what is called. A model whose attention or layers cannot
-    be packed runs one forward pass per rollout, and a warning says so. On a GPU whose kernel for
-    sequences of any length gives the same as separate passes, attention is one call. The entropy
-    carries a gradient only with `entropy_grad`.
+    It is a Module so that accelerate can wrap it. A model whose attention or layers do not allow
+    packing runs one forward pass per segment, with a warning. On a GPU whose kernel for sequences
+    of any length gives the same results as separate passes, attention is one call per layer. The
+    entropy carries a gradient only with `entropy_grad`.
 
-    How the model is computed is decided by trying, when the scorer is made; with `defer` by a call
-    of `decide`, once the model is where and how it will be trained.
+    `choose_layout` finds out by trial what the model allows. The constructor calls it, unless
+    `defer`: then the caller does, once the model is on its device and sharded.
     """
 
     packed: bool
-    """True: several rollouts are computed in one forward pass."""
+    """True if several rollouts are computed in one forward pass."""
     varlen: bool
-    """True: by the kernel for sequences of any length, in the layers that it takes."""
+    """True if layers that support it use the kernel for sequences of any length."""
     kernels: Counter[Kernel]
-    """Attention calls of the trial, by what computed them."""
+    """Attention calls of the trial by kernel."""
 
     def __init__(
         self,
@@ -92,23 +92,25 @@ class Scorer(nn.Module):
         self.lengths = length_limits(model)
         self._share_prefix = share_prefix
         if not defer:
-            self.decide(model.device)
+            self.choose_layout(model.device)
 
     def inside(self, function: Callable[[PreTrainedModel], Value]) -> Value:
-        """Call a function of the model with its weights gathered: FSDP2 gathers them for this
-        method as for `forward`."""
+        """Call a function of the model with its weights gathered.
+
+        FSDP2 gathers them for this method as it does for `forward`.
+        """
         return function(self.model)
 
-    def decide(
+    def choose_layout(
         self,
         device: torch.device,
         world: World | None = None,
         autocast: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Try how the model can be computed on `device`; all processes of `world` together, which
-        come to the same result. `autocast` is that of the training.
+        """Set `packed`, `varlen` and `kernels` by trying the model on `device`.
 
-        Raises UnsupportedModel.
+        All processes of `world` call it together and reach the same result. `autocast` is the one
+        of training. Raises UnsupportedModel.
         """
         world = world or World()
         model, inside = self.model, self.inside
@@ -134,49 +136,54 @@ class Scorer(nn.Module):
             warnings.warn(
                 f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
             )
-        # Shortest prompt that a group shares; None: prompts are never shared.
+        # Least length of a prompt that a group shares; None: prompts are never shared.
         self.least_shared: int | None = None
         if self.packed and self._share_prefix is SharePrefix.always:
             self.least_shared = 1
         elif self.packed and self._share_prefix is SharePrefix.auto:
             self.least_shared = least_prompt(model.config.get_text_config().hidden_size)
         ids_T = trial_ids(model, device)
-        with torch.no_grad(), self.ready(), autocast or nullcontext(), watching() as self.kernels:
+        with (
+            torch.no_grad(),
+            self.ready(),
+            autocast or nullcontext(),
+            counting_calls() as self.kernels,
+        ):
             inside(lambda _: self._hidden(ids_T, TRIAL))
-        # In float32 without autocast no layer is the kernel's.
+        # In float32 without autocast no layer used the kernel.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
-        settle(self)
+        release_gathered(self)
 
-    def decide_as(self, other: Scorer) -> None:
-        """Compute as another scorer does, whose model differs in nothing but its weights."""
+    def copy_layout(self, other: Scorer) -> None:
+        """Compute as another scorer does whose model differs only in its weights."""
         self.varlen, self.packed, self.kernels = other.varlen, other.packed, other.kernels
         self.least_shared = other.least_shared
 
     def pack(
-        self, rows: Sequence[Row], token_budget: int, device: torch.device
+        self, sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
     ) -> list[Microbatch]:
-        """Pack rows into microbatches of at most `token_budget` tokens, as the model takes them.
+        """Pack sequences into microbatches of at most `token_budget` tokens.
 
-        Groups whose prompt is worth it share it; its tokens count once. Rows whose lengths have
-        rotary frequencies of their own are apart.
+        Groups share their prompt where that pays; its tokens then count once. Sequences whose
+        lengths have different rotary frequencies never share a microbatch.
         """
         share, least = self.least_shared is not None, self.least_shared or 1
-        kinds: dict[tuple[int, ...], list[Row]] = {}
-        for row in rows:
-            kinds.setdefault(self.lengths.kind(row.length), []).append(row)
+        kinds: dict[tuple[int, ...], list[TrainingSequence]] = {}
+        for sequence in sequences:
+            kinds.setdefault(self.lengths.kind(sequence.length), []).append(sequence)
         microbatches: list[Microbatch] = []
         for alike in kinds.values():
-            bundles = bundle_rows(alike, share=share, least=least)
+            bundles = bundle_sequences(alike, share=share, least=least)
             microbatches += pack(bundles, token_budget, device)
         return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Prepare the model for calls of `forward` within; backward passes belong inside too."""
+        """Prepare the model for calls of `forward` and their backward passes in the block."""
         training = self.model.training
-        # Dropout would make the policy another than the one that sampled.
+        # With dropout the policy would not be the one that sampled.
         self.model.eval()
-        # Checkpointed layers recompute only in training mode; what is in them (dropout) stays in
+        # Checkpointed layers recompute only in training mode. Their submodules (dropout) stay in
         # eval mode.
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
@@ -186,10 +193,10 @@ class Scorer(nn.Module):
                 yield
         finally:
             self.model.train(training)
-            settle(self)
+            release_gathered(self)
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Log-probability of every sampled token and entropy where it was sampled, [S] each."""
+        """Return the logprob of every sampled token and the entropy at its position, [S] each."""
         hidden_TH = self._hidden(microbatch.token_ids_T, microbatch.segments)
         return head_logprobs(
             hidden_TH[microbatch.targets_S],
@@ -207,7 +214,7 @@ class Scorer(nn.Module):
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make the model's layers recompute themselves in the backward pass.
+    """Make the model's layers recompute their activations in the backward pass.
 
     Raises UnsupportedModel for a model that cannot.
     """
@@ -229,10 +236,10 @@ def head_logprobs(
     logits_budget_mb: int,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
+    """Return log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
 
-    Logits beyond the budget are computed once more in the backward pass; within it they are kept.
-    A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
+    Logits within the budget are kept for the backward pass, others are computed again there. A head
+    that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
     """
     changed = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
     if type(head) is nn.Linear and not changed and not isinstance(head.weight, DTensor):
@@ -249,51 +256,46 @@ def head_logprobs(
     with torch.no_grad():
         vocabulary = head(hidden_SH[:1]).shape[-1]
     size = max(1, CHUNK_LOGITS // vocabulary)
+
+    def score_chunk(hidden_SH: Tensor, labels_S: Tensor) -> tuple[Tensor, Tensor]:
+        output_SV = head(hidden_SH)
+        logits_SV = transform(output_SV.to(torch.promote_types(torch.float32, output_SV.dtype)))
+        logprobs_SV = logits_SV.log_softmax(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
+        return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
+
     parts = [
-        checkpoint(_of_chunk, hidden, head, labels, transform, entropy_grad, use_reentrant=False)
+        checkpoint(score_chunk, hidden, labels, use_reentrant=False)
         for hidden, labels in zip(hidden_SH.split(size), labels_S.split(size), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _of_chunk(
-    hidden_SH: Tensor,
-    head: nn.Module,
-    labels_S: Tensor,
-    transform: LogitTransform,
-    entropy_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    output_SV = head(hidden_SH)
-    logits_SV = transform(output_SV.to(torch.promote_types(torch.float32, output_SV.dtype)))
-    logprobs_SV = logits_SV.log_softmax(-1)
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
-    return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
-
-
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Read from the model's config what it does to the output of its head, at temperature 1."""
+    """Read the transform from head output to logits from the model's config; temperature is 1."""
     config: Any = model.config.get_text_config()
+
+    def number(name: str) -> float:
+        value = getattr(config, name, None)
+        return 1.0 if value is None else float(value)
+
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale *= _number(config, name)
-    divisor = _number(config, "logits_scaling")
+        scale *= number(name)
+    divisor = number("logits_scaling")
     scale *= divisor if config.model_type == "hyperclovax" else 1 / divisor
     return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
-
-
-def _number(config: Any, name: str) -> float:
-    value = getattr(config, name, None)
-    return 1.0 if value is None else float(value)
 
 
 def check_head(
     model: PreTrainedModel, *, device: torch.device | None = None, inside: Inside | None = None
 ) -> None:
-    """Raise UnsupportedModel if the model does more to its logits than we know of.
+    """Raise UnsupportedModel if the model changes its logits in a way that `logit_transform` lacks.
 
-    It would be lost silently. `device` and `inside` are those of `why_not_packed`.
+    Otherwise training would silently use wrong logits. `device` and `inside` are those of
+    `why_not_packed`.
     """
     token_ids_T = torch.arange(4, device=device or model.device)
 
@@ -313,11 +315,11 @@ def check_head(
 
 
 Inside = Callable[[Callable[[PreTrainedModel], Any]], Any]
-"""Caller of a function of the model, with the model's weights gathered."""
+"""Calls a function of the model with the model's weights gathered."""
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head, which some (Llama4) do not have where `base_model` looks."""
+    """Return the model without its head; `base_model` does not find it in some models (Llama4)."""
     return model.model if model.base_model is model else model.base_model
 
 
@@ -328,9 +330,9 @@ def packed_hidden(
     *,
     varlen: bool = False,
 ) -> Tensor:
-    """Run one forward pass within `packing(model)`, [T, H]; positions count from 0 per rollout.
+    """Run one forward pass inside `packing(model)`, [T, H]; positions count from 0 per sequence.
 
-    `varlen`: by the kernel for sequences of any length, which the device has to have.
+    `varlen`: use the kernel for sequences of any length, which the device must have.
     """
     device = token_ids_T.device
     keywords = {"varlen": make_varlen(segments, device)} if varlen else {}
@@ -358,11 +360,11 @@ def separate_hidden(
 
 
 TRIAL = (Segment(0, 9), Segment(9, 6), Segment(15, 5, 9, 6), Segment(20, 3, 9, 6))
-"""A rollout alone, and two that share the six tokens of their prompt."""
+"""A sequence of its own, and two that share the six tokens of their prompt."""
 
 
 def trial_ids(model: PreTrainedModel, device: torch.device) -> Tensor:
-    """Tokens of the trial, [T]."""
+    """Return the token ids of the trial, [T]."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return torch.arange(TRIAL[-1].end, device=device) * 7 % vocabulary
 
@@ -374,16 +376,17 @@ def why_not_packed(
     device: torch.device | None = None,
     inside: Inside | None = None,
 ) -> str | None:
-    """Try packing and return the reason why it would change the model's results, if it does.
+    """Try packing; return the reason if it would change the model's results, else None.
 
-    Layers that keep a state along the sequence (linear attention, SSM) carry it from one rollout
-    into the next, and attention may ask for what `packed_attention` refuses. `varlen`: as
-    `packed_hidden`, whose kernel may also fail on this device. `device` is where the model computes
-    (None: where its weights are), and `inside` runs a function of it where its weights are whole.
+    Layers that carry a state along the sequence (linear attention, SSM) would carry it from one
+    rollout into the next, and attention may ask for something that `packed_attention` refuses.
+    `varlen` is that of `packed_hidden`; its kernel may also fail on this device. `device` is where
+    the model computes (None: where its weights are). `inside` calls a function of the model while
+    its weights are gathered.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
-    # The kernel is for 16 bits: weights in float32 reach it under autocast only.
+    # The kernel takes 16 bits: float32 weights reach it under autocast only.
     cast = varlen and model.dtype is torch.float32
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=cast)
     token_ids_T = trial_ids(model, device)
@@ -398,7 +401,7 @@ def why_not_packed(
                 )
                 mixed = any(
                     # One pass each: a backward pass ends what FSDP2 keeps gathered for it.
-                    inside(partial(_mixes, token_ids_T, varlen=varlen, after=after, other=other))
+                    inside(partial(_leaks, token_ids_T, varlen=varlen, after=after, other=other))
                     for after, other in ((TRIAL[0].end, TRIAL[0]), (TRIAL[3].start, TRIAL[2]))
                 )
     except UnsupportedAttention as error:
@@ -415,21 +418,21 @@ def why_not_packed(
     allowed = 1e-4 if exact else 5e-2
     packed_TH, separate_TH = packed_TH.float(), separate_TH.float()
     gap = (packed_TH - separate_TH).abs().max().item() / separate_TH.abs().max().item()
-    # Not `>`: a gap that is not a number is a difference too.
+    # Not `gap > allowed`: NaN has to count as a difference.
     if not gap <= allowed:
         return f"packed, its hidden states differ by {gap:.2g} (relative; at most {allowed:g})"
     return "packed, a rollout's hidden states depend on its neighbours" if mixed else None
 
 
 @torch.enable_grad()
-def _mixes(
+def _leaks(
     token_ids_T: Tensor, model: PreTrainedModel, *, varlen: bool, after: int, other: Segment
 ) -> bool:
-    """Return whether hidden states from position `after` on have a gradient from `other`, a segment
-    of another rollout.
+    """Return True if hidden states from position `after` on depend on `other`, a segment of another
+    rollout.
 
-    What a short convolution or a state carries over may be less than bfloat16 rounds, which a
-    comparison of hidden states has to allow; a gradient is exactly zero or there is a way.
+    Compares gradients, not hidden states: what a short convolution or a state carries over may be
+    less than the rounding of bfloat16, but its gradient is not exactly zero.
     """
     embedded: list[Tensor] = []
     hook = model.get_input_embeddings().register_forward_hook(
@@ -447,21 +450,21 @@ def _mixes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Lengths up to which a model has its own rotary frequencies.
+    """Lengths beyond which a model changes its rotary frequencies.
 
-    LongRoPE (Phi) has a set of frequencies up to the length of the pretraining and another beyond
-    it, dynamic scaling one for each length beyond. transformers chooses by the last position of a
-    forward pass: a short rollout beside a long one would silently be another than alone. So only
-    rollouts of one kind share a forward pass.
+    LongRoPE (Phi) has one set of frequencies up to the length of the pretraining and another beyond
+    it; dynamic scaling has one for each length beyond. transformers chooses by the last position of
+    a forward pass, so that a short rollout packed with a long one would silently get other
+    frequencies than alone. Hence only rollouts of one kind share a forward pass.
     """
 
     long: tuple[int, ...] = ()
-    """One set for all that is longer."""
+    """Limits with one set of frequencies for everything longer."""
     dynamic: tuple[int, ...] = ()
-    """A set for each length above."""
+    """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a rollout's length; lengths of one kind have the same frequencies.
+        """Return the kind of a length; lengths of one kind have the same frequencies.
 
         Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
         """
@@ -475,7 +478,7 @@ def length_limits(model: PreTrainedModel) -> LengthLimits:
     """Read the limits from the model's config; most models have none."""
     config: Any = model.config.get_text_config()
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each of their types.
+    # One dict for all layers, or one for each type of layer.
     of_types = [parameters] if "rope_type" in parameters else parameters.values()
     ropes = [rope for rope in of_types if isinstance(rope, Mapping)]
     kinds = [(str(rope.get("rope_type")), rope) for rope in ropes]

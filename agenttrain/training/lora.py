@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.config import LoraSettings
 from agenttrain.training.logprobs import Scorer
-from agenttrain.training.sharding import assign, whole
+from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.utils.names import did_you_mean
 
 ADAPTER = "default"
@@ -28,17 +28,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Put adapters into the layers of `model` and freeze everything else.
+    """Add adapters to the layers of `model`, in place, and freeze everything else.
 
-    The model stays the object that it is, so that an engine may sample from it. A model that was
-    loaded with adapters goes on with them. Raises ValueError for targets that it does not have, and
-    for loaded adapters of another rank or alpha, or of other targets than were asked for.
+    `model` stays the same object, so that an engine may sample from it. A model that was loaded
+    with adapters continues with them. Raises ValueError for targets that the model does not have,
+    and for loaded adapters whose rank, alpha or targets differ from the settings.
     """
     targets = settings.targets
     if is_adapted(model):
         _check_loaded(model, settings)
     else:
-        # peft says nothing of a target that does not exist as long as another one does.
+        # peft ignores a target that does not exist as long as another one does.
         modules = [name for name, _ in model.named_modules()]
         for target in targets:
             if target != "all-linear" and not any(
@@ -51,7 +51,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
                 )
         config = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is as good
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float works too
             target_modules="all-linear" if targets == ["all-linear"] else list(targets),
             task_type="CAUSAL_LM",
         )
@@ -59,7 +59,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
             model.add_adapter(config, ADAPTER)
         except ValueError as error:
             raise ValueError(f"model.lora.targets={targets}: {error}") from error
-    # An adapter of one of two layers with one weight is no part of that weight.
+    # Embedding and head may be one weight: the adapter of one layer must not change the other.
     outer: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     adapted = any(isinstance(module, BaseTunerLayer) for module in outer)
     if adapted and outer[0].weight is outer[1].weight:
@@ -73,7 +73,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def _check_loaded(model: Any, settings: LoraSettings) -> None:
-    """Raise ValueError unless the adapters that the model came with are those asked for."""
+    """Raise ValueError unless the model's adapters are those of `settings`."""
     loaded = model.peft_config[ADAPTER]
     if (loaded.r, loaded.lora_alpha) != (settings.rank, settings.alpha):
         own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
@@ -92,19 +92,19 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Return whether there are adapters in the model."""
+    """Return True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 class BaseScorer:
-    """The reference of a model with adapters: itself, with them switched off."""
+    """Scorer of a model with its adapters switched off."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Switch the adapters off within, so that calls score with the model before training."""
+        """Switch the adapters off for the block: calls score with the untrained model."""
         model: Any = self._scorer.model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         model.disable_adapters()
@@ -117,43 +117,45 @@ class BaseScorer:
                 parameter.requires_grad_(True)
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the sampled tokens, [S] each."""
+        """Return logprobs and entropies of the sampled tokens, [S] each."""
         return self._scorer(microbatch)
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters' weights by peft's names, on the CPU; all processes gather them together."""
+    """Return the adapters' weights by peft's names, on the CPU; all processes gather together."""
     state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    return {f"base_model.model.{name}": whole(t).contiguous().cpu() for name, t in state.items()}
+    return {
+        f"base_model.model.{name}": full_tensor(t).contiguous().cpu() for name, t in state.items()
+    }
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write the adapters, and what transformers needs to load them onto their base model."""
+    """Write the adapters with the files that transformers needs to load them onto their base."""
     config: Any = model.peft_config[ADAPTER]
     config.save_pretrained(folder)
-    if model.generation_config is not None:  # it names the tokens that end a turn
+    if model.generation_config is not None:  # has the tokens that end a turn
         model.generation_config.save_pretrained(folder)
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Restore what `save_adapter` wrote into the adapters of `model`."""
+    """Load the weights that `save_adapter` wrote into the adapters of `model`."""
     state = load_peft_weights(str(folder), device="cpu")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            # Of a linear layer …lora_A.default.weight, of an embedding …lora_embedding_A.default.
+            # A linear layer has …lora_A.default.weight, an embedding …lora_embedding_A.default.
             saved = name.removesuffix(f".{ADAPTER}").replace(f".{ADAPTER}.", ".")
             assign(parameter, state[f"base_model.model.{saved}"])
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the model that a folder of adapters is for; of a whole model, itself."""
+    """Return the base model's folder of a folder of adapters; any other folder itself."""
     if not (folder / CONFIG_FILE).is_file():
         return folder
     return Path(LoraConfig.from_pretrained(str(folder)).base_model_name_or_path)
 
 
 def merged(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The base model of a folder of adapters with them merged into its weights."""
+    """Load the base model of a folder of adapters and merge the adapters into its weights."""
     base = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype=dtype)
     return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()

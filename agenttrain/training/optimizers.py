@@ -1,6 +1,6 @@
-"""Optimizers and their learning rate: AdamW, Muon beside AdamW, SGD, and float32 master weights.
+"""Optimizers and learning-rate schedules: AdamW, Muon with AdamW, SGD.
 
-`MasterWeights` holds float32 copies of weights in a shorter format.
+`MasterWeights` updates float32 copies of weights in a shorter format.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from agenttrain.training.sharding import assign
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of the trainable weights.
+    """Return the optimizer of the trainable weights.
 
-    Weights in bfloat16 have eight bits: an update below 1/256 of a weight would be lost. The
-    optimizer updates float32 copies of them, and rounds into the model.
+    A weight in bfloat16 has 8 significant bits: an update below 1/256 of it would be lost. The
+    optimizer therefore updates float32 copies and rounds them into the model.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # A copy is a leaf of its own, but of the model's shape and place.
+    # A copy is a leaf tensor with the shape and the device of the weight.
     masters = {
         name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
         for name, p in trained.items()
     }
-    optimizer = _over(masters, model, config)
+    optimizer = _make_optimizer(masters, model, config)
     pairs = [(p, masters[name]) for name, p in trained.items() if masters[name] is not p]
     return MasterWeights(optimizer, pairs) if pairs else optimizer
 
 
-def _over(
+def _make_optimizer(
     parameters: Mapping[str, Tensor], model: PreTrainedModel, config: OptimizerConfig
 ) -> Optimizer:
-    """Make the optimizer of `parameters`, which are named as those of the model."""
+    """Return the optimizer of `parameters`, which have the names of the model's."""
     if config.name is OptimizerName.adamw:
         return _adamw(list(parameters.values()), config)
     if config.name is OptimizerName.sgd:
         return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
-    # Muon is for matrices, but not for embeddings and not for the head.
+    # Muon is for matrices other than the embeddings and the head.
     outer = {
         id(weight)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -71,7 +71,7 @@ def _over(
 
 
 def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> AdamW:
-    """AdamW whose weight decay leaves norms and biases (fewer than two dimensions) alone."""
+    """Return AdamW without weight decay of norms and biases (fewer than two dimensions)."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -81,55 +81,55 @@ def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> AdamW:
 
 
 class _Wrapper(Optimizer):
-    """An optimizer made of others, whose groups it shows as its own."""
+    """Optimizer made of others; their parameter groups are its own."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([p for part in parts for g in part.param_groups for p in g["params"]], {})
-        self._show()
+        self._adopt_groups()
 
-    def _show(self) -> None:
+    def _adopt_groups(self) -> None:
         # The same dictionaries: a learning rate set in them is set in the parts.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update by each part; a closure is not taken."""
+        """Update the weights of each part; closures are not supported."""
         for part in self.parts:
             part.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts' states."""
+        """Return the states of the parts."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
-        self._show()
+        self._adopt_groups()
 
 
 class Together(_Wrapper):
-    """Several optimizers, each of parameters of its own, as one."""
+    """Several optimizers of different parameters as one."""
 
 
 class MasterWeights(_Wrapper):
-    """An optimizer of float32 copies: gradients are added to theirs, new weights rounded back."""
+    """Optimizer of float32 copies: sums gradients into them and rounds them back into the model."""
 
     def __init__(self, optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """`pairs`: (the model's weight, the copy that `optimizer` updates)."""
+        """Take pairs of (weight of the model, copy that `optimizer` updates)."""
         self.pairs = list(pairs)
         super().__init__([optimizer])
 
     @property
     def copies(self) -> list[Tensor]:
-        """Tensors that the optimizer updates: the copies, and float32 weights, which need none."""
+        """Tensors that the optimizer updates: the copies, and float32 weights, which have none."""
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the weights' gradients to those of the copies; after every backward pass.
+        """Move the weights' gradients to the copies; call it after every backward pass.
 
-        A sum of microbatches in bfloat16 would lose what is below 1/256 of it.
+        A sum of microbatches in bfloat16 would lose terms below 1/256 of it.
         """
         for weight, master in self.pairs:
             if weight.grad is None:
@@ -142,7 +142,7 @@ class MasterWeights(_Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of the copies, then of the model's weights."""
+        """Update the copies, then round them into the model's weights."""
         self.fold()
         super().step(closure)
         for weight, master in self.pairs:
@@ -150,13 +150,13 @@ class MasterWeights(_Wrapper):
             master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's weights, and of weights without a copy."""
+        """Clear the gradients of the copies and of the model's weights."""
         super().zero_grad(set_to_none)
         for weight, _ in self.pairs:
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the copies."""
+        """Return the optimizer's state and the copies."""
         return {**super().state_dict(), "masters": [master.detach() for _, master in self.pairs]}
 
     @torch.no_grad()
@@ -168,13 +168,13 @@ class MasterWeights(_Wrapper):
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step 1 … steps, by one of transformers' schedules.
+    """Return the learning rate of a step, 1 … steps, by one of transformers' schedules.
 
-    A pure function, so that a resumed run needs no saved schedule.
+    It is a pure function, so that a resumed run needs no saved schedule.
 
-    transformers gives the first step a rate of 0, which wastes its rollouts: step n has the rate
-    that transformers gives the step after it. The warm-up rises from 1 / warmup_steps, and a decay
-    reaches 0 after the last step.
+    transformers gives the first step a rate of 0, which would waste its rollouts. Here step n has
+    the rate that transformers gives to step n + 1: a warm-up begins at 1 / warmup_steps, and a
+    decay reaches 0 after the last step.
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
@@ -188,7 +188,7 @@ def _factor(
     schedule: Schedule, lr: float, warmup: int, steps: int, options: tuple[tuple[str, object], ...]
 ) -> Callable[[int], float]:
     name = "constant_with_warmup" if schedule is Schedule.constant else str(schedule)
-    # The schedules hang on an optimizer, of which they read the rate (for `min_lr`).
+    # transformers reads the base rate from an optimizer (for `min_lr`).
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
     scheduler = get_scheduler(
         name,

@@ -1,6 +1,6 @@
 """The policy: the model that is trained, its optimizer, and its frozen reference.
 
-`agenttrain.trainer.update` shows how its methods make the updates of a step. Shapes: S sampled
+`agenttrain.trainer.update` shows the order in which its methods are called. Shapes: S sampled
 tokens of a microbatch.
 """
 
@@ -22,22 +22,35 @@ from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
 from agenttrain.algorithms.losses import EntropyBonus, kl_estimate
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
-from agenttrain.training.batch import Microbatch, Row, RowKey, make_rows, split, stand_in
-from agenttrain.training.blame import BrokenUpdate, broken_weights, culprits, told
+from agenttrain.training.batch import (
+    Microbatch,
+    SequenceKey,
+    TrainingSequence,
+    make_sequences,
+    split,
+    stand_in,
+)
 from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
-from agenttrain.training.kernels import check_kernels, named
+from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
+from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, describe_culprits
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
-from agenttrain.training.sharding import Sharding, refresh, spread, whole, whole_copy
+from agenttrain.training.sharding import (
+    Sharding,
+    copy_full_weights,
+    full_tensor,
+    shard_optimizer_state,
+    unsharded_copy,
+)
 from agenttrain.training.update import (
     Minibatch,
-    keep_scores,
     loss_inputs,
-    needs_own_scores,
+    needs_old_logprobs,
+    store_scores,
     top_entropy,
-    weigh,
+    weigh_sequences,
 )
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
@@ -45,12 +58,13 @@ from agenttrain.types import Rollout
 
 
 class Policy:
-    """The model with what it takes to score rollouts with it and to update it.
+    """The trained model with its optimizer, reference and precision; scores and updates.
 
-    `model` is the module that is trained, on its device, and that an engine in the same process
-    samples from. `step` counts the finished steps. A step is `score`, `begin_step`, then `forward`
-    and `backward` of the `batches` of each of its `minibatches` with an `optimizer_step`, and
-    `end_step`; all processes do it together.
+    `model` is the module that is trained. An engine in the same process samples from `sampler`,
+    which is `model` itself unless its weights are sharded. `step` counts finished steps. A step is
+    `score`, `kl_penalties`, `begin_step`; for each of its `minibatches` the `forward` and
+    `backward` of all `microbatches` and an `optimizer_step`; then `end_step`. All processes make
+    these calls together.
     """
 
     def __init__(
@@ -69,24 +83,27 @@ class Policy:
         sharding: Sharding | None = None,
         sampled: bool = False,
     ) -> None:
-        """`steps` is the length of the run, for the learning rate; `reward_weights` are the
-        rubric's, for algorithms that look at each reward function.
+        """Prepare `model` for training; the reference is a copy of it as it is now.
 
-        `temperature` is that of the rollouts, whose probabilities are those after it. The reference
-        is a copy of `model` as it is now: load a checkpoint's weights afterwards.
+        Load a checkpoint's weights afterwards, or the reference would be that checkpoint. `steps`
+        is the length of the run, for the learning rate; `reward_weights` are the rubric's, for
+        algorithms that normalise each reward function. `temperature` is that of the rollouts: all
+        probabilities are those after it.
 
-        All processes of `world` begin with the main one's weights; `sharding` None: each holds all
-        of them. `sampled`: an engine of this process samples from `sampler`, which then is whole.
+        All processes of `world` begin with the main process's weights. `sharding` None: each holds
+        all of them. `sampled`: an engine of this process samples from `sampler`, which is then an
+        unsharded copy.
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
         device = self.accelerator.device
-        # Layers that are sharded go to the device one by one.
+        # Sharded layers are moved to the device one by one, when they are sharded.
         self.model = model if sharding else model.to(device)
-        # Files may reach one process minutes after another: the collectives that follow would end.
+        # A slow file system may delay one process by minutes: wait without a limit before the first
+        # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
         share_weights(self.model, self.world)
-        self.sampler = whole_copy(self.model, device) if sharding and sampled else self.model
+        self.sampler = unsharded_copy(self.model, device) if sharding and sampled else self.model
         self.step = 0
         self.algorithm = algorithm
         self._config = optimizer
@@ -94,7 +111,7 @@ class Policy:
         self._max_completion_tokens = max_completion_tokens
         self._steps = steps
         self.reward_weights = dict(reward_weights or {})
-        """Weights of the rubric, for algorithms that look at each reward function."""
+        """Weights of the rubric, for algorithms that normalise each reward function."""
         self._bonus = EntropyBonus(algorithm.entropy_bonus)
         self._scorer = Scorer(
             self.model,
@@ -109,71 +126,85 @@ class Policy:
         self._sharding = sharding
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
-        self._choose_kernels(max(training.token_budget, max_completion_tokens))
+        # Find out how rollouts can be computed, now that the weights are where they are trained.
+        self._scorer.choose_layout(device, self.world, self.accelerator.autocast())
+        if self._reference is not None:
+            self._reference.copy_layout(self._scorer)
+        longest = max(training.token_budget, max_completion_tokens)
+        check_kernels(self._scorer.kernels, device, longest)
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
 
-    def _choose_kernels(self, tokens: int) -> None:
-        """Try how rollouts of up to `tokens` tokens can be computed, where the weights now are.
-
-        Raises SlowAttention and UnsupportedModel.
-        """
-        device = self.accelerator.device
-        self._scorer.decide(device, self.world, self.accelerator.autocast())
-        if self._reference is not None:
-            self._reference.decide_as(self._scorer)
-        check_kernels(self._scorer.kernels, device, tokens)
-
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         device: torch.device = self.accelerator.device
         return device
 
     @property
     def kernel(self) -> str:
-        """Kernels that compute attention: ``varlen``, or several, ``efficient,flash``."""
-        return named(self._scorer.kernels)
+        """Names of the kernels that compute attention: ``varlen``, or ``efficient,flash``."""
+        return kernel_names(self._scorer.kernels)
 
     def kernel_metrics(self) -> dict[str, float]:
-        """The share of attention calls that each kernel computes: ``training/kernel/flash``: 1."""
+        """Return each kernel's share of the attention calls: ``{"training/kernel/flash": 1.0}``."""
         calls = self._scorer.kernels
         return {f"training/kernel/{name}": n / calls.total() for name, n in sorted(calls.items())}
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Row]]:
-        """Return the rows of the rollouts that have a reward, scored as the algorithm asks.
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[TrainingSequence]]:
+        """Return the sequences of the rollouts that have a reward, scored as the algorithm needs.
 
-        That is by the reference where there is a KL penalty, and by the policy itself where its
-        probabilities before the step's first update are needed.
+        The reference scores them if there is a KL penalty. The policy scores them if the algorithm
+        uses its probabilities from before the step's first update.
         """
-        rows = [[row for r in group if _is_trained(r) for row in make_rows(r)] for group in groups]
+        sequences = [
+            [
+                sequence
+                for rollout in group
+                if rollout.reward is not None and rollout.sampled_length > 0
+                for sequence in make_sequences(rollout)
+            ]
+            for group in groups
+        ]
         if self._reference is not None:
-            scores = self._scores(self._reference, _flat(rows))
-            rows = [[replace(row, ref_logprobs_S=scores[row.key][0]) for row in g] for g in rows]
-        if needs_own_scores(self.algorithm):
-            scores = self._scores(self._scorer, _flat(rows))
-            for row in _flat(rows):
-                keep_scores([row], *scores[row.key])
-            rows = [[_with_own(row, *scores[row.key]) for row in g] for g in rows]
-        return rows
+            scores = self._scores(self._reference, _flat(sequences))
+            sequences = [
+                [replace(one, ref_logprobs_S=scores[one.key][0]) for one in group]
+                for group in sequences
+            ]
+        if needs_old_logprobs(self.algorithm):
+            scores = self._scores(self._scorer, _flat(sequences))
+            for one in _flat(sequences):
+                store_scores([one], *scores[one.key])
+            sequences = [
+                [
+                    replace(one, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
+                    for one in group
+                    for logprobs_S, entropy_S in [scores[one.key]]
+                ]
+                for group in sequences
+            ]
+        return sequences
 
-    def penalties(self, groups: Sequence[Sequence[Row]]) -> tuple[dict[str, float], Metrics]:
-        """Return the KL over each rollout's sampled tokens where it is a part of the reward.
+    def kl_penalties(
+        self, groups: Sequence[Sequence[TrainingSequence]]
+    ) -> tuple[dict[str, float], Metrics]:
+        """Return each rollout's KL to the reference by id, and the parts of the metric ``kl``.
 
-        Between the reference and the probabilities that `algorithm.behaviour` names; by
-        rollout_id, and as parts of the metric ``kl``.
+        Both are empty unless the KL is subtracted from the reward. `algorithm.behaviour` names the
+        probabilities that are compared with the reference's.
         """
         if not self.algorithm.kl_in_reward:
             return {}, {}
         penalties: defaultdict[str, float] = defaultdict(float)
         kl = torch.zeros(2, device=self.device)
-        for row in _flat(groups):
+        for sequence in _flat(groups):
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
-            own_S = row.old_logprobs_S if recomputed else row.behaviour_S
-            assert own_S is not None and row.ref_logprobs_S is not None
-            kl_S = kl_estimate(own_S, row.ref_logprobs_S, self.algorithm.kl)
-            penalties[row.rollout.rollout_id] += kl_S.sum().item()
+            own_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
+            assert own_S is not None and sequence.ref_logprobs_S is not None
+            kl_S = kl_estimate(own_S, sequence.ref_logprobs_S, self.algorithm.kl)
+            penalties[sequence.rollout.rollout_id] += kl_S.sum().item()
             kl = kl + mean_parts(kl_S).to(self.device)
         return penalties, {"kl": kl}
 
@@ -184,14 +215,14 @@ class Policy:
             parameters["lr"] = lr
 
     def ready(self) -> AbstractContextManager[None]:
-        """Within, `forward` may be called; backward passes belong inside too."""
+        """Prepare the model for calls of `forward` and `backward` in the block."""
         return self._scorer.ready()
 
-    def minibatches(self, groups: Sequence[Sequence[Row]]) -> Iterator[Minibatch]:
-        """Yield `num_epochs` passes of `minibatches` updates, cut by group.
+    def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
+        """Yield the minibatches of a step, cut by group: `num_epochs` times `minibatches`.
 
-        Those are left out in which no process has a token to learn from. Every process takes part
-        in every other, also without a group in it.
+        A minibatch is left out if no process has a token to learn from in it. Otherwise all
+        processes get it, also those without a sequence in it.
         """
         first = True
         for epoch in range(self.algorithm.num_epochs):
@@ -201,23 +232,23 @@ class Policy:
                     minibatch.first, minibatch.epoch, first = first, epoch, False
                     yield minibatch
 
-    def minibatch(self, rows: Sequence[Row]) -> Minibatch | None:
-        """Return the rows of one update, weighed; None where no process has one to learn from."""
+    def minibatch(self, sequences: Sequence[TrainingSequence]) -> Minibatch | None:
+        """Return one update's sequences with loss weights; None if no process has a gradient."""
         algorithm = self.algorithm
-        tokens = self._sum_of_ranks(sum(row.sampled_length for row in rows))
+        tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
             return None
-        weighed = weigh(
-            rows,
+        weighed = weigh_sequences(
+            sequences,
             algorithm,
             tokens=tokens,
-            rollouts=self._sum_of_ranks(len(rows)),
+            rollouts=self._sum_of_ranks(len(sequences)),
             fixed_length=self._max_completion_tokens,
         )
-        minibatch = Minibatch(rows=weighed, tokens=tokens)
+        minibatch = Minibatch(sequences=weighed, tokens=tokens)
         if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
             return None
-        count = sum(row.sampled_length for row in weighed if row.weight > 0)
+        count = sum(sequence.sampled_length for sequence in weighed if sequence.weight > 0)
         if algorithm.top_entropy < 1:
             minibatch.kept = top_entropy(weighed, algorithm.top_entropy, self.world)
             count = sum(int(kept_S.sum()) for kept_S in minibatch.kept.values())
@@ -225,26 +256,26 @@ class Policy:
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
-    def batches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
-        """Yield the microbatches of an update; the last one's backward pass syncs the gradients."""
+    def microbatches(self, minibatch: Minibatch) -> Iterator[Microbatch]:
+        """Yield the microbatches of an update; the last backward pass syncs the gradients."""
         microbatches = self._pack(minibatch.trained(self.algorithm))
         if not microbatches:
-            # Without a gradient of its own it still has to meet the others in the backward pass.
+            # The other processes wait for this one in the backward pass.
             microbatches = self._pack([stand_in()])
         for microbatch in microbatches:
-            # Sums in float32 copies meet those of the other processes by themselves, in `_clip`.
+            # Gradients summed in float32 copies are averaged in `_clip` instead.
             syncs = microbatch is microbatches[-1] and self._masters is None
             with contextlib.nullcontext() if syncs else self.accelerator.no_sync(self._wrapped):
                 yield microbatch
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of every sampled token, with their graph, [S] each."""
+        """Return logprob and entropy of every sampled token, [S] each, with a graph."""
         logprobs_S, entropy_S = self._wrapped(microbatch)
         return logprobs_S, entropy_S
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a microbatch's loss."""
-        # Processes average their gradients; the loss is their sum.
+        # Gradients are averaged over processes, but the loss is the sum over them.
         self.accelerator.backward(loss * self.accelerator.num_processes)
         if self._masters is not None:
             self._masters.fold()
@@ -252,8 +283,8 @@ class Policy:
     def optimizer_step(self, minibatch: Minibatch) -> Metrics:
         """Update the weights with the clipped gradient of a minibatch; return its metrics.
 
-        Raises BrokenUpdate, in all processes and before weights are touched, where a loss or the
-        gradient is not finite.
+        If a loss or the gradient is not finite, raises BrokenUpdate in all processes before any
+        weight changes.
         """
         losses = torch.stack(minibatch.losses)
         norm = self._clip(losses)
@@ -261,40 +292,40 @@ class Policy:
             raise self._broken_update(losses, minibatch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if minibatch.epoch == 0 and not needs_own_scores(self.algorithm):
+        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):
             for batch, logprobs_S, entropy_S in minibatch.scores:
-                keep_scores(batch.rows, logprobs_S, entropy_S)
+                store_scores(batch.sequences, logprobs_S, entropy_S)
         metrics = {
-            "grad_norm": self._once(norm),
-            "loss": torch.stack((losses.sum(), self._once(1.0)[1])),
-            "train/tokens": self._once(minibatch.tokens),
+            "grad_norm": self._from_main(norm),
+            "loss": torch.stack((losses.sum(), self._from_main(1.0)[1])),
+            "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
-            masked = torch.tensor([row.weight == 0 for row in minibatch.rows])
+            masked = torch.tensor([sequence.weight == 0 for sequence in minibatch.sequences])
             metrics["mask/truncated"] = mean_parts(masked).to(self.device)
         if self.algorithm.has_bonus and minibatch.bonus_tokens:
             entropy = torch.stack(minibatch.entropy).sum()
             total = float(self.accelerator.reduce(entropy, "sum"))
             self._bonus.observe(total / minibatch.bonus_tokens, self.algorithm)
-            metrics["entropy_coef"] = self._once(self._bonus.coefficient)
-        return {**metrics, **self._mismatch(minibatch)} if minibatch.first else metrics
-
-    def _mismatch(self, minibatch: Minibatch) -> Metrics:
-        """Return the distance of the engine that sampled; `minibatch` is the step's first."""
-        rows = [row for batch, _, _ in minibatch.scores for row in batch.rows]
-        engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
-        trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
-        # As many updates of the engine's weights as steps so far.
-        origins = origins_of(rows, self.step, engine_S.device)
-        sums = torch.stack((engine_S.sum(), trainer_S.sum(), engine_S.new_tensor(len(engine_S))))
-        engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-        return mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+            metrics["entropy_coef"] = self._from_main(self._bonus.coefficient)
+        if minibatch.first:
+            # Compare with the engine that sampled, before the step's first update.
+            sequences = [one for batch, _, _ in minibatch.scores for one in batch.sequences]
+            engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
+            trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
+            # The engine's policy_version equals the number of finished steps.
+            origins = token_origins(sequences, self.step, engine_S.device)
+            tokens = engine_S.new_tensor(len(engine_S))
+            sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
+            engine, trainer, count = self.accelerator.reduce(sums.double(), "sum").tolist()
+            metrics |= mismatch(engine_S, trainer_S, origins, (engine / count, trainer / count))
+        return metrics
 
     def end_step(self, averages: Averages) -> dict[str, float]:
-        """Count the step, let the reference follow, and return the step's metrics.
+        """Finish the step: update the reference, free memory; return the step's metrics.
 
-        The names are always the same; where no rollout had a gradient, loss, grad_norm and
-        train/tokens are 0 and the others NaN.
+        The names are always the same. If no rollout had a gradient, `loss`, `grad_norm` and
+        `train/tokens` are 0 and the others NaN.
         """
         lr = learning_rate(self._config, self.step + 1, self._steps)
         self.step += 1
@@ -307,15 +338,17 @@ class Policy:
         }
         return {**empty, **averages.means(self.accelerator), "lr": lr}
 
-    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[RowKey, Tensor]:
-        """Row's key -> log-probabilities of its sampled tokens [S], without a gradient."""
-        scores = self._scores(self._scorer, [row for r in rollouts for row in make_rows(r)])
+    def logprobs(self, rollouts: Sequence[Rollout]) -> dict[SequenceKey, Tensor]:
+        """Return the logprobs [S] of each sequence by its key, without a gradient."""
+        scores = self._scores(
+            self._scorer, [sequence for r in rollouts for sequence in make_sequences(r)]
+        )
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
-    def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability at temperature 1 of every id after the first; all processes together."""
+    def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the logprob at temperature 1 of every id after the first; a collective call."""
         targets_S = torch.arange(len(token_ids) - 1)
-        row = replace(
+        sequence = replace(
             stand_in(),
             token_ids_T=torch.tensor(token_ids),
             targets_S=targets_S,
@@ -326,17 +359,17 @@ class Policy:
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
             with self._scorer.ready():
-                packed = self._scorer.pack([row], len(token_ids), self.device)
-                ((logprobs_S, _),) = score(self._scorer, packed).values()
+                packed = self._scorer.pack([sequence], len(token_ids), self.device)
+                ((logprobs_S, _),) = score_microbatches(self._scorer, packed).values()
         finally:
             self._scorer.transform = transform
         values: list[float] = logprobs_S.tolist()
         return values
 
     def refresh_sampler(self) -> None:
-        """`sampler` gets the policy's weights, where it is a copy; all processes together."""
+        """Copy the weights into `sampler` if it is not the model itself; all processes together."""
         if self.sampler is not self.model:
-            refresh(self.sampler, self.model)
+            copy_full_weights(self.sampler, self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next update depends on, besides the weights."""
@@ -350,48 +383,45 @@ class Policy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()` of any number of processes, its tensors whole or Parted."""
+        """Continue from `state_dict()`, written by any number of processes."""
         self.step = state["step"]
-        optimizer = self.optimizer.optimizer  # within accelerate's
-        self.optimizer.load_state_dict(spread(optimizer, state["optimizer"]))
+        optimizer = self.optimizer.optimizer  # inside accelerate's wrapper
+        self.optimizer.load_state_dict(shard_optimizer_state(optimizer, state["optimizer"]))
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self._bonus = EntropyBonus(*state["entropy_bonus"])
         if self._reference is not None and state["reference"] is not None:
             self._reference.load_state_dict(state["reference"])
 
-    def _scores(self, scorer: Any, rows: Sequence[Row]) -> dict[RowKey, tuple[Tensor, Tensor]]:
+    def _scores(
+        self, scorer: Any, sequences: Sequence[TrainingSequence]
+    ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
         with scorer.ready():
-            return score(scorer, self._pack(rows))
+            return score_microbatches(scorer, self._pack(sequences))
 
     def _clip(self, losses: Tensor) -> float | None:
-        """Clip the gradient; its norm before, or None when it or a loss is not finite."""
+        """Clip the gradient; return its norm before, or None if it or a loss is not finite."""
         parameters = list(self._wrapped.parameters())
         if self._masters is not None:
             parameters = self._masters.copies
-            self._average(parameters)
-        norm = whole(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
-        # The scaler of fp16 probes for overflows itself and skips such updates.
+            if self.world.size > 1 and self._sharding is None:  # sharded gradients are averaged
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
+        norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        # The loss scaler of fp16 provokes overflows on purpose and skips such updates by itself.
         probing = self.accelerator.scaler is not None
         finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or probing)
-        # The norm is everybody's, a loss is not.
+        # The norm is the same in all processes, the losses are not.
         return None if self._sum_of_ranks(int(not finite)) else float(norm)
 
-    def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the processes; those of sharded weights are already."""
-        if self.world.size == 1 or self._sharding is not None:
-            return
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
-
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
-        """Return the error that names what broke an update, rollouts or weights of all ranks."""
+        """Return the error that names the rollouts or weights that broke an update."""
         self.optimizer.zero_grad()
         trained = minibatch.trained(self.algorithm)
 
-        def alone(row: Row) -> tuple[Tensor, Tensor]:
-            (microbatch,) = self._scorer.pack([row], 1, self.accelerator.device)
+        def alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
+            (microbatch,) = self._scorer.pack([sequence], 1, self.accelerator.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
@@ -402,22 +432,22 @@ class Policy:
 
         world = self.world
         broken = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
-        found = world.gather(culprits(trained, alone, self.model, world), "the culprits")
-        named = world.gather([row.rollout.rollout_id for row in trained], "the culprits")
+        broken_rollouts = world.gather(culprits(trained, alone, self.model, world), "the culprits")
+        packed = world.gather([sequence.rollout.rollout_id for sequence in trained], "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
-            f"{cause}{told(found, named)}. The weights are those before it",
-            [culprit.rollout_id for culprit in found],
-            world.to_main(minibatch.rows, "the rows of a broken update"),
+            f"{cause}{describe_culprits(broken_rollouts, packed)}. The weights are those before it",
+            [culprit.rollout_id for culprit in broken_rollouts],
+            world.to_main(minibatch.sequences, "the sequences of a broken update"),
         )
 
-    def _pack(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """Microbatches; where weights are sharded, as many in every process."""
+    def _pack(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
+        """Pack sequences; with sharded weights, return as many microbatches in every process."""
         device, budget = self.accelerator.device, self._training.token_budget
-        made = self._scorer.pack(rows, budget, device) if rows else []
+        made = self._scorer.pack(sequences, budget, device) if sequences else []
         if self._sharding is not None:
             most = int(self.world.max(len(made), "the number of microbatches"))
             made += self._scorer.pack([stand_in()], budget, device) * (most - len(made))
@@ -427,38 +457,42 @@ class Policy:
         local = torch.tensor(count, device=self.device)
         return int(self.accelerator.reduce(local, "sum"))
 
-    def _once(self, value: float) -> Tensor:
-        """Return the part of a figure that all processes know and the main one contributes."""
+    def _from_main(self, value: float) -> Tensor:
+        """Return (sum, count) of a metric that all processes have: only the main one counts it."""
         counts = self.accelerator.is_main_process
         return torch.tensor((value, 1.0) if counts else (0.0, 0.0), device=self.device)
 
 
-def score(scorer: Any, microbatches: Iterable[Microbatch]) -> dict[RowKey, tuple[Tensor, Tensor]]:
-    """Row's key -> (logprobs_S, entropy_S) of its sampled tokens, on the CPU, no gradient."""
-    scores: dict[RowKey, tuple[Tensor, Tensor]] = {}
+def score_microbatches(
+    scorer: Any, microbatches: Iterable[Microbatch]
+) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
+    """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
+    scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for microbatch in microbatches:
-            lengths = [row.sampled_length for row in microbatch.rows]
+            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
-            for row, logprobs_S, entropy_S in zip(microbatch.rows, *pieces, strict=True):
-                if row.sampled_length:  # not the one that stands in for a process without rows
-                    scores[row.key] = (logprobs_S, entropy_S)
+            for sequence, logprobs_S, entropy_S in zip(microbatch.sequences, *pieces, strict=True):
+                if sequence.sampled_length:  # not a stand-in
+                    scores[sequence.key] = (logprobs_S, entropy_S)
     return scores
 
 
-def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origins:
-    """Return the origins of the rows' sampled tokens, one row after the other.
+def token_origins(
+    sequences: Sequence[TrainingSequence], version: int, device: torch.device
+) -> Origins:
+    """Return the turn, third and staleness of the sampled tokens, sequence by sequence.
 
-    `version` is what the trainer holds. Example: of 4 sampled tokens the thirds are 0 0 1 2.
+    `version` is the policy version that is trained. Example: the thirds of 4 tokens are 0 0 1 2.
     """
     turns: list[int] = []
     thirds: list[int] = []
     stale: list[bool] = []
-    for row in rows:
-        for span in row.trajectory.sampled_spans():
+    for sequence in sequences:
+        for span in sequence.trajectory.sampled_spans():
             turns += [span.turn] * len(span.token_ids)
             stale += [span.policy_version != version] * len(span.token_ids)
-        sampled = row.sampled_length
+        sampled = sequence.sampled_length
         thirds += [index * len(THIRDS) // sampled for index in range(sampled)]
     return Origins(
         turn_S=torch.tensor(turns, dtype=torch.long, device=device),
@@ -467,13 +501,5 @@ def origins_of(rows: Sequence[Row], version: int, device: torch.device) -> Origi
     )
 
 
-def _is_trained(rollout: Rollout) -> bool:
-    return rollout.reward is not None and rollout.sampled_length > 0
-
-
-def _with_own(row: Row, logprobs_S: Tensor, entropy_S: Tensor) -> Row:
-    return replace(row, old_logprobs_S=logprobs_S, old_entropy_S=entropy_S)
-
-
-def _flat(groups: Sequence[Sequence[Row]]) -> list[Row]:
-    return [row for group in groups for row in group]
+def _flat(groups: Sequence[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+    return [sequence for group in groups for sequence in group]

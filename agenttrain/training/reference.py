@@ -1,4 +1,4 @@
-"""The reference: the model that the KL penalty pulls to."""
+"""The reference: the frozen model that the KL penalty compares the policy with."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ SYNCED_ADAPTERS = (
 
 
 class ReferencePolicy(Protocol):
-    """A model that scores rollouts and is not trained."""
+    """Model that scores sequences and is not trained."""
 
     def ready(self) -> AbstractContextManager[None]:
-        """Within, it may be called."""
+        """Prepare the model for calls in the block."""
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the sampled tokens, [S] each."""
+        """Return logprobs and entropies of the sampled tokens, [S] each."""
 
-    def decide_as(self, scorer: Scorer) -> None:
-        """Compute as the policy's scorer does, which has decided."""
+    def copy_layout(self, scorer: Scorer) -> None:
+        """Compute as the policy's scorer does, once `choose_layout` has run on that."""
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """Follow `policy` after that many steps, if the reference follows at all."""
+        """Update the reference after step `step`, if it follows the policy at all."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State for a checkpoint; None: nothing."""
+        """Return the state for a checkpoint; None if there is none."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
 
 
 class _Fixed:
-    """A reference that never changes needs no checkpoint: a resumed run makes it again."""
+    """Reference that never changes; a resumed run makes it again, so it has no state."""
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """Stay as it is."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Nothing."""
+        """Return None."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to continue from."""
+        """Do nothing."""
 
 
 class AdaptersOff(_Fixed, BaseScorer):
-    """The policy without its adapters."""
+    """The policy with its adapters switched off."""
 
-    def decide_as(self, scorer: Scorer) -> None:
-        """Nothing to decide: it is that scorer."""
+    def copy_layout(self, scorer: Scorer) -> None:
+        """Do nothing: the reference is that scorer."""
 
 
 class FrozenCopy(_Fixed):
@@ -77,22 +77,22 @@ class FrozenCopy(_Fixed):
         else:
             shard(self._scorer, accelerator, sharding)
 
-    def decide_as(self, scorer: Scorer) -> None:
-        """Compute as the policy's scorer does, which has decided."""
-        self._scorer.decide_as(scorer)
+    def copy_layout(self, scorer: Scorer) -> None:
+        """Compute as the policy's scorer does."""
+        self._scorer.copy_layout(scorer)
 
     def ready(self) -> AbstractContextManager[None]:
-        """Within, it may be called."""
+        """Prepare the model for calls in the block."""
         return self._scorer.ready()
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of the sampled tokens, [S] each."""
+        """Return logprobs and entropies of the sampled tokens, [S] each."""
         logprobs_S, entropy_S = self._scorer(microbatch)
         return logprobs_S, entropy_S
 
 
 class SyncedCopy(FrozenCopy):
-    """A copy that every N steps becomes a mixture of itself and the policy.
+    """A copy that is mixed with the policy every N steps.
 
     TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
     """
@@ -119,7 +119,7 @@ class SyncedCopy(FrozenCopy):
                 own[name].lerp_(weight.to(own[name].dtype), self._mixup)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Its weights, which nothing else has."""
+        """Return its weights, which no other part of a checkpoint has."""
         return {name: weight.detach() for name, weight in self._scorer.model.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class SyncedCopy(FrozenCopy):
 def make_reference(
     scorer: Scorer, accelerator: Any, config: AlgorithmConfig, sharding: Sharding | None = None
 ) -> ReferencePolicy | None:
-    """The reference that the configuration asks for; None without a KL penalty.
+    """Return the configured reference; None without a KL penalty.
 
     Raises ValueError for a synced reference of a model with adapters.
     """

@@ -1,19 +1,19 @@
 """FSDP2: every process holds a part of each weight, of its gradient and of its optimizer state.
 
-torch's `fully_shard` itself, layer by layer: accelerate's plugin for it is ignored where there is
-no GPU (1.15), and does nothing that is needed beyond it. A layer's weights are gathered before it
-runs and dropped after it; embeddings, the last norm and the head, which share weights, are one
-group of their own that stays whole from the forward to the end of the backward pass.
+Uses torch's `fully_shard`, layer by layer. accelerate's plugin for it is ignored without a GPU
+(1.15) and adds nothing that is needed. A layer's weights are gathered before it runs and dropped
+after it. Embeddings, the last norm and the head, which may share weights, form a group of their own
+that stays gathered from the forward pass to the end of the backward pass.
 
-Processes gather together: all of them run the same number of forward passes.
+All processes gather together, so all of them run the same number of forward passes.
 
-In a checkpoint each process writes its part of the policy, and any number of processes reads them.
+In a checkpoint each process writes its part of the policy; any number of processes reads them.
 
-policy-0.pt, policy-1.pt, …   what policy.pt holds of a policy that is not sharded; a tensor that
-                              the process has a part of is ``{"part": tensor, "shape": [all]}``
+policy-0.pt, policy-1.pt, …   like the policy.pt of an unsharded policy, but a tensor of which the
+                              process has a part is ``{"part": tensor, "shape": [full shape]}``
 
-Parts follow each other along the first dimension, in the order of the processes. Readers map the
-files into memory, and put a tensor together where it is used (`Parted`).
+Parts follow each other along the first dimension, in rank order. Readers map the files into memory
+and join a tensor only where it is used (`TensorParts`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from agenttrain.training.checkpoint_files import only_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a policy is sharded over all processes."""
+    """Settings of a policy that is sharded over all processes."""
 
     cpu_offload: bool = False
-    """Weights, gradients and optimizer stay in the host's memory; a layer visits the GPU."""
+    """Keep weights, gradients and optimizer state in host memory; layers are copied to the GPU to
+    compute."""
 
     def apply(
         self,
@@ -60,72 +61,72 @@ class Sharding:
     ) -> None:
         """Shard the weights of `scorer`, a module around `model`, in place.
 
-        Gradients are summed in float32 whatever the weights are. Weights are gathered in
-        `gathered_dtype` (None: as they are), in which the layers then compute. `scorer.inside` may
-        be called as `scorer.forward` may.
+        Gradients are summed in float32 whatever the format of the weights. Weights are gathered in
+        `gathered_dtype` (None: their own), in which the layers then compute. `scorer.inside`
+        gathers weights as `scorer.forward` does.
         """
-        if not dist.is_initialized():  # one process, which may still want to offload
+        if not dist.is_initialized():  # one process may still want to offload
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy()
         if self.cpu_offload:
             offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        # The layers first: the scorer takes what is in none of them.
+        # The layers first: the scorer then takes the weights that are in no layer.
         for module in (*layers(model), scorer):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         register_fsdp_forward_method(scorer, "inside")
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
-    """A tensor in parts, which may lie in files: put together when it is used, and then dropped.
+class TensorParts:
+    """A tensor in parts, which may be mapped files; it is joined only where it is used.
 
-    A process that has a part of every tensor then never holds all of them.
+    So a process that needs a part of every tensor never holds all of them.
     """
 
     parts: tuple[Tensor, ...]
-    """They follow each other along the first dimension."""
+    """Consecutive slices of the first dimension."""
     shape: torch.Size
 
-    def whole(self) -> Tensor:
-        """All of it."""
+    def join(self) -> Tensor:
+        """Return the full tensor."""
         return torch.cat(self.parts).reshape(self.shape)
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, by the names that transformers keeps of modules not to be split."""
+    """Return the decoder layers, by the class names that transformers does not split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
     return named or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def whole_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A copy that nothing trains and nothing shards, for an engine in this process."""
+def unsharded_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Return a frozen, unsharded copy of the model, for an engine in this process."""
     copied: PreTrainedModel = copy.deepcopy(model).requires_grad_(False).to(device)
     return copied
 
 
-def refresh(copied: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Copy the sharded `model`'s weights, one gathered at a time, into a `whole_copy` of it.
+def copy_full_weights(copied: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Copy the sharded `model`'s weights into its `unsharded_copy`, gathering one at a time.
 
-    Tied weights are one parameter in both. Every process takes part.
+    Tied weights are one parameter in both. All processes take part.
     """
     targets = dict(copied.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            targets[name].copy_(whole(parameter))
+            targets[name].copy_(full_tensor(parameter))
 
 
-def assign(target: Tensor, values: Tensor | Parted) -> None:
-    """Copy all values of a tensor into it, or into this process's part of it."""
+def assign(target: Tensor, values: Tensor | TensorParts) -> None:
+    """Copy a full tensor into `target`, or this process's part of it into a sharded `target`."""
     with torch.no_grad():
-        target.copy_(spread_like(target, values))
+        target.copy_(shard_like(target, values))
 
 
-def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
-    """Split `values`, which every process has, as `target` is split: without communication."""
-    values = values.whole() if isinstance(values, Parted) else values
+def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
+    """Shard `values`, which every process has, as `target` is sharded; without communication."""
+    values = values.join() if isinstance(values, TensorParts) else values
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values
     mesh, placements = target.device_mesh, target.placements
@@ -133,18 +134,18 @@ def spread_like(target: Tensor, values: Tensor | Parted) -> Tensor:
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; a sharded one is gathered by all processes together."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor; all processes together gather one that is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def here(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor; all of a tensor that is not sharded."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor; all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def settle(module: Any) -> None:
-    """Drop what a forward pass without a backward one left gathered."""
+def release_gathered(module: Any) -> None:
+    """Drop gathered weights, which a forward pass without a backward pass leaves behind."""
     if isinstance(module, FSDPModule):
         module.reshard()
 
@@ -154,7 +155,7 @@ PART = "policy-{}.pt"
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether this process holds only a part of the model's weights."""
+    """Return True if this process holds only a part of the model's weights."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -164,8 +165,10 @@ def write_part(state: Any, folder: Path, rank: int) -> None:
 
 
 def read_state(folder: Path) -> Any:
-    """The state of a policy, however many processes wrote it; tensors are on the CPU, and Parted
-    where several processes wrote them."""
+    """Read the state of a policy, written by any number of processes.
+
+    Tensors are on the CPU, as TensorParts if several processes wrote them.
+    """
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))
@@ -182,7 +185,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 def _parted(state: Any) -> Any:
     """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
     if isinstance(state, DTensor):
-        # A copy: a part that is a view would be written with all that it is a view of.
+        # A copy: torch.save writes all of the storage that a view belongs to.
         return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
     if isinstance(state, Mapping):
         return {name: _parted(value) for name, value in state.items()}
@@ -195,7 +198,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     """Join the states that all processes wrote, in the order of their ranks."""
     first = parts[0]
     if isinstance(first, dict) and first.keys() == {"part", "shape"}:
-        return Parted(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
+        return TensorParts(tuple(part["part"] for part in parts), torch.Size(first["shape"]))
     if isinstance(first, dict):
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple):
@@ -203,16 +206,16 @@ def _joined(parts: Sequence[Any]) -> Any:
     return first.clone() if isinstance(first, Tensor) else first
 
 
-def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Split an optimizer's state as its parameters are split."""
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard an optimizer's state as its parameters are sharded."""
     if "parts" in state:
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
-        return {**state, "parts": [spread(part, of_part) for part, of_part in pairs]}
+        return {**state, "parts": [shard_optimizer_state(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def of_parameter(index: int, value: Any) -> Any:
-        alike = isinstance(value, Tensor | Parted) and value.shape == parameters[index].shape
-        return spread_like(parameters[index], value) if alike else value
+        alike = isinstance(value, Tensor | TensorParts) and value.shape == parameters[index].shape
+        return shard_like(parameters[index], value) if alike else value
 
     by_parameter = {
         index: {name: of_parameter(index, value) for name, value in values.items()}
@@ -221,10 +224,10 @@ def spread(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "state": by_parameter}
 
 
-def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
-    """Every weight by its name in `state_dict`, on the CPU, where `keep`; nothing elsewhere.
+def full_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
+    """Return every weight by its name in `state_dict`, on the CPU, if `keep`; otherwise nothing.
 
-    All processes gather one weight after the other; tied weights are one tensor.
+    All processes gather one weight after the other. Tied weights are one tensor.
     """
     owners = dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, Tensor] = {}
@@ -232,7 +235,7 @@ def whole_weights(model: PreTrainedModel, keep: bool) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         key = id(owners.get(name, tensor))
         if key not in weights:
-            gathered = whole(tensor.detach())
+            gathered = full_tensor(tensor.detach())
             weights[key] = gathered.cpu() if keep else gathered.new_empty(0)
         named[name] = weights[key]
     return named if keep else {}

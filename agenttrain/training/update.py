@@ -1,7 +1,7 @@
-"""The optimizer updates of a step: their rows, advantages, and what their losses are divided by.
+"""The optimizer updates of a step: their sequences, advantages, and the divisors of their losses.
 
-Shapes: F reward functions, P groups, G rollouts of the largest, B rows, S sampled tokens of a
-microbatch, N tokens of all processes.
+Shapes: F reward functions, P groups, G rollouts of the largest group, B sequences, S sampled tokens
+of a microbatch, N tokens of all processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agenttrain.algorithms.advantages import advantages, normalized_advantages
 from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
 from agenttrain.algorithms.loss import LossInputs
 from agenttrain.algorithms.losses import token_weights, top_entropy_mask
-from agenttrain.training.batch import Microbatch, Row, RowKey
+from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
 
@@ -32,94 +32,86 @@ def assign_advantages(
     penalties: Mapping[str, float],
     reward_weights: Mapping[str, float],
 ) -> None:
-    """Set `advantage` of every rollout: None where it has no reward.
+    """Set `advantage` of every rollout; None for one without a reward.
 
-    `penalties` (rollout_id -> KL over its sampled tokens) are taken off the rewards, times beta,
-    before the baseline; rollouts that are not named have none. `reward_weights` are those of the
-    rubric, 1 for a function without one. Statistics of the batch are over all processes.
+    `penalties` (rollout id -> KL over its sampled tokens) are subtracted from the rewards, times
+    beta, before the baseline. `reward_weights` are the rubric's; a missing function has weight 1.
+    Statistics of the batch are taken over all processes.
     """
-    rewards = [[_rewards_by_name(rollout, config, penalties) for rollout in g] for g in groups]
+
+    def rewards_of(rollout: Rollout) -> dict[str, float | None]:
+        # By function; under the name "" if the algorithm uses their sum.
+        if config.rewards is Rewards.normalize_each:
+            return dict(rollout.rewards)
+        if rollout.reward is None:
+            return {"": None}
+        return {"": rollout.reward - config.beta * penalties.get(rollout.rollout_id, 0.0)}
+
+    rewards = [[rewards_of(rollout) for rollout in group] for group in groups]
     first, everyone = 0, rewards
     if world.size > 1 and (config.scale is Scale.batch or config.advantage is Advantage.batch):
         shares = world.gather([rewards], "the rewards of a batch")
         first = sum(map(len, shares[: world.rank]))
         everyone = [group for share in shares for group in share]
-    weights = {"": 1.0, **reward_weights}
-    advantages_PG = _advantages(everyone, config, weights)[first : first + len(groups)]
-    for group, values in zip(groups, advantages_PG.tolist(), strict=True):
-        for rollout, value in zip(group, values, strict=False):
-            # NaN with a reward: none of the functions that count gave one.
-            rollout.advantage = None if math.isnan(value) else value
 
-
-def _rewards_by_name(
-    rollout: Rollout, config: AlgorithmConfig, penalties: Mapping[str, float]
-) -> dict[str, float | None]:
-    """Return the rewards by function; under the name "" where their sum counts."""
-    if config.rewards is Rewards.normalize_each:
-        return dict(rollout.rewards)
-    if rollout.reward is None:
-        return {"": None}
-    return {"": rollout.reward - config.beta * penalties.get(rollout.rollout_id, 0.0)}
-
-
-def _advantages(
-    groups: Sequence[Sequence[Mapping[str, float | None]]],
-    config: AlgorithmConfig,
-    weights: Mapping[str, float],
-) -> Tensor:
-    """Return the advantage of every rollout, [P, G]."""
-    names = sorted({name for group in groups for rewards in group for name in rewards}) or [""]
-    width = max((len(group) for group in groups), default=0) or 1
-    rewards_FPG = torch.full((len(names), len(groups), width), torch.nan, dtype=torch.float64)
+    names = sorted({name for group in everyone for values in group for name in values}) or [""]
+    width = max((len(group) for group in everyone), default=0) or 1
+    rewards_FPG = torch.full((len(names), len(everyone), width), torch.nan, dtype=torch.float64)
     for f, name in enumerate(names):
-        for p, group in enumerate(groups):
-            for g, rewards in enumerate(group):
-                value = rewards.get(name)
-                rewards_FPG[f, p, g] = torch.nan if value is None else value
+        for p, group in enumerate(everyone):
+            for g, values in enumerate(group):
+                reward = values.get(name)
+                rewards_FPG[f, p, g] = torch.nan if reward is None else reward
     if config.rewards is Rewards.normalize_each:
-        each = [weights.get(name, 1.0) for name in names]
-        return normalized_advantages(rewards_FPG, each, scale=config.scale)
-    return advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+        weights = [reward_weights.get(name, 1.0) for name in names]
+        advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
+    else:
+        advantages_PG = advantages(rewards_FPG[0], baseline=config.advantage, scale=config.scale)
+    own_PG = advantages_PG[first : first + len(groups)].tolist()
+    for rollouts, own_G in zip(groups, own_PG, strict=True):
+        for rollout, advantage in zip(rollouts, own_G, strict=False):
+            # NaN although there is a reward: no function of non-zero weight gave one.
+            rollout.advantage = None if math.isnan(advantage) else advantage
 
 
 @dataclass(slots=True, kw_only=True)
 class Minibatch:
-    """The rows of one optimizer update, sums over all processes, and results of its microbatches.
+    """The sequences of one optimizer update, and the results of its microbatches.
 
-    The sums are of the rows of all processes: a loss is divided by them.
+    Counts of tokens are over all processes: losses are divided by them.
     """
 
-    rows: list[Row]
-    """All of this process, with the weight of their tokens in the loss."""
+    sequences: list[TrainingSequence]
+    """Sequences of this process, with the weight of their tokens in the loss."""
     tokens: int
-    """Sampled tokens, of all processes."""
+    """Sampled tokens of all processes."""
     epoch: int = 0
     first: bool = False
-    """Set for the first of a step: the policy is what it was when the engine sampled."""
-    kept: Mapping[RowKey, Tensor] | None = None
-    """Row's key -> a mask of its sampled tokens of top entropy; None: all are trained."""
+    """True for the first minibatch of a step: the policy is still the one that sampled."""
+    kept: Mapping[SequenceKey, Tensor] | None = None
+    """Mask of the sampled tokens of top entropy, by sequence key; None: all tokens are trained."""
     bonus_tokens: int = 0
-    """Tokens that the entropy bonus acts on, of all processes."""
+    """Tokens of all processes that the entropy bonus acts on."""
     bonus: float = 0.0
-    """Weight of the entropy of one of them."""
+    """Weight of the entropy of each of these tokens."""
     losses: list[Tensor] = field(default_factory=list)
     """Loss of each microbatch."""
     scores: list[tuple[Microbatch, Tensor, Tensor]] = field(default_factory=list)
-    """Each microbatch with its logprobs and entropies before the update, [S] each."""
+    """Each microbatch with its logprobs and entropies from before the update, [S] each."""
     entropy: list[Tensor] = field(default_factory=list)
     """Sum of each microbatch's entropies over the tokens that the bonus acts on."""
 
-    def trained(self, config: AlgorithmConfig) -> list[Row]:
-        """Return the rows that change the policy; the others need no forward pass."""
+    def trained(self, config: AlgorithmConfig) -> list[TrainingSequence]:
+        """Return the sequences that have a gradient; the others need no forward pass."""
         return [
-            row
-            for row in self.rows
-            if row.weight > 0 and (row.advantage != 0 or config.kl_in_loss or config.has_bonus)
+            sequence
+            for sequence in self.sequences
+            if sequence.weight > 0
+            and (sequence.advantage != 0 or config.kl_in_loss or config.has_bonus)
         ]
 
     def record(self, microbatch: Microbatch, inputs: LossInputs, loss: Tensor) -> None:
-        """Keep the result of a microbatch, without its graph."""
+        """Store the result of a microbatch, detached from its graph."""
         assert inputs.entropy_S is not None
         entropy_S = inputs.entropy_S.detach()
         self.losses.append(loss.detach())
@@ -128,38 +120,47 @@ class Minibatch:
         self.entropy.append(acting_S.sum())
 
 
-def weigh(
-    rows: Sequence[Row], config: AlgorithmConfig, *, tokens: int, rollouts: int, fixed_length: int
-) -> list[Row]:
-    """Return the rows of one optimizer update with the weight of their tokens in its loss.
+def weigh_sequences(
+    sequences: Sequence[TrainingSequence],
+    config: AlgorithmConfig,
+    *,
+    tokens: int,
+    rollouts: int,
+    fixed_length: int,
+) -> list[TrainingSequence]:
+    """Return the sequences of an update with the weight of their tokens in its loss.
 
-    `tokens` and `rollouts` count the whole update over all processes. Truncated rollouts that are
-    masked count like any other and weigh nothing, so that the others' weight does not depend on
-    how many there are.
+    `tokens` and `rollouts` are counts of the update over all processes. Masked truncated rollouts
+    count in them but have weight 0, so that the weight of the others does not depend on how many
+    were truncated.
     """
     weights_B = token_weights(
-        torch.tensor([row.sampled_length for row in rows]),
+        torch.tensor([sequence.sampled_length for sequence in sequences]),
         config.aggregation,
         tokens=tokens,
         rollouts=rollouts,
         fixed_length=fixed_length,
     )
     return [
-        replace(row, weight=0.0 if config.mask_truncated and row.rollout.truncated else weight)
-        for row, weight in zip(rows, weights_B.tolist(), strict=True)
+        replace(
+            sequence, weight=0.0 if config.mask_truncated and sequence.rollout.truncated else weight
+        )
+        for sequence, weight in zip(sequences, weights_B.tolist(), strict=True)
     ]
 
 
-def top_entropy(rows: Sequence[Row], share: float, world: World) -> dict[RowKey, Tensor]:
-    """Return `Minibatch.kept` of the weighed rows, which compete with those of the other processes.
+def top_entropy(
+    sequences: Sequence[TrainingSequence], share: float, world: World
+) -> dict[SequenceKey, Tensor]:
+    """Return `Minibatch.kept`: the tokens of highest entropy among those of all processes.
 
-    Where entropies are equal the earlier positions come first, and at one position the rollouts in
-    the order of their ids: neither depends on who holds a rollout or what is packed with it.
+    Ties go to the earlier position, then to the rollout with the lower id. Neither depends on which
+    process holds a rollout or on what is packed with it.
     """
     own: list[tuple[tuple[Any, ...], Tensor]] = [
-        ((row.rollout.group_id, row.rollout.sample, row.key), row.old_entropy_S)
-        for row in rows
-        if row.weight > 0 and row.old_entropy_S is not None
+        ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
+        for sequence in sequences
+        if sequence.weight > 0 and sequence.old_entropy_S is not None
     ]
     shares = world.gather([own], "the entropies of an update")
     everyone = [pair for pairs in shares for pair in pairs]
@@ -187,16 +188,16 @@ def loss_inputs(
     """Return the inputs of a microbatch's loss."""
     kept_S = None
     if minibatch.kept is not None:
-        # The row that stands in for a process without rows has no token and no mask.
-        kept = [minibatch.kept[r.key] for r in microbatch.rows if r.sampled_length]
+        # A stand-in has no token and no mask.
+        kept = [minibatch.kept[r.key] for r in microbatch.sequences if r.sampled_length]
         kept_S = torch.cat([torch.zeros(0, dtype=torch.bool), *kept]).to(logprobs_S.device)
     behaviour_S = microbatch.behaviour_S
     if config.behaviour is Behaviour.recomputed:
-        old = [row.old_logprobs_S for row in microbatch.rows]
+        old = [sequence.old_logprobs_S for sequence in microbatch.sequences]
         known = [values for values in old if values is not None]
-        # Before a step's only update the policy is still what it was when the step began.
-        whole = len(known) == len(old)
-        behaviour_S = torch.cat(known).to(logprobs_S) if whole else logprobs_S.detach()
+        # With one update per step the old policy was not scored: it is the current one.
+        scored = len(known) == len(old)
+        behaviour_S = torch.cat(known).to(logprobs_S) if scored else logprobs_S.detach()
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=behaviour_S,
@@ -204,26 +205,28 @@ def loss_inputs(
         ref_logprobs_S=microbatch.ref_logprobs_S,
         entropy_S=entropy_S,
         kept_S=kept_S,
-        row_S=microbatch.row_S,
+        row_S=microbatch.sequence_S,
         advantages_B=microbatch.advantages_B,
         weights_B=microbatch.weights_B,
         bonus=minibatch.bonus,
     )
 
 
-def keep_scores(rows: Sequence[Row], logprobs_S: Tensor, entropy_S: Tensor) -> None:
-    """Give the trajectories of `rows`, in their order, the trainer's own scores."""
-    lengths = [row.sampled_length for row in rows]
+def store_scores(
+    sequences: Sequence[TrainingSequence], logprobs_S: Tensor, entropy_S: Tensor
+) -> None:
+    """Set `trainer_logprobs` and `entropies` of the trajectories; scores are in their order."""
+    lengths = [sequence.sampled_length for sequence in sequences]
     pieces = [values_S.float().cpu().split(lengths) for values_S in (logprobs_S, entropy_S)]
-    for row, own_S, entropies in zip(rows, *pieces, strict=True):
-        row.trajectory.trainer_logprobs = array("f", own_S.numpy())
-        row.trajectory.entropies = array("f", entropies.numpy())
+    for sequence, own_S, entropies in zip(sequences, *pieces, strict=True):
+        sequence.trajectory.trainer_logprobs = array("f", own_S.numpy())
+        sequence.trajectory.entropies = array("f", entropies.numpy())
 
 
-def needs_own_scores(config: AlgorithmConfig) -> bool:
-    """Return whether the policy has to score the rollouts before the step's first update.
+def needs_old_logprobs(config: AlgorithmConfig) -> bool:
+    """Return True if the policy has to score the rollouts before the step's first update.
 
-    With one update per step the probabilities before it are those that it computes anyway.
+    With one update per step, its forward pass computes these probabilities anyway.
     """
     recomputed = config.behaviour is Behaviour.recomputed
     return config.top_entropy < 1 or (recomputed and (config.updates > 1 or config.kl_in_reward))

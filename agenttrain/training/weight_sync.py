@@ -1,4 +1,7 @@
-"""Weight sync: send the policy's weights to the engine, and check that it holds them."""
+"""Weight sync: send the policy's weights to the engine and check that they arrived.
+
+The check is a probe: a text whose log-probabilities the policy and the engine must agree on.
+"""
 
 from __future__ import annotations
 
@@ -18,48 +21,51 @@ from agenttrain.engines.registry import names_with
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.lora import ADAPTER, adapter_weights, is_adapted
 from agenttrain.training.policy import Policy
-from agenttrain.training.sharding import is_sharded, whole
+from agenttrain.training.sharding import full_tensor, is_sharded
 from agenttrain.types import AgenttrainError, Sampling
 
 PROBE_TOKENS = 128
-"""Tokens of the probe's prompt, and as many after it."""
+"""Tokens of the probe's prompt; as many are sampled after it."""
 STEP = 7919
-"""A prime: the ids of a probe without a prompt wander over the whole vocabulary."""
+"""A prime, so that the ids of a probe without a prompt spread over the whole vocabulary."""
 EXACT_TOLERANCE = 1e-3
-"""For the largest gap in float32 on a CPU, where kernels agree to 1e-5."""
+"""Limit of the largest gap in float32 on a CPU, where kernels agree to 1e-5."""
 TOLERANCE = 0.1
-"""For the mean gap and its 90 % quantile anywhere else: kernels of 16 bits differ by a rounding of
-1/256 in every layer, those of a GPU in float32 by what TF32 rounds."""
+"""Limit of the mean gap and of its 90 % quantile elsewhere: 16-bit kernels differ by roundings of
+1/256 in every layer, float32 kernels of a GPU by the roundings of TF32."""
 GROWTH = 5
-"""How many times its gap of the first sync an engine may have that is over the tolerance: a text
-grows less likely while a policy learns, and gaps grow with that."""
+"""Limit of the gap as a multiple of the first sync's, if that is above the tolerance. As a policy
+learns, the probe becomes less likely and gaps grow with that."""
 FAR = 10
-"""Tolerances from which on a single token is warned of."""
+"""Multiple of the tolerance from which on the gap of a single token is warned of."""
 
 
 class StaleWeights(AgenttrainError):
-    """After a weight sync the engine does not sample from the policy."""
+    """After a weight sync the engine does not hold the policy's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Distance of log-probabilities, in nats, over the tokens of a text."""
+    """Distance between two models' log-probabilities of a text's tokens, in nats."""
 
     mean: float
     q90: float
-    """90 % quantile: a few tokens for which a mixture of experts took another route, which is
-    several nats apart, do not move it; wrong weights do."""
+    """90 % quantile. Wrong weights raise it; a few tokens for which a mixture of experts took
+    another route, several nats apart, do not."""
     max: float
 
     @classmethod
     def of(cls, policy_T: Tensor, engine_T: Tensor) -> Gap:
-        """Example: policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile 0.09, max 0.1."""
+        """Measure the gap.
+
+        Example: policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile 0.09, max 0.1.
+        """
         gap_T = (engine_T - policy_T).abs()
         mean, q90, top = gap_T.mean(), gap_T.quantile(0.9), gap_T.max()
         return cls(mean=mean.item(), q90=q90.item(), max=top.item())
 
     def metrics(self) -> dict[str, float]:
-        """The gap under the names that metrics.jsonl has for it."""
+        """Return the gap as metrics."""
         return {
             "weight_sync/gap": self.mean,
             "weight_sync/gap_q90": self.q90,
@@ -71,19 +77,19 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    """Result of a weight sync: log-probabilities of a text that stays the same for a run."""
+class Probe:
+    """Result of a weight sync: log-probabilities of a text that is the same for the whole run."""
 
     token_ids: tuple[int, ...]
     start: int
-    """The gap is that of the tokens from here on, which the engine sampled."""
+    """Index of the first token that the engine sampled; the gap begins with it."""
     policy_T: Tensor
     """Log-probability of every token after the first."""
     engine_T: Tensor
     first: Gap | None = None
-    """The gap of the first sync, where this is a later one."""
+    """Gap of the first sync; None if this is the first."""
     warned: bool = False
-    """True once a token far from the policy was warned of."""
+    """True once a far token was warned of."""
 
     @property
     def gap(self) -> Gap:
@@ -97,27 +103,27 @@ async def sync(
     engine: Engine,
     version: int,
     config: WeightSyncConfig,
-    before: Probed | None = None,
+    before: Probe | None = None,
     *,
     prompt_ids: Sequence[int] = (),
-) -> Probed | None:
-    """Give `engine` the policy's weights: all that it samples from now on is of weights `version`.
+) -> Probe | None:
+    """Give `engine` the policy's weights; what it samples from now on has policy version `version`.
 
-    An engine that samples from `policy.sampler` itself only forgets what it cached. One with
-    weights of its own is sent them, and then scores a text, which is returned: StaleWeights if the
-    policy's log-probabilities of it are others, or if they moved since `before`, the sync before
-    this one, and the engine's did not; a quantised engine's may stay the same.
+    An engine that samples from `policy.sampler` itself only drops its caches; the result is None.
+    An engine with a copy of the weights is sent them and then scores the probe. Raises StaleWeights
+    if its log-probabilities differ from the policy's, or if they did not change since `before`, the
+    last sync, although the policy's did. A quantised engine's may stay the same.
 
-    The text is that of `before`. The first time the engine samples it after the end of
-    `prompt_ids`, so that it is as likely as what the run samples; without them it is a fixed
-    sequence. All processes of a run do it together.
+    The probe's text is that of `before`. The first time, the engine samples it after the end of
+    `prompt_ids`, so that it is as likely as the texts of the run; without a prompt it is a fixed
+    sequence. All processes of a run call this together.
     """
     if not isinstance(engine, Separate):
         policy.refresh_sampler()
         await engine.update((), version)
         return None
     if torch.cuda.is_available():
-        # The engine's thread reads the weights on a stream of its own, which does not wait for the
+        # The engine's thread reads the weights on its own stream, which does not wait for the
         # optimizer's.
         torch.cuda.synchronize()
     adapted = is_adapted(policy.model)
@@ -131,39 +137,39 @@ async def sync(
     else:
         weights = iter(adapter_weights(policy.model).items())
     await engine.update(weights, version)
-    probed = await _probed(policy, engine, before, prompt_ids)
+    probe = await _score_probe(policy, engine, before, prompt_ids)
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
     growth = GROWTH if config.tolerance is None else 0
-    # In fewer bits than the policy's, merged with adapters or cast, small changes are rounded away.
+    # Merging adapters and casting round small changes away, so that equal weights prove nothing.
     same_bits = as_adapters or not (adapted or dtype != policy.model.dtype)
     quantized = isinstance(engine, Quantized) and engine.quantized
     moved_from = before if same_bits and not quantized else None
-    _check(probed, moved_from, version, tolerance, exact=exact, growth=growth)
-    if not exact and not probed.warned and probed.gap.max > FAR * tolerance:
+    _check_probe(probe, moved_from, version, tolerance, exact=exact, growth=growth)
+    if not exact and not probe.warned and probe.gap.max > FAR * tolerance:
         warnings.warn(
             f"weight sync {version}: the engine's log-probability of a token of the probe is "
-            f"{probed.gap}: as it may be for a mixture of experts, where a token took another "
-            "route; else look at sampling/logprob_gap",
+            f"{probe.gap}: as it may be for a mixture of experts, where a token took another "
+            "route; otherwise check sampling/logprob_gap",
             RuntimeWarning,
             stacklevel=2,
         )
-        probed = replace(probed, warned=True)
-    return probed
+        probe = replace(probe, warned=True)
+    return probe
 
 
-async def _probed(
-    policy: Policy, engine: Engine, before: Probed | None, prompt_ids: Sequence[int]
-) -> Probed:
-    """Score the run's probe by the policy and by the engine; without `before`, make the probe."""
+async def _score_probe(
+    policy: Policy, engine: Engine, before: Probe | None, prompt_ids: Sequence[int]
+) -> Probe:
+    """Score the probe by the policy and by the engine; without `before`, choose its text first."""
     token_ids: Sequence[int]
     if before:
         token_ids, start = before.token_ids, before.start
     elif not prompt_ids:
-        token_ids, start = probe(policy.model, engine.max_context), 1
+        token_ids, start = probe_ids(policy.model, engine.max_context), 1
     else:
-        # Short, for an engine keeps the probabilities of the whole vocabulary at each token.
+        # Short, because engines hold the probabilities of the whole vocabulary for each token.
         room = min(2 * PROBE_TOKENS, engine.max_context - 1)
         prompt = list(prompt_ids[-min(PROBE_TOKENS, room // 2) :])
         sampling = Sampling(max_tokens=room - len(prompt), seed=0)
@@ -171,13 +177,13 @@ async def _probed(
         await engine.release("probe")
         token_ids, start = [*prompt, *completion.token_ids], len(prompt)
     policy_T = (
-        policy.probe(token_ids)
+        policy.probe_logprobs(token_ids)
         if is_sharded(policy.model)
         else policy_logprobs(policy.model, token_ids)
     )
     assert isinstance(engine, Separate)
     engine_T = torch.tensor(await engine.score(token_ids))
-    return Probed(
+    return Probe(
         token_ids=tuple(token_ids),
         start=start,
         policy_T=torch.tensor(policy_T),
@@ -187,20 +193,20 @@ async def _probed(
     )
 
 
-def _check(
-    probed: Probed,
-    before: Probed | None,
+def _check_probe(
+    probe: Probe,
+    before: Probe | None,
     version: int,
     tolerance: float,
     *,
     exact: bool,
     growth: float,
 ) -> None:
-    """Raise StaleWeights for a gap over the tolerance and over `growth` times the first sync's.
+    """Raise StaleWeights if the gap exceeds the tolerance and `growth` times the first sync's gap.
 
-    With `before` also if the policy moved since then and the engine did not by a bit.
+    With `before`, also if the policy's log-probabilities changed and the engine's did not at all.
     """
-    gap, first = probed.gap, probed.first
+    gap, first = probe.gap, probe.first
     pairs = [(gap.max, tolerance)]
     if not exact:
         begun = first or Gap(mean=0.0, q90=0.0, max=0.0)
@@ -208,7 +214,7 @@ def _check(
             (gap.mean, max(tolerance, growth * begun.mean)),
             (gap.q90, max(tolerance, growth * begun.q90)),
         ]
-    # Not `>`: a gap that is not a number is no agreement.
+    # Not `value > limit`: NaN must not count as agreement.
     if not any(value <= limit for value, limit in pairs):
         raise StaleWeights(
             f"weight sync {version}: the engine's log-probabilities of a fixed sequence differ "
@@ -219,9 +225,9 @@ def _check(
         )
     if before is None:
         return
-    # One step changes little, less than kernels differ in bfloat16: but it changes something.
-    moved_T = (probed.policy_T - before.policy_T).abs()
-    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probed.engine_T, before.engine_T):
+    # A step may change less than bfloat16 kernels differ, but it changes some bits.
+    moved_T = (probe.policy_T - before.policy_T).abs()
+    if moved_T.count_nonzero() > len(moved_T) / 2 and torch.equal(probe.engine_T, before.engine_T):
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
@@ -229,20 +235,14 @@ def _check(
         )
 
 
-async def rest(engine: Engine) -> None:
-    """Let an engine with weights of its own give its memory back before the policy is updated."""
-    if isinstance(engine, Separate):
-        await engine.rest()
-
-
-def probe(model: PreTrainedModel, max_context: int) -> list[int]:
-    """A fixed sequence of ids from all over the vocabulary."""
+def probe_ids(model: PreTrainedModel, max_context: int) -> list[int]:
+    """Return a fixed sequence of ids from the whole vocabulary."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return [index * STEP % vocabulary for index in range(1, min(PROBE_TOKENS, max_context - 1))]
 
 
 def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
-    """Log-probability of every id after the first, by a plain forward pass."""
+    """Return the log-probability of every id after the first, by a plain forward pass."""
     training = model.training
     model.eval()
     ids_T = torch.tensor(token_ids, device=model.device)
@@ -257,12 +257,12 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by the name that transformers saves it under, tied ones under each name.
+    """Yield every weight by the name under which transformers saves it, tied ones under each name.
 
-    Adapters are merged, one weight at a time, or left out where not `merged`: the engine gets a
-    model without them. Weights in the model's number format are cast to `dtype`, if it is given;
-    those that the model keeps in float32 stay. Sharded weights are gathered one at a time, after
-    the cast: every process has to take them all.
+    Adapters are merged, one weight at a time, or left out if not `merged`: the engine gets a model
+    without adapters. Weights in the model's own format are cast to `dtype`, if given; those that
+    the model keeps in float32 are not. Sharded weights are gathered one at a time, after the cast,
+    so every process has to consume the iterator.
     """
     in_fp32: set[str] = set()
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -274,8 +274,8 @@ def named_weights(
             continue
         layer = modules.get(owner.removesuffix(".base_layer"))
         if merged and isinstance(layer, LoraLayer) and kind == "weight":
-            adapted: Any = layer  # peft's class for linear layers, which alone has the method
+            adapted: Any = layer  # only peft's class for linear layers has the method
             tensor = tensor + adapted.get_delta_weight(ADAPTER).to(tensor.dtype)
         if dtype and tensor.dtype == model.dtype and in_fp32.isdisjoint(name.split(".")):
             tensor = tensor.to(dtype)
-        yield name.replace(".base_layer.", "."), whole(tensor.detach())
+        yield name.replace(".base_layer.", "."), full_tensor(tensor.detach())

@@ -1,8 +1,9 @@
 """The processes of a run, and everything that crosses between them besides gradients.
 
-Every call of `World` is made by all processes or by none, in the same order. Late and dead
-processes are detected through the key-value store that the processes met at, which needs no device:
-each writes down how far it has come, so that a waiting process can name those that it waits for.
+Every method of `World` is called by all processes or by none, in the same order. Late and dead
+processes are detected through the key-value store in which the processes met. It needs no device:
+each process records the last barrier it reached, so that a waiting process can name the missing
+ones.
 """
 
 from __future__ import annotations
@@ -28,73 +29,73 @@ from agenttrain.types import AgenttrainError
 
 Value = TypeVar("Value")
 WAKE = timedelta(seconds=0.5)
-"""How long a wait keeps the interpreter from its signals."""
+"""Longest time that a wait delays the handling of signals."""
 LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
-"""Texts in the errors of gloo and NCCL when another process does not come."""
+"""Texts in the errors of gloo and NCCL when another process does not arrive."""
 NCCL = {
-    # The process ends when a collective times out: computing on would be with wrong numbers.
+    # End the process when a collective times out: its results are wrong from then on.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-    # Which collectives each rank came to: /tmp/nccl_trace_rank_<rank>, read by torchfrtrace.
+    # Record the collectives that each rank reached: /tmp/nccl_trace_rank_<rank>, see torchfrtrace.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""Environment for NCCL, where it does not say otherwise."""
+"""Environment variables for NCCL, unless the user has set them."""
 WARNINGS = 4
-"""Checks for ranks that stand still within the timeout of a collective."""
+"""Number of checks for stopped ranks within the timeout of a collective."""
 TIMEOUT_S = 600.0
-"""Seconds that torch's own collectives wait."""
+"""Timeout of torch's own collectives."""
 
 
 _numbers = itertools.count(1)
 
 
 class WorldTimeout(AgenttrainError):
-    """Not every process came in time; the message names the missing ones and what for."""
+    """Not every process reached a barrier in time; the message names the ranks and the barrier."""
 
     def __init__(self, message: str, *, missing: Sequence[int]) -> None:
-        """`missing` are ranks; empty where the process that holds the store is gone."""
+        """`missing` are ranks; empty if the process that holds the store is gone."""
         super().__init__(message)
         self.missing = tuple(missing)
 
 
 class PeerFailed(AgenttrainError):
-    """Another process failed; the message says which one, and how."""
+    """Another process failed; the message names its rank and its error."""
 
 
 class World:
-    """The processes of this run, as this one sees them. A world of one touches nothing.
+    """The processes of this run, as this one sees them. A world of one communicates nothing.
 
     Example, on rank 1 of 2: ``world.gather(["b"])`` is ``["a", "b"]`` on both when rank 0 called
     ``world.gather(["a"])``.
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
-        """The processes of torch's default group, where there is one; `start` makes it."""
+        """Join the processes of torch's default group, if there is one; `start` makes it."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self.size = dist.get_world_size() if several else 1
         self.timeout_s = timeout_s
-        self.looks = 0
-        """Rises while this process waits for another one in `barrier`."""
+        self.wait_checks = 0
+        """Counter that rises while this process waits in `barrier`; the watchdog reads it."""
         self._count = 0
         self._group: Any = None
         if several:
-            # Objects need no device: a group of their own, whatever the gradients' is.
+            # Objects are sent over gloo, whatever backend the gradients use.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             store = distributed_c10d._get_default_store()
-            # Every process makes its worlds in the same order: a number keeps their keys apart.
+            # Every process makes its worlds in the same order, so the number names the same world.
             self._store = dist.PrefixStore(f"agenttrain/{next(_numbers)}", store)
             alive = dist.PrefixStore("agenttrain", store)
             self._pulse = Pulse(alive, rank=self.rank, limit_s=timeout_s)
 
     @classmethod
     def start(cls, *, timeout_s: float = TIMEOUT_S) -> World:
-        """Meet the processes that a launcher's environment (WORLD_SIZE, RANK, …) speaks of."""
+        """Meet the processes that the launcher's environment (WORLD_SIZE, RANK, …) names."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             timeout, rank = timedelta(seconds=timeout_s), int(os.environ.get("LOCAL_RANK", "0"))
             if torch.cuda.is_available():
                 for name, value in NCCL.items():
                     os.environ.setdefault(name, value)
-                # A scheduler may show each process its own GPU alone, which then is number 0.
+                # A scheduler may show each process only its own GPU, which is then number 0.
                 device = torch.device("cuda", rank % torch.cuda.device_count())
                 torch.cuda.set_device(device)
                 backend = "cpu:gloo,cuda:nccl"
@@ -114,7 +115,7 @@ class World:
     def gather(
         self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
     ) -> list[Value]:
-        """Every process's objects, in the order of ranks, on every process.
+        """Return the objects of all processes, by rank, in every process.
 
         Raises WorldTimeout, as `barrier`.
         """
@@ -133,11 +134,10 @@ class World:
         *,
         patient: bool = False,
     ) -> list[Value]:
-        """`gather`, unless a process has failed: it raises its failure, the others PeerFailed.
+        """Gather objects; a process that passes a `failure` raises it, the others PeerFailed.
 
-        An error of one process, which the others cannot know of, so ends the work of all.
-        `patient`: wait for a process as long as it shows life (`Pulse`); whether its work leads
-        anywhere is its watchdog's business.
+        Thus an error of one process ends the work of all. `patient`: wait for a process as long as
+        its heartbeat goes on (`Pulse`), without a time limit; its own watchdog judges its progress.
         """
         limit_s = math.inf if patient else None
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -151,10 +151,10 @@ class World:
 
     @contextmanager
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
-        """Make an error of these kinds that one process raises within an error of all processes.
+        """Turn an error of these kinds that one process raises in the block into an error of all.
 
-        It is raised once all are done. Nothing may cross between the processes within; `patient` is
-        that of `exchange`.
+        It is raised at the end of the block, where the processes meet. The block itself must not
+        communicate. `patient` is that of `exchange`.
         """
         failure: Exception | None = None
         try:
@@ -165,26 +165,38 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Name missing ranks for torch's own collectives within, whose timeout names nobody.
+        """Name the missing ranks when a collective of torch in the block times out.
 
-        The processes begin together: WorldTimeout names ranks that do not come. With gloo it also
-        names ranks that stand still within; NCCL ends the process instead, so a line on stderr
-        names them before.
+        The processes start the block together: WorldTimeout names ranks that do not arrive. With
+        gloo it also names ranks that stop inside the block. NCCL ends the process instead, so they
+        are named on stderr before that.
         """
         if self.size == 1:
             yield
             return
         self.barrier(what)
         over = threading.Event()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def warn_of_stopped_ranks() -> None:
+            while not over.wait(self.timeout_s / WARNINGS):
+                with suppress(dist.DistError):
+                    still = self._pulse.still(others)
+                    if still and not over.is_set():
+                        print(
+                            f"rank {self.rank} waits in {what}: {_ranks(still)} stood still",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+
         if dist.get_backend() != "gloo":
-            arguments = (what, over)
-            threading.Thread(target=self._watch_collective, args=arguments, daemon=True).start()
+            threading.Thread(target=warn_of_stopped_ranks, daemon=True).start()
         try:
             yield
         except RuntimeError as error:
             if not any(late in str(error) for late in LATE):
                 raise
-            still = self._pulse.still(rank for rank in range(self.size) if rank != self.rank)
+            still = self._pulse.still(others)
             who = f"{_ranks(still)} stood still" if still else "no rank stands still now"
             raise WorldTimeout(
                 f"rank {self.rank} waited {self.timeout_s:g} s for another one in {what}: {who} "
@@ -194,20 +206,8 @@ class World:
         finally:
             over.set()
 
-    def _watch_collective(self, what: str, over: threading.Event) -> None:
-        """Name ranks that stand still, several times within the timeout of a collective."""
-        while not over.wait(self.timeout_s / WARNINGS):
-            with suppress(dist.DistError):
-                still = self._pulse.still(rank for rank in range(self.size) if rank != self.rank)
-                if still and not over.is_set():
-                    print(
-                        f"rank {self.rank} waits in {what}: {_ranks(still)} stood still",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-
     def to_main(self, objects: Sequence[Value], what: str = "gather") -> list[Value]:
-        """`gather` on the main process only: the others get nothing. Raises WorldTimeout."""
+        """Gather in the main process only; the others get nothing. Raises WorldTimeout."""
         if self.size == 1:
             return list(objects)
         self.barrier(what)
@@ -216,7 +216,7 @@ class World:
         return [item for part in parts or () for item in part]
 
     def broadcast(self, value: Value, what: str = "broadcast") -> Value:
-        """The main process's value, on every process. Raises WorldTimeout."""
+        """Return the main process's value in every process. Raises WorldTimeout."""
         if self.size == 1:
             return value
         self.barrier(what)
@@ -226,23 +226,23 @@ class World:
         return received
 
     def sum(self, value: float, what: str = "sum") -> float:
-        """Sum of every process's value, the same bits on every process. Raises WorldTimeout."""
+        """Return the sum over processes, the same bits in each of them. Raises WorldTimeout."""
         return math.fsum(self.gather([value], what)) if self.size > 1 else value
 
     def min(self, value: float, what: str = "min") -> float:
-        """Smallest of every process's value. Raises WorldTimeout."""
+        """Return the minimum over processes. Raises WorldTimeout."""
         return min(self.gather([value], what))
 
     def max(self, value: float, what: str = "max") -> float:
-        """Largest of every process's value. Raises WorldTimeout."""
+        """Return the maximum over processes. Raises WorldTimeout."""
         return max(self.gather([value], what))
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
-        """Wait for every process; `what` says for what, in a sentence of WorldTimeout.
+        """Wait for every process; `what` names the barrier in errors.
 
-        Signals are handled while it waits. Raises WorldTimeout after `timeout_s` (None: the
-        world's), not counting time in which this process was stopped, and when the process that
-        holds the store is gone.
+        Signals are handled meanwhile. Raises WorldTimeout after `timeout_s` (None: the world's),
+        not counting time in which this process itself was stopped, and when the process that holds
+        the store is gone.
         """
         if self.size == 1:
             return
@@ -253,7 +253,7 @@ class World:
             self._store.set(_progress(self.rank), f"{number} {what}")
             if self._store.add(f"came/{number}", 1) == self.size:
                 self._store.set(f"all/{number}", "")
-                # All have come, so nobody waits for the barrier before this one any more.
+                # All have arrived, so no process waits for the previous barrier any more.
                 for name in ("came", "all"):
                     self._store.delete_key(f"{name}/{number - 1}")
             self._wait(f"all/{number}", what, limit_s)
@@ -274,8 +274,8 @@ class World:
     def _wait(self, key: str, what: str, limit_s: float) -> None:
         """Wait for a key of the store.
 
-        Raises DistStoreError after `limit_s`; without a limit WorldTimeout where a process that is
-        waited for stands still.
+        Raises DistStoreError after `limit_s`. Without a limit, raises WorldTimeout when the
+        heartbeat of a missing process stops.
         """
         waited_s, before = 0.0, time.monotonic()
         while True:
@@ -283,9 +283,9 @@ class World:
                 self._store.wait([key], WAKE)
                 return
             except dist.DistStoreError as error:
-                self.looks += 1
+                self.wait_checks += 1
                 now = time.monotonic()
-                waited_s, before = waited_s + min(now - before, LONGEST_LOOK_S), now
+                waited_s, before = waited_s + min(now - before, LONGEST_CHECK_S), now
                 if waited_s > limit_s:
                     raise
                 if limit_s < math.inf:
@@ -311,8 +311,8 @@ class World:
         return missing
 
 
-def _last(ranks: Sequence[int] | dict[int, str], meetings: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank} was last at {meetings[rank]}" for rank in list(ranks)[:4])
+def _last(ranks: Sequence[int] | dict[int, str], barriers: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank} was last at {barriers[rank]}" for rank in list(ranks)[:4])
 
 
 def _progress(rank: int) -> str:
@@ -324,24 +324,23 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}" if named else ""
 
 
-LONGEST_LOOK_S = 2.0
-"""Longest time between two checks that counts as waiting: in a longer one this process itself had
+LONGEST_CHECK_S = 2.0
+"""Most time between two checks that counts as waiting: if there is more, this process itself had
 been stopped."""
 LEAVE_S = 5.0
-"""Seconds for the thread to end; only a store that hangs keeps it longer."""
+"""Time limit for the heartbeat thread to end; only a store that hangs needs more."""
 
 
 class Pulse:
-    """Heartbeats: a process that waits without a deadline notices when the other has died.
+    """Heartbeats: a process that waits without a deadline notices when another one has died.
 
-    Each process counts up in the store from a thread of its own, which stands still with the
-    process: when it is stopped, its machine hangs, or C code keeps the interpreter to itself.
+    Each process counts up in the store from a thread of its own. The counter stops when the process
+    is stopped, when its machine hangs, or when C code never releases the interpreter.
     """
 
     def __init__(self, store: Any, rank: int, limit_s: float) -> None:
-        """A process whose counter stands still for `limit_s` is silent. The store (of torch's)
-        is reached by a connection of its own, which nobody's wait occupies."""
-        self._store = store.clone()
+        """Take torch's store; a process whose counter stops for `limit_s` is silent."""
+        self._store = store.clone()  # a connection of its own, which no wait blocks
         self._rank, self._limit_s = rank, limit_s
         self._every_s = min(limit_s / 8, 5.0)
         self._seen: dict[int, _Seen] = {}
@@ -349,11 +348,11 @@ class Pulse:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Count from now on, until the process ends or the store is gone."""
+        """Start to count, until the process ends or the store is gone."""
 
         def count() -> None:
             number = 0
-            with suppress(dist.DistError):  # nobody waits in the store for a process that lost it
+            with suppress(dist.DistError):  # without the store no process can wait for this one
                 while not self._over.wait(self._every_s if number else 0):
                     number += 1
                     self._store.set(_key(self._rank), str(number))
@@ -365,13 +364,16 @@ class Pulse:
             self._over.set()
             thread.join(LEAVE_S)
 
-        # A thread that is in C++ while the interpreter ends would abort the process.
+        # A thread in C++ code while the interpreter ends would abort the process.
         atexit.register(end)
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that have shown life once, and none for long; call it often."""
+        """Return the ranks whose counter has stopped for too long; call it often.
+
+        A rank that has not started to count is never silent.
+        """
         now = time.monotonic()
-        passed = min(now - self._before, LONGEST_LOOK_S)
+        passed = min(now - self._before, LONGEST_CHECK_S)
         self._before = now
         silent = []
         for rank in ranks:
@@ -384,7 +386,7 @@ class Pulse:
         return silent
 
     def still(self, ranks: Iterable[int]) -> list[int]:
-        """Watch the counters for some seconds and return the ranks whose counter did not move."""
+        """Watch the counters for some seconds; return the ranks whose counter did not move."""
         before = {rank: self._counter(rank) for rank in ranks}
         time.sleep(3 * self._every_s)
         return [rank for rank, count in before.items() if self._counter(rank) == count]
@@ -395,7 +397,7 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Seen:
-    """A counter's last value, and how long it has been seen standing still."""
+    """Last value of a counter, and how long it has not moved."""
 
     count: bytes | None = None
     idle_s: float = 0.0

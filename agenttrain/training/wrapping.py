@@ -1,4 +1,4 @@
-"""How the processes that train one policy are put around it: alone, DDP, or sharded."""
+"""Wrapping of the policy for the processes that train it: none, DDP, or FSDP2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agenttrain.training.world import World
 
 
 def make_accelerator(mixed_precision: str) -> Accelerator:
-    """The devices of this run's processes; raises ValueError for fp16 without a GPU."""
+    """Return the accelerator of this process. Raises ValueError for fp16 without a GPU."""
     gpu = torch.cuda.is_available()
     if mixed_precision == "fp16" and not gpu:
         raise ValueError(
@@ -27,16 +27,16 @@ def make_accelerator(mixed_precision: str) -> Accelerator:
     return Accelerator(
         cpu=not gpu,
         mixed_precision=mixed_precision,
-        # Named, because the environment (ACCELERATE_…) would decide them else.
+        # Set here, or environment variables (ACCELERATE_…) would decide.
         dynamo_backend="no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
     )
 
 
 def share_weights(model: nn.Module, world: World) -> None:
-    """Give every process the main one's weights, whatever it drew or loaded itself.
+    """Copy the main process's weights into every process.
 
-    Before copies are made of them: DDP would do it too late for the reference and for the
+    Call it before any copy is made: DDP shares them too late for the reference and for the
     optimizer's float32 copies.
     """
     if world.size > 1:
@@ -46,25 +46,25 @@ def share_weights(model: nn.Module, world: World) -> None:
 
 
 def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
-    """The scorer as the processes call it together."""
+    """Return the scorer wrapped so that the processes can call it together."""
     if sharding is not None:
         shard(scorer, accelerator, sharding)
         return scorer
     if scorer.model.config.get_text_config() is not scorer.model.config:
-        # Text leaves the weights for pictures without a gradient, which DDP would wait for.
+        # Text gives the weights for images no gradient, and DDP would wait for one.
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     wrapped = accelerator.prepare_model(scorer)
     if isinstance(wrapped, DistributedDataParallel):
-        # Buffers are constants here; to broadcast them would tie every forward pass to the others.
-        # Set afterwards: as an argument it is deprecated, and accelerate 1.15 has no other.
+        # Buffers are constants here; broadcasting them would synchronise every forward pass. Set on
+        # the instance because accelerate 1.15 only offers the deprecated argument.
         wrapped.broadcast_buffers = False
     return wrapped
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
-    """Shard in place, with accelerate's mixed precision and nothing else of it.
+    """Shard in place; of accelerate, use the mixed precision only.
 
-    Under bf16 weights cross between the processes in bf16, half as many bytes as in float32.
+    Under bf16, weights are gathered in bf16: half the bytes of float32.
     """
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
     gathered = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None

@@ -28,7 +28,7 @@ from agenttrain.runs.setup import prepare
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.rollouts import write_step
 from agenttrain.trainer import Trainer
-from agenttrain.training.blame import check_logprobs, check_weights
+from agenttrain.training.nonfinite import check_logprobs, check_weights
 
 
 def measure(quick: bool) -> dict[str, float]:

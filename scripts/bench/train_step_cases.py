@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agenttrain.training.batch import Row, make_rows
+from agenttrain.training.batch import TrainingSequence, make_sequences
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import Scorer
 from agenttrain.types import Completion, Finish, Origin, Rollout, Task
@@ -92,7 +92,7 @@ Step = Callable[[], None]
 """One forward and backward pass over all rollouts, from zero gradients."""
 
 
-def bare_step(net: Any, rows: Sequence[Row]) -> Step:
+def bare_step(net: Any, rows: Sequence[TrainingSequence]) -> Step:
     """Each rollout alone, no padding, the head on sampled positions only, log_softmax, backward."""
     tokens = sum(row.sampled_length for row in rows)
 
@@ -108,7 +108,7 @@ def bare_step(net: Any, rows: Sequence[Row]) -> Step:
     return step
 
 
-def our_step(net: Any, rows: Sequence[Row], share_prefix: SharePrefix) -> Step:
+def our_step(net: Any, rows: Sequence[TrainingSequence], share_prefix: SharePrefix) -> Step:
     """Packing, `Scorer`, and the same loss."""
     scorer = Scorer(net, temperature=1.0, logits_budget_mb=BUDGET_MB, share_prefix=share_prefix)
     tokens = sum(row.sampled_length for row in rows)
@@ -118,7 +118,7 @@ def our_step(net: Any, rows: Sequence[Row], share_prefix: SharePrefix) -> Step:
         with scorer.ready():
             for batch in scorer.pack(rows, TOKEN_BUDGET, CPU):
                 logprobs, _ = scorer(batch)
-                _loss(logprobs, batch.advantages_B[batch.row_S], tokens).backward()
+                _loss(logprobs, batch.advantages_B[batch.sequence_S], tokens).backward()
 
     return step
 
@@ -194,7 +194,7 @@ def _padded(rows: list[Tensor]) -> Tensor:
 def steps(case: Case, names: Sequence[str]) -> dict[str, Step]:
     """Variants by name, each on a model of its own with the same weights."""
     made = rollouts(case)
-    rows = [make_rows(one)[0] for one in made]
+    rows = [make_sequences(one)[0] for one in made]
     build = {
         "bare": lambda net: bare_step(net, rows),
         "ours": lambda net: our_step(net, rows, SharePrefix.never),

@@ -9,8 +9,8 @@ import torch
 from training_cases import rollout
 
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, Origins, likely_cause, mismatch
-from agenttrain.training.batch import make_rows, stand_in
-from agenttrain.training.policy import origins_of
+from agenttrain.training.batch import make_sequences, stand_in
+from agenttrain.training.policy import token_origins
 from agenttrain.types import Completion, Finish, Origin
 
 CPU = torch.device("cpu")
@@ -147,9 +147,9 @@ def test_origins_of_rows() -> None:
     )
     grown.trajectories[0].append_sampled(later, grown.trajectories[0].token_ids)
     short = rollout([(Origin.prompt, [7]), (Origin.sampled, [2])], sample=1)
-    found = origins_of([make_rows(grown)[0], make_rows(short)[0]], 3, CPU)
+    found = token_origins([make_sequences(grown)[0], make_sequences(short)[0]], 3, CPU)
     # sampled          20     21 22 2   2
     assert found.turn_S.tolist() == [0, 1, 1, 1, 0]
     assert found.third_S.tolist() == [0, 0, 1, 2, 0]
     assert found.stale_S.tolist() == [True, True, False, False, True]
-    assert origins_of([stand_in()], 0, CPU).turn_S.numel() == 0
+    assert token_origins([stand_in()], 0, CPU).turn_S.numel() == 0

@@ -14,7 +14,7 @@ from agenttrain.engines.transformers.cache import final_capacity
 from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.training import sharding
-from agenttrain.training.batch import make_rows
+from agenttrain.training.batch import make_sequences
 from agenttrain.training.config import LoraSettings, OptimizerConfig, OptimizerName
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
@@ -124,8 +124,8 @@ def test_rows_grow_by_doubling_up_to_the_context(first, longest, limit, capacity
 
 def microbatch(scorer: Scorer):
     """320 tokens or so in 8 rows."""
-    rows = [make_rows(one)[0] for group in random_groups(0, longest=60) for one in group]
-    (batch,) = scorer.pack(rows, 10_000, CPU)
+    sequences = [make_sequences(one)[0] for group in random_groups(0, longest=60) for one in group]
+    (batch,) = scorer.pack(sequences, 10_000, CPU)
     return batch
 
 

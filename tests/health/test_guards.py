@@ -27,7 +27,7 @@ def rollouts(*advantages: float | None) -> list[Rollout]:
 def warnings(guards: Guards, *steps: dict[str, float]) -> list[str]:
     told: list[str] = []
     for number, metrics in enumerate(steps, start=1):
-        guards.look(number, metrics, rollouts(0.5, -0.5), told.append)
+        guards.check_step(number, metrics, rollouts(0.5, -0.5), told.append)
     return told
 
 
@@ -77,10 +77,10 @@ def test_a_streak_counts_steps_in_which_no_rollout_had_an_advantage():
     guards = Guards(config=config)
     steps = [(0.0, None), (0.0, 0.5), (0.0, 0.0)]
     for number, advantages in enumerate(steps, start=1):
-        guards.look(number, {}, rollouts(*advantages), print)
+        guards.check_step(number, {}, rollouts(*advantages), print)
     assert guards.streak == 1
     with pytest.raises(GuardTripped, match=r"step 4: .* in 2 steps in a row.*no_variance.limit=2"):
-        guards.look(4, {}, rollouts(0.0), print)
+        guards.check_step(4, {}, rollouts(0.0), print)
 
 
 def called(*errors: ToolError | None, tool: str = "add", executor: str | None = None) -> Rollout:
@@ -96,7 +96,7 @@ def called(*errors: ToolError | None, tool: str = "add", executor: str | None = 
 def tool_warnings(guards: Guards, *steps: Rollout) -> list[str]:
     told: list[str] = []
     for number, rollout in enumerate(steps, start=1):
-        guards.look(number, {}, [rollout], told.append)
+        guards.check_step(number, {}, [rollout], told.append)
     return told
 
 

@@ -221,7 +221,7 @@ def test_a_process_that_waits_for_another_one_is_not_judged(tmp_path):
         until, seen = time.monotonic() + 60, set()
         while len(seen) < 3:  # signs of progress: that of the beginning, and two more
             assert time.monotonic() < until
-            world.looks += 1
+            world.wait_checks += 1
             with suppress(OSError):
                 seen.add(json.loads((tmp_path / "heartbeat.json").read_text())["last_progress"])
 
@@ -247,7 +247,7 @@ def test_the_timer_of_c_is_set_again_whatever_the_heartbeat(tmp_path, monkeypatc
     ("deadline_s", "longest_s"), [(None, 2.0), (3600.0, 2.0), (4.0, 1.0), (0.4, 0.25)]
 )
 def test_a_pause_of_the_whole_process_alone_is_no_stall(deadline_s, longest_s):
-    assert module._longest_tick_s(deadline_s) == longest_s
+    assert module.longest_tick_s(deadline_s) == longest_s
 
 
 def test_the_deadline_of_each_phase():

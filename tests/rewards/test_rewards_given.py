@@ -15,7 +15,7 @@ from reward_cases import called, made
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.environments.environments import Environments
-from agenttrain.rewards.function import RewardError, check_unchanged, own_copy
+from agenttrain.rewards.function import RewardError, check_unchanged, copy_rollout
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collector
 from agenttrain.types import LedgerError, Rollout, Task
@@ -112,7 +112,7 @@ def test_a_reward_that_changes_its_rollout_is_named(change, field, kind):
 
 def test_what_is_trained_is_what_was_sampled_whatever_a_reward_tries():
     wrong = made("It is 7.", called("add", a=3), sampled=3)
-    before = own_copy(wrong)
+    before = copy_rollout(wrong)
     for change in (pop, cut, reword, rename, judge):
         with pytest.raises(RewardError):
             asyncio.run(Rubric({"bad": change}).score([wrong]))
@@ -161,7 +161,7 @@ def test_a_copy_is_equal_whatever_the_columns_hold():
 
     rollout = made("x", called("add", a=3), odd=Odd(), nan=math.nan, open=[Odd(), {"a": (1, [2])}])
     rollout = replace(rollout, environment_reward=float("nan"))
-    given = own_copy(rollout)
+    given = copy_rollout(rollout)
     given.environment_reward = float("nan")
     check_unchanged(given, rollout)
 

@@ -18,7 +18,7 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import Collected, Collector, NoRollouts
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.rollout.sampling import Drawn, draw, informative, select
+from agenttrain.rollout.sampling import StepGroups, informative, sample_groups, select
 from agenttrain.types import Rollout, Sampling, Task
 
 BYE = "7<|im_end|>"
@@ -62,9 +62,9 @@ def drawn(
     tasks: Callable[[int, int], list[Task]] | None = None,
     measured: dict[str, Callable] | None = None,
     **settings: object,
-) -> Drawn:
+) -> StepGroups:
     return asyncio.run(
-        draw(
+        sample_groups(
             collector(informative_tasks, engine, measured),
             tasks or (lambda start, n: [task(i) for i in range(start, start + n)]),
             count=count,

@@ -22,18 +22,18 @@ from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rewards.config import OnUnavailable
 from agenttrain.rewards.function import FunctionScorer
 from agenttrain.rewards.rubric import Rubric
-from agenttrain.rollout.ledger import Readings, verify
+from agenttrain.rollout.ledger import ParsedTurns, verify
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
-from agenttrain.rollout.monitoring import YOUNG, _Heap, short_collections
+from agenttrain.rollout.monitoring import YOUNG, _Heap, light_gc
 from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.types import LedgerError, Rollout
 
 DROP = {"it": OnUnavailable.drop}
 
 
-def read() -> tuple[Rollout, Readings]:
+def read() -> tuple[Rollout, ParsedTurns]:
     """A rollout of two turns and what the loop noted of it."""
-    readings = Readings()
+    parsed_turns = ParsedTurns()
     answers = script(call("add", '{"a": 3, "b": 4}'), "It is 7.<|im_end|>")
     done = asyncio.run(
         run_rollout(
@@ -43,12 +43,12 @@ def read() -> tuple[Rollout, Readings]:
                 chat=parts.chat(),
                 toolbox=toolbox(),
                 limits=LIMITS,
-                readings=readings,
+                parsed_turns=parsed_turns,
             ),
         )
     )
     assert done.turns == 2
-    return done, readings
+    return done, parsed_turns
 
 
 class Unasked:
@@ -58,8 +58,8 @@ class Unasked:
 
 
 def test_what_the_loop_has_parsed_is_not_parsed_again():
-    done, readings = read()
-    verify(done, Unasked(), [], readings)
+    done, parsed_turns = read()
+    verify(done, Unasked(), [], parsed_turns)
     with pytest.raises(AttributeError, match="parse"):
         verify(done, Unasked(), [])
 
@@ -84,18 +84,18 @@ def spoil_ids(done: Rollout) -> None:
 
 @pytest.mark.parametrize("spoil", [spoil_arguments, spoil_content, spoil_ids])
 def test_what_has_changed_since_is_found(spoil):
-    done, readings = read()
+    done, parsed_turns = read()
     spoil(done)
     with pytest.raises(LedgerError, match=r"rollout rollout trajectory 0 turn [01] position"):
-        verify(done, parts.chat(), toolbox().schemas(), readings)
+        verify(done, parts.chat(), toolbox().schemas(), parsed_turns)
 
 
 def test_the_heap_that_was_there_is_set_aside_and_given_back():
     before = gc.get_threshold(), gc.get_freeze_count()
-    with short_collections():
+    with light_gc():
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold() == (YOUNG, *before[0][1:])
-        with short_collections():  # another collect at the same time
+        with light_gc():  # another collect at the same time
             pass
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
@@ -106,7 +106,7 @@ def test_a_heap_that_its_owner_has_frozen_stays_frozen(monkeypatch: pytest.Monke
     gc.freeze()
     try:
         for _ in range(2):
-            with short_collections():
+            with light_gc():
                 assert gc.get_threshold()[0] < YOUNG
             assert gc.get_freeze_count() > 0
     finally:

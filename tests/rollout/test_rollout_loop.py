@@ -18,7 +18,7 @@ from agenttrain.rewards.builtin.format import JsonSchema
 from agenttrain.rewards.builtin.tools import stop_tool_called
 from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.config import OnMalformedCall
-from agenttrain.rollout.loop import refusals
+from agenttrain.rollout.loop import over_limits
 from agenttrain.tools.config import ToolLimits
 from agenttrain.types import (
     Completion,
@@ -594,7 +594,7 @@ def test_a_malformed_call_does_not_use_up_its_tools_limit(malformed_first):
     good = ToolCall(id="c0", name="search", arguments={})
     malformed = ToolCall(id="c1", name="search", arguments={}, malformed="no JSON", text="{")
     calls = [malformed, good] if malformed_first else [good, malformed]
-    assert refusals(calls, [], most=None, own_limit=lambda name: 1) == [None, None]
+    assert over_limits(calls, [], most=None, own_limit=lambda name: 1) == [None, None]
 
 
 def test_both_limits_on_calls_in_one_turn():

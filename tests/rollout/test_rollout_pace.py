@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from agenttrain.rollout.monitoring import Pace
+from agenttrain.rollout.monitoring import Throttle
 
 
 def passes_of(count: int, at_once: int) -> list[tuple[int, int]]:
     """(pass of the event loop, caller) of `count` callers that come in one pass."""
 
     async def run() -> list[tuple[int, int]]:
-        loop, pace, seen = asyncio.get_running_loop(), Pace(at_once), []
+        loop, throttle, seen = asyncio.get_running_loop(), Throttle(at_once), []
         number = 0
 
         def tick() -> None:
@@ -22,7 +22,7 @@ def passes_of(count: int, at_once: int) -> list[tuple[int, int]]:
             loop.call_soon(tick)
 
         async def caller(index: int) -> None:
-            await pace.turn()
+            await throttle.wait()
             seen.append((number, index))
 
         tasks = [loop.create_task(caller(index)) for index in range(count)]
@@ -48,10 +48,10 @@ def test_many_go_on_in_their_order_so_many_in_a_pass():
 @pytest.mark.parametrize("cancelled", [{5}, {4, 5, 6, 7}, {9}])
 def test_who_is_cancelled_takes_nobodys_turn(cancelled):
     async def run() -> list[int]:
-        pace, seen = Pace(4), []
+        throttle, seen = Throttle(4), []
 
         async def caller(index: int) -> None:
-            await pace.turn()
+            await throttle.wait()
             seen.append(index)
 
         tasks = [asyncio.create_task(caller(index)) for index in range(10)]
@@ -59,7 +59,7 @@ def test_who_is_cancelled_takes_nobodys_turn(cancelled):
         for index in cancelled:
             tasks[index].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(pace.turn(), timeout=60)  # and a later one goes on
+        await asyncio.wait_for(throttle.wait(), timeout=60)  # and a later one goes on
         return seen
 
     assert asyncio.run(run()) == [index for index in range(10) if index not in cancelled]
@@ -69,11 +69,11 @@ def test_other_callbacks_run_between_the_passes():
     """A timer that is due is not kept waiting by 640 rollouts that can go on."""
 
     async def run() -> int:
-        loop, pace, done = asyncio.get_running_loop(), Pace(64), []
+        loop, throttle, done = asyncio.get_running_loop(), Throttle(64), []
         seen: list[int] = []
 
         async def caller() -> None:
-            await pace.turn()
+            await throttle.wait()
             done.append(None)
 
         tasks = [loop.create_task(caller()) for _ in range(640)]

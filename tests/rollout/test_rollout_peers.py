@@ -12,31 +12,31 @@ from hypothesis import strategies as st
 from torchrun import torchrun
 
 from agenttrain.rollout.collector import Collected
-from agenttrain.rollout.sharing import UNKNOWN, Costs, deal, merge
+from agenttrain.rollout.sharing import UNKNOWN, Costs, assign_tasks, merge_shares
 from agenttrain.training.world import World
 from agenttrain.types import Task
 
 
 def test_the_longest_goes_first_to_the_one_with_least_to_do() -> None:
     # 5 to the first; 3 to the second; 1 to the second (3 < 5), 4; 1 to the second, 5
-    assert deal([5, 1, 1, 3], 2) == [0, 1, 1, 1]
-    assert deal([2, 2, 2, 2], 2) == [0, 1, 0, 1]  # of equals the first
-    assert deal([4, 1], 3) == [0, 1]  # the third has none
-    assert deal([], 2) == []
+    assert assign_tasks([5, 1, 1, 3], 2) == [0, 1, 1, 1]
+    assert assign_tasks([2, 2, 2, 2], 2) == [0, 1, 0, 1]  # of equals the first
+    assert assign_tasks([4, 1], 3) == [0, 1]  # the third has none
+    assert assign_tasks([], 2) == []
 
 
 def test_each_minibatch_is_spread_evenly() -> None:
     # 9 to the first, 8 to the second, who then has least; then the first has
-    assert deal([1, 1, 9, 8], 2, parts=1) == [1, 0, 0, 1]
+    assert assign_tasks([1, 1, 9, 8], 2, minibatches=1) == [1, 0, 0, 1]
     # the two of one token first, one to each
-    assert deal([1, 1, 9, 8], 2, parts=2) == [0, 1, 0, 1]
+    assert assign_tasks([1, 1, 9, 8], 2, minibatches=2) == [0, 1, 0, 1]
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 6), st.integers(1, 4))
 def test_nobody_waits_for_more_than_the_longest_task(
     costs: list[int], processes: int, parts: int
 ) -> None:
-    owners = deal(costs, processes, parts)
+    owners = assign_tasks(costs, processes, parts)
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == p) for p in range(processes)]
     assert max(loads) - min(loads) <= max(costs, default=0)
 
@@ -75,7 +75,7 @@ def test_costs_are_the_same_after_a_checkpoint_and_a_copy_learns_alone() -> None
 def test_shares_merge_in_task_order_and_the_slowest_counts() -> None:
     one = Collected(groups=[["a"], ["d"]], places=[0, 3], dropped=1, reward_s=2.0, loop_lag_s=0.1)
     two = Collected(groups=[["b"], ["c"]], places=[1, 2], dropped=2, reward_s=3.0, loop_lag_s=0.3)
-    whole = merge([one, two])
+    whole = merge_shares([one, two])
     assert (whole.groups, whole.places) == ([["a"], ["b"], ["c"], ["d"]], [0, 1, 2, 3])
     assert (whole.dropped, whole.reward_s, whole.loop_lag_s) == (3, 3.0, 0.3)
 

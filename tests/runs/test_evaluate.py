@@ -177,7 +177,7 @@ def test_a_reward_that_is_no_number_ends_no_evaluation(capsys):
     nothing = replace(mine, rubric=Rubric({"nothing": lambda rollout: math.inf}))
     (sampled,) = asyncio.run(evaluate(nothing, TASKS, config, seed=0))
     assert (sampled.reward.n, sampled.unscored) == (0, 6)
-    assert not Best().look(3, [sampled])
+    assert not Best().consider(3, [sampled])
     # In training it is an error, and the function may still raise in an evaluation.
     with pytest.raises(RewardError, match="it returned nan"):
         asyncio.run(mine.rubric.score(sampled.rollouts))
@@ -217,8 +217,8 @@ def measured(reward: float) -> Scores:
 def test_the_best_evaluation_is_the_first_of_equals_and_never_nan():
     best = Best()
     looks = [(10, math.nan), (20, 0.25), (30, 0.5), (40, 0.5), (50, math.nan), (60, 0.1)]
-    assert [best.look(step, [measured(reward)]) for step, reward in looks] == [
+    assert [best.consider(step, [measured(reward)]) for step, reward in looks] == [
         *(False, True, True, False, False, False),
     ]
-    assert best.found == {"step": 30, "reward": 0.5, "low": 0.0, "high": 1.0, "n": 3}
+    assert best.record == {"step": 30, "reward": 0.5, "low": 0.0, "high": 1.0, "n": 3}
     assert best.step == 30 and Best().step is None

@@ -16,7 +16,7 @@ import yaml
 from agenttrain.cli import main
 from agenttrain.runs.run import Run
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
-from agenttrain.tracking.run_folder import held, read_summary, update_summary
+from agenttrain.tracking.run_folder import lock_folder, read_summary, update_summary
 from agenttrain.training.checkpoint import seed_random
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
@@ -197,7 +197,7 @@ def test_supervised_learning_does_not_begin_from_a_torn_checkpoint(run, tmp_path
 
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, capsys):
     folder = with_summary(tmp_path / "run", status="running")
-    with held(folder):
+    with lock_folder(folder):
         assert start(folder) == 1
     assert "another process works in this run folder" in capsys.readouterr().err
     assert read_summary(folder) == {"status": "running"}

@@ -23,7 +23,7 @@ from agenttrain.tracking.rollouts import (
 )
 from agenttrain.tracking.run_folder import (
     FolderInUse,
-    held,
+    lock_folder,
     read_summary,
     update_summary,
     write_atomically,
@@ -121,17 +121,17 @@ def test_a_broken_summary_is_told_and_replaced(tmp_path, capsys, content):
 def test_a_folder_is_held_by_one_process(tmp_path):
     script = (
         "import sys; from pathlib import Path; from agenttrain.tracking.run_folder import held\n"
-        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "with lock_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
     refused = pytest.raises(FolderInUse, match=r"run: another process .*hydra\.run\.dir")
-    with refused, held(tmp_path / "run"):
+    with refused, lock_folder(tmp_path / "run"):
         pass
     other.kill()
     other.communicate()
-    with held(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         pass
 
 

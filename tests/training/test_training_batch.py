@@ -11,10 +11,10 @@ from training_cases import rollout, with_tool
 from agenttrain.training.batch import (
     Bundle,
     Microbatch,
-    Row,
     Segment,
+    TrainingSequence,
     make_blocks,
-    make_rows,
+    make_sequences,
     one_after_the_other,
     split,
 )
@@ -24,59 +24,69 @@ from agenttrain.types import LedgerError, Origin
 CPU = torch.device("cpu")
 
 
-def pack(rows: list[Row], token_budget: int, device: torch.device = CPU) -> list[Microbatch]:
-    return pack_bundles([Bundle((row,)) for row in rows], token_budget, device)
+def pack(
+    sequences: list[TrainingSequence], token_budget: int, device: torch.device = CPU
+) -> list[Microbatch]:
+    return pack_bundles([Bundle((sequence,)) for sequence in sequences], token_budget, device)
 
 
 def of_length(length: int, sample: int = 0):
-    return make_rows(
+    return make_sequences(
         rollout([(Origin.prompt, [7] * (length - 1)), (Origin.sampled, [8])], sample=sample)
     )[0]
 
 
 def test_targets_are_the_positions_before_sampled_tokens() -> None:
-    row = make_rows(with_tool())[0]
+    sequence = make_sequences(with_tool())[0]
     # ids       7 8 9 10  20 21 2  30 31  40 41 42  30 3   22 2
     # position  0 1 2 3   4  5  6  7  8   9  10 11  12 13  14 15
-    assert row.targets_S.tolist() == [3, 4, 5, 13, 14]
-    assert row.token_ids_T[row.targets_S + 1].tolist() == [20, 21, 2, 22, 2]
-    assert row.length == 16
-    assert row.sampled_length == 5
+    assert sequence.targets_S.tolist() == [3, 4, 5, 13, 14]
+    assert sequence.token_ids_T[sequence.targets_S + 1].tolist() == [20, 21, 2, 22, 2]
+    assert sequence.length == 16
+    assert sequence.sampled_length == 5
 
 
 def test_a_packed_microbatch() -> None:
-    short = make_rows(rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5))[0]
-    long = make_rows(with_tool(logprob=-0.25))[0]
+    short = make_sequences(
+        rollout([(Origin.prompt, [5, 6]), (Origin.sampled, [9, 2])], logprob=-0.5)
+    )[0]
+    long = make_sequences(with_tool(logprob=-0.25))[0]
     (microbatch,) = pack([short, long], token_budget=100, device=CPU)
     # 16 tokens of the longer rollout first, then 5 6 9 2
     assert microbatch.segments == (Segment(0, 16), Segment(16, 4))
     assert microbatch.token_ids_T[16:].tolist() == [5, 6, 9, 2]
     assert microbatch.targets_S.tolist() == [3, 4, 5, 13, 14, 17, 18]
     assert microbatch.labels_S.tolist() == [20, 21, 2, 22, 2, 9, 2]
-    assert microbatch.row_S.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert microbatch.sequence_S.tolist() == [0, 0, 0, 0, 0, 1, 1]
     assert microbatch.behaviour_S.tolist() == [-0.25] * 5 + [-0.5] * 2
 
 
 def test_the_largest_microbatch_comes_first_and_the_budget_holds() -> None:
-    rows = [of_length(length) for length in (5, 60, 45, 50, 120)]
-    microbatches = pack(rows, token_budget=100, device=CPU)
+    sequences = [of_length(length) for length in (5, 60, 45, 50, 120)]
+    microbatches = pack(sequences, token_budget=100, device=CPU)
     # longest first: 120 alone (over the budget), 60, then 50 + 45 + 5 = 100, which outweighs 60
-    lengths = [[row.length for row in microbatch.rows] for microbatch in microbatches]
+    lengths = [
+        [sequence.length for sequence in microbatch.sequences] for microbatch in microbatches
+    ]
     assert lengths == [[120], [50, 45, 5], [60]]
 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12), budget=st.integers(2, 80))
 def test_packing_keeps_every_rollout_whole(lengths: list[int], budget: int) -> None:
-    rows = [of_length(length, sample) for sample, length in enumerate(lengths)]
-    microbatches = pack(rows, budget, CPU)
-    packed = [row for microbatch in microbatches for row in microbatch.rows]
-    assert sorted(row.rollout.sample for row in packed) == list(range(len(lengths)))
+    sequences = [of_length(length, sample) for sample, length in enumerate(lengths)]
+    microbatches = pack(sequences, budget, CPU)
+    packed = [sequence for microbatch in microbatches for sequence in microbatch.sequences]
+    assert sorted(sequence.rollout.sample for sequence in packed) == list(range(len(lengths)))
     for microbatch in microbatches:
         tokens = microbatch.token_ids_T.numel()
-        assert tokens == microbatch.segments[-1].end == sum(row.length for row in microbatch.rows)
-        assert tokens <= budget or len(microbatch.rows) == 1
-        lengths = [row.length for row in microbatch.rows]
+        assert (
+            tokens
+            == microbatch.segments[-1].end
+            == sum(sequence.length for sequence in microbatch.sequences)
+        )
+        assert tokens <= budget or len(microbatch.sequences) == 1
+        lengths = [sequence.length for sequence in microbatch.sequences]
         assert microbatch.segments == one_after_the_other(lengths)
 
 
@@ -116,4 +126,4 @@ def test_groups_are_split_whole() -> None:
 
 def test_a_sampled_token_needs_one_before_it() -> None:
     with pytest.raises(LedgerError, match="position 0"):
-        make_rows(rollout([(Origin.sampled, [9, 2])]))[0]
+        make_sequences(rollout([(Origin.sampled, [9, 2])]))[0]

@@ -405,7 +405,7 @@ def test_a_replacement_that_dies_between_its_renames_is_undone(
 
 
 def test_no_checkpoint_is_an_error_with_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         checkpoints(tmp_path).load_latest(policy())
     with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
         checkpoints(tmp_path, keep=0)

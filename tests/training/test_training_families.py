@@ -9,7 +9,7 @@ from packing_families import FAMILIES, SMALL, WINDOW, tiny_family
 from training_cases import one_microbatch, rollout, with_tool
 
 from agenttrain.training.attention import UnsupportedAttention, packed_mask, packing
-from agenttrain.training.batch import Segment, make_rows, one_after_the_other
+from agenttrain.training.batch import Segment, make_sequences, one_after_the_other
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.logprobs import (
     Scorer,
@@ -19,7 +19,7 @@ from agenttrain.training.logprobs import (
     separate_hidden,
     why_not_packed,
 )
-from agenttrain.training.policy import score
+from agenttrain.training.policy import score_microbatches
 from agenttrain.types import Origin
 
 CPU = torch.device("cpu")
@@ -177,7 +177,9 @@ def test_a_rollout_is_scored_alike_beside_one_that_is_longer_than_the_pretrainin
     ]
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, share_prefix=share)
     with scorer.ready():
-        found = score(scorer, scorer.pack([make_rows(one)[0] for one in rollouts], 1000, CPU))
+        found = score_microbatches(
+            scorer, scorer.pack([make_sequences(one)[0] for one in rollouts], 1000, CPU)
+        )
     for one in rollouts:
         ids = torch.tensor(one.trajectories[0].token_ids)
         logprobs = model(ids[None]).logits[0].log_softmax(-1)[29:-1].gather(1, ids[30:, None])[:, 0]

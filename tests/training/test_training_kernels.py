@@ -23,10 +23,10 @@ from agenttrain.training.kernels import (
     Kernel,
     SlowAttention,
     check_kernels,
+    counting_calls,
     fit,
-    named,
+    kernel_names,
     sdpa_kernel,
-    watching,
 )
 from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import Sharding
@@ -54,7 +54,7 @@ def rules(query, key, value, mask=None, dropout=0.0, causal=False, *, scale=None
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU chooses as a GPU does."""
     monkeypatch.setattr(torch, "_fused_sdp_choice", rules)
-    monkeypatch.setattr(attend_module, "is_choosy", lambda device: True)
+    monkeypatch.setattr(attend_module, "is_restrictive", lambda device: True)
 
 
 def states(dtype: torch.dtype, queries: int, keys: int, size: int) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def test_on_a_gpu_a_fused_kernel_is_taken_where_there_is_one(
     query, key, value = states(dtype, 200, 200 + prefix, size)
     plain = attend(query, key, value, Scoring(**scoring))
     request.getfixturevalue("gpu")
-    with watching() as used:
+    with counting_calls() as used:
         output = attend(query, key, value, Scoring(**scoring))
     assert used == Counter({expected: 1})
     assert torch.allclose(output.float(), plain.float(), atol=3e-2 if dtype in SHORT else 1e-5)
@@ -106,9 +106,9 @@ def test_torch_by_itself_would_take_none(gpu) -> None:
 
 def test_states_of_autocast_are_asked_about_in_its_format(gpu) -> None:
     query, key, value = states(torch.float32, 200, 200, 64)
-    with watching() as exact:
+    with counting_calls() as exact:
         attend(query, key, value, Scoring())
-    with torch.autocast("cpu", torch.bfloat16), watching() as cast:
+    with torch.autocast("cpu", torch.bfloat16), counting_calls() as cast:
         attend(query, key, value, Scoring())
     assert (set(exact), set(cast)) == ({Kernel.efficient}, {Kernel.flash})
 
@@ -149,7 +149,7 @@ def test_a_long_run_on_a_gpu_does_not_start_on_math() -> None:
     check_kernels({Kernel.math}, CUDA, 8192)
     check_kernels({Kernel.math}, CPU, 100_000)
     check_kernels({Kernel.efficient, Kernel.varlen}, CUDA, 100_000)
-    assert named([]) == "none"
+    assert kernel_names([]) == "none"
 
 
 def test_the_trial_says_what_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_the_trial_says_what_computes_attention(monkeypatch: pytest.MonkeyPatch)
     separate = Scorer(tiny.model(), temperature=1.0, logits_budget_mb=1, defer=True)
     monkeypatch.setattr(logprobs, "why_not_packed", lambda *_, **__: "it says so")
     with pytest.warns(UserWarning, match="one forward pass per rollout"):
-        separate.decide(CPU)
+        separate.choose_layout(CPU)
     assert separate.kernels == Counter({Kernel.flash: 8})  # the model's own calls
 
 
@@ -175,7 +175,7 @@ def test_the_kernel_of_a_gpu_is_chosen_where_the_format_is_its_own(monkeypatch) 
     exact = Scorer(tiny.model(), **settings)
     assert (exact.varlen, set(exact.kernels)) == (False, {Kernel.flash})
     cast = Scorer(tiny.model(), **settings, defer=True)
-    cast.decide(CPU, autocast=torch.autocast("cpu", torch.bfloat16))
+    cast.choose_layout(CPU, autocast=torch.autocast("cpu", torch.bfloat16))
     assert cast.varlen and cast.kernels[Kernel.varlen] == 2
     monkeypatch.setattr(varlen, "LARGEST_HEAD", 4)
     assert not Scorer(tiny.model().bfloat16(), **settings).varlen
@@ -225,7 +225,7 @@ def test_a_sharded_model_is_first_computed_sharded_and_gathered_in_its_format(
 
 
 def test_watching_ends() -> None:
-    with watching() as used:
-        kernels.note(Kernel.varlen)
-    kernels.note(Kernel.varlen)
+    with counting_calls() as used:
+        kernels.count_call(Kernel.varlen)
+    kernels.count_call(Kernel.varlen)
     assert used == Counter({Kernel.varlen: 1})

@@ -10,7 +10,7 @@ from training_cases import one_microbatch, policy, random_groups, rollout, with_
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.training.attention import UnsupportedAttention, packed_attention, packing
-from agenttrain.training.batch import make_rows, one_after_the_other, stand_in
+from agenttrain.training.batch import make_sequences, one_after_the_other, stand_in
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.head import LogitTransform
 from agenttrain.training.logprobs import (
@@ -33,13 +33,13 @@ def scored(model: torch.nn.Module, rollouts: list[Rollout], *, token_budget: int
     model.zero_grad()
     found = {}
     with scorer.ready():
-        for microbatch in scorer.pack([make_rows(r)[0] for r in rollouts], token_budget, CPU):
+        for microbatch in scorer.pack([make_sequences(r)[0] for r in rollouts], token_budget, CPU):
             logprobs_S, entropy_S = scorer(microbatch)
             logprobs_S.sum().backward()
-            lengths = [row.sampled_length for row in microbatch.rows]
+            lengths = [sequence.sampled_length for sequence in microbatch.sequences]
             pieces = zip(logprobs_S.split(lengths), entropy_S.split(lengths), strict=True)
-            for row, piece in zip(microbatch.rows, pieces, strict=True):
-                found[row.rollout.rollout_id] = piece
+            for sequence, piece in zip(microbatch.sequences, pieces, strict=True):
+                found[sequence.rollout.rollout_id] = piece
     return found, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -68,7 +68,7 @@ def test_gradient_with_respect_to_logits_is_zero_off_the_sampled_tokens() -> Non
             logprobs_S=logprobs_S,
             behaviour_S=logprobs_S.detach(),
             ref_logprobs_S=None,
-            row_S=microbatch.row_S,
+            row_S=microbatch.sequence_S,
             advantages_B=microbatch.advantages_B,
             weights_B=torch.tensor([0.2]),
         )
@@ -220,9 +220,9 @@ def test_a_model_that_cannot_be_packed_runs_one_rollout_at_a_time() -> None:
         found, _ = scored(model, rollouts)
     for one in rollouts:
         logits = model(torch.tensor(one.trajectories[0].token_ids)[None]).logits[0]
-        row = make_rows(one)[0]
-        labels = row.token_ids_T[row.targets_S + 1]
-        expected = (logits / 0.7).log_softmax(-1)[row.targets_S, labels]
+        sequence = make_sequences(one)[0]
+        labels = sequence.token_ids_T[sequence.targets_S + 1]
+        expected = (logits / 0.7).log_softmax(-1)[sequence.targets_S, labels]
         assert torch.allclose(found[one.rollout_id][0], expected, atol=1e-5)
 
 
@@ -259,7 +259,7 @@ def test_separate_forwards_use_no_other_rollout() -> None:
 
 def test_an_empty_reply_span_costs_nothing() -> None:
     one = rollout([(Origin.prompt, [7, 8]), (Origin.sampled, [9, 2]), (Origin.tool, [])])
-    assert make_rows(one)[0].targets_S.tolist() == [1, 2]
+    assert make_sequences(one)[0].targets_S.tolist() == [1, 2]
 
 
 def test_a_row_that_stands_in_has_a_backward_pass_that_adds_nothing() -> None:

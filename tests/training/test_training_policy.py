@@ -22,8 +22,8 @@ from agenttrain.algorithms.config import (
     Scale,
 )
 from agenttrain.trainer import update
-from agenttrain.training.blame import BrokenUpdate
 from agenttrain.training.config import OptimizerConfig, Schedule, WeightSyncConfig
+from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.optimizers import learning_rate
 from agenttrain.training.policy import Policy
 from agenttrain.training.weight_sync import StaleWeights, named_weights, policy_logprobs, sync

@@ -95,7 +95,7 @@ def test_what_two_processes_save_is_a_model_of_transformers(
     assert plain.lm_head.weight is plain.model.embed_tokens.weight
     own = process_states.make(CASES["adamw"], "single", WORLD)
     process_states.Checkpoints(folder / mode / "adamw", tokenizer=None, keep=1).load_latest(own)
-    gap = torch.tensor(policy_logprobs(plain, IDS)) - torch.tensor(own.probe(IDS))
+    gap = torch.tensor(policy_logprobs(plain, IDS)) - torch.tensor(own.probe_logprobs(IDS))
     assert gap.abs().max() < 1e-5
 
 

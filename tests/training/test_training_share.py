@@ -12,9 +12,9 @@ from training_cases import rollout
 from agenttrain.training.batch import (
     Bundle,
     Segment,
-    bundle_rows,
+    bundle_sequences,
     least_prompt,
-    make_rows,
+    make_sequences,
     pack,
     positions,
 )
@@ -35,7 +35,7 @@ def test_the_layout_of_a_shared_prompt() -> None:
         answer([7, 8, 9], [30, 31, 2], sample=1),
         answer([5, 6], [40, 41, 42, 2], group="g1"),
     ]
-    bundles = bundle_rows([make_rows(one)[0] for one in rollouts], share=True)
+    bundles = bundle_sequences([make_sequences(one)[0] for one in rollouts], share=True)
     (microbatch,) = pack(bundles, 100, CPU)
     # starts, the longest first:  g1-0 | the prompt of g0;  then what follows: g0-1 | g0-0
     # ids        5 6 40 41 42  2 | 7 8 9 | 30 31  2 | 20  2
@@ -49,7 +49,11 @@ def test_the_layout_of_a_shared_prompt() -> None:
         Segment(12, 2, 6, 3),
     )
     assert positions(microbatch.segments).tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 3, 4]
-    assert [row.rollout.rollout_id for row in microbatch.rows] == ["g1-0", "g0-1", "g0-0"]
+    assert [sequence.rollout.rollout_id for sequence in microbatch.sequences] == [
+        "g1-0",
+        "g0-1",
+        "g0-0",
+    ]
     # the prompt's last token is where both rollouts' first sampled token comes from
     assert microbatch.targets_S.tolist() == [1, 2, 3, 4, 8, 9, 10, 8, 12]
     assert microbatch.labels_S.tolist() == [40, 41, 42, 2, 30, 31, 2, 20, 2]
@@ -62,17 +66,20 @@ def test_only_rollouts_of_one_group_and_one_prompt_share() -> None:
         answer([7, 8], [9, 2], sample=1),
         answer([7, 8, 9], [22, 2], sample=2),
     ]
-    rows = [make_rows(one)[0] for one in rollouts]
-    shared = [[row.rollout.rollout_id for row in b.rows] for b in bundle_rows(rows, share=True)]
+    sequences = [make_sequences(one)[0] for one in rollouts]
+    shared = [
+        [sequence.rollout.rollout_id for sequence in b.sequences]
+        for b in bundle_sequences(sequences, share=True)
+    ]
     assert shared == [["g0-0", "g0-2"], ["g1-0"], ["g0-1"]]
-    assert [b.shared for b in bundle_rows(rows, share=True)] == [3, 0, 0]
-    assert all(b.shared == 0 for b in bundle_rows(rows, share=True, least=4))
-    assert all(b.shared == 0 for b in bundle_rows(rows, share=False))
+    assert [b.shared for b in bundle_sequences(sequences, share=True)] == [3, 0, 0]
+    assert all(b.shared == 0 for b in bundle_sequences(sequences, share=True, least=4))
+    assert all(b.shared == 0 for b in bundle_sequences(sequences, share=False))
 
 
 def test_a_shared_prompt_counts_once_in_the_budget() -> None:
-    rows = [make_rows(answer([7] * 10, [8, 2], sample=sample))[0] for sample in range(5)]
-    bundles = bundle_rows(rows, share=True)
+    sequences = [make_sequences(answer([7] * 10, [8, 2], sample=sample))[0] for sample in range(5)]
+    bundles = bundle_sequences(sequences, share=True)
     # 10 + 5 x 2 = 20 tokens
     assert [m.token_ids_T.numel() for m in pack(bundles, 20, CPU)] == [20]
     # 10 + 3 x 2 = 16 and 10 + 2 x 2 = 14: the prompt stands in each part
@@ -94,11 +101,13 @@ def results(model: torch.nn.Module, rollouts: list[Rollout], share: SharePrefix,
     model.zero_grad()
     found = {}
     with scorer.ready():
-        for microbatch in scorer.pack([make_rows(one)[0] for one in rollouts], budget, CPU):
+        for microbatch in scorer.pack([make_sequences(one)[0] for one in rollouts], budget, CPU):
             logprobs_S, _ = scorer(microbatch)
             (logprobs_S * (1 + microbatch.labels_S % 5)).sum().backward()
-            parts = logprobs_S.detach().split([row.sampled_length for row in microbatch.rows])
-            ids = [row.rollout.rollout_id for row in microbatch.rows]
+            parts = logprobs_S.detach().split(
+                [sequence.sampled_length for sequence in microbatch.sequences]
+            )
+            ids = [sequence.rollout.rollout_id for sequence in microbatch.sequences]
             found.update(zip(ids, parts, strict=True))
     return found, {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -145,7 +154,9 @@ def padded(model: torch.nn.Module, rollouts: list[Rollout]):
     model.zero_grad()
     ids = [torch.tensor(one.trajectories[0].token_ids) for one in rollouts]
     batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(sequence) for sequence in ids], batch_first=True
+    )
     logprobs = (model(batch, attention_mask=mask).logits / 0.8).log_softmax(-1)
     found, total = {}, torch.zeros(())
     for index, one in enumerate(rollouts):
@@ -170,7 +181,9 @@ def test_the_same_rollouts_are_packed_the_same_way_every_time() -> None:
 def test_auto_shares_long_prompts(prompt: int, shared: bool) -> None:
     model = tiny.model()  # hidden size 32: prompts of 245 tokens and more
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1)
-    rows = [make_rows(answer([7] * prompt, [8, 2], sample=sample))[0] for sample in range(2)]
-    (microbatch,) = scorer.pack(rows, 1000, CPU)
+    sequences = [
+        make_sequences(answer([7] * prompt, [8, 2], sample=sample))[0] for sample in range(2)
+    ]
+    (microbatch,) = scorer.pack(sequences, 1000, CPU)
     assert (microbatch.token_ids_T.numel() == prompt + 4) is shared
-    assert Bundle(tuple(rows), prompt).tokens == prompt + 4
+    assert Bundle(tuple(sequences), prompt).tokens == prompt + 4

@@ -14,7 +14,7 @@ from fake_vllm import Machine, machine
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import (
     Gap,
-    Probed,
+    Probe,
     StaleWeights,
     named_weights,
     policy_logprobs,
@@ -74,8 +74,8 @@ class Noisy:
 
 
 def synced(
-    engine: Noisy, before: Probed | None = None, tolerance: float | None = None, **more: Any
-) -> Probed:
+    engine: Noisy, before: Probe | None = None, tolerance: float | None = None, **more: Any
+) -> Probe:
     """After a sync of a policy in the engine's format."""
     policy = SimpleNamespace(model=tiny.model(seed=1).to(engine.dtype))
     config = WeightSyncConfig(tolerance=tolerance)

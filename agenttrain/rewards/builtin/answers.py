@@ -1,6 +1,6 @@
 """Rewards that compare a rollout's answer with a column of its row.
 
-The answer is the last message, or what the rollout handed in through a tool.
+The answer is the last message, or an argument of a tool call such as `final_answer`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from agenttrain.types import Rollout
 class AnswerReward:
     """Base of the rewards that compare a rollout's answer with a column of its row.
 
-    With `tool` the answer is that argument of the tool's last valid call, without it (null) the
-    text of the last assistant message.
+    With `tool`, the answer is `argument` of the tool's last valid call. Without it (null), it is
+    the text of the last assistant message.
     """
 
     def __init__(self, *, tool: str | None, argument: str, column: str) -> None:
         self._tool, self._argument, self._column = tool, argument, column
         self.tools = () if tool is None else (tool,)
-        """Tools that the reward needs; without them it would be 0 for every rollout."""
+        """Tools without which the reward would be 0 for every rollout."""
         self.columns = (column,)
         """Columns that every row must have."""
 
@@ -32,7 +32,7 @@ class AnswerReward:
         """Return the rollout's answer; None when there is none."""
         if self._tool is None:
             return final_text(rollout)
-        return handed_in(rollout, self._tool, self._argument)
+        return tool_answer(rollout, self._tool, self._argument)
 
     def expected(self, columns: Mapping[str, Any]) -> Any:
         """Return the row's value; raises KeyError when the row has no such column."""
@@ -106,9 +106,9 @@ def _finite(text: str) -> float | None:
 class ExactMatch(AnswerReward):
     """1 if the answer equals a column, else 0.
 
-    Runs of white space count as one blank. Example: ``ExactMatch()`` gives 1.0 to a rollout that
-    called ``final_answer(answer="Oslo")`` on a row with ``answer: Oslo``; with ``tool=None`` to one
-    whose last message is ``Oslo``.
+    Runs of white space count as one blank. Example: on a row with ``answer: Oslo``,
+    ``ExactMatch()`` gives 1.0 to a rollout that called ``final_answer(answer="Oslo")``, and with
+    ``tool=None`` to one whose last message is ``Oslo``.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class Contains(AnswerReward):
         return 0.0
 
 
-def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
-    """Return an argument of the last valid call of `tool`, or all with `argument=None`."""
+def tool_answer(rollout: Rollout, tool: str, argument: str | None) -> Any:
+    """Return an argument of the last valid call of `tool`; all of them for `argument=None`."""
     for result in reversed(rollout.tool_results):
         valid = result.error is None or not result.error.invalid_call
         if result.call.name == tool and valid:
@@ -177,7 +177,7 @@ def handed_in(rollout: Rollout, tool: str, argument: str | None) -> Any:
 
 
 def assistant_messages(rollout: Rollout) -> list[dict[str, Any]]:
-    """The messages that the policy wrote, those of one trajectory after the other's."""
+    """Return the messages that the policy wrote, trajectory by trajectory."""
     added = (message for t in rollout.trajectories for message in t.added_messages)
     return [message for message in added if message["role"] == "assistant"]
 

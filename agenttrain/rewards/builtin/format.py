@@ -1,7 +1,7 @@
-"""Rewards for the form of what a model wrote, without a right answer to compare with.
+"""Rewards for the form of a model's text, which need no right answer.
 
-A JSON schema, a regular expression, or a JMESPath expression over the whole rollout, which
-`rollout_view` makes plain data for expressions and judges.
+They check a JSON schema, a regular expression, or a JMESPath expression over the rollout.
+`rollout_view` is the rollout as plain data, for expressions and judges.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import regex
 from jsonschema import SchemaError
 from jsonschema.validators import validator_for
 
-from agenttrain.rewards.builtin.answers import assistant_messages, final_text, handed_in
+from agenttrain.rewards.builtin.answers import assistant_messages, final_text, tool_answer
 from agenttrain.types import Rollout
 from agenttrain.utils.expressions import compiled
 
@@ -25,9 +25,9 @@ FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 class JsonSchema:
     """1 if the answer is JSON that the schema allows, else 0.
 
-    The schema is a setting (`schema`) or stands in a column of the row, as JSON text or as an
-    object. The answer is the last message (also inside one ```json fence), or with `tool` an
-    argument of its last valid call, all of them with ``argument=None``. Example: ``{"type":
+    The schema is a setting (`schema`) or a column of the row, as JSON text or as an object. The
+    answer is the last message, perhaps inside a ```json fence. With `tool`, it is an argument of
+    that tool's last valid call, or all arguments with ``argument=None``. Example: ``{"type":
     "object", "required": ["city"]}`` accepts ``{"city": "Oslo"}``.
     """
 
@@ -61,7 +61,7 @@ class JsonSchema:
                 fenced = FENCE.fullmatch(text)
                 answer = json.loads(fenced[1] if fenced else text)
             else:
-                value = handed_in(rollout, self._tool, self._argument)
+                value = tool_answer(rollout, self._tool, self._argument)
                 if value is None:
                     return 0.0
                 answer = _loaded(value)
@@ -81,7 +81,7 @@ def _validator(schema: Any) -> Any:
 
 
 MATCH_S = 1.0
-"""Seconds that one match may take: some patterns need years for some texts."""
+"""Time limit of a match: some patterns would take years on some texts."""
 PARTS = ("content", "reasoning")
 TURNS = ("last", "all")
 
@@ -89,9 +89,9 @@ TURNS = ("last", "all")
 class Format:
     """1 if the pattern matches, else 0.
 
-    `part` is the message's `content` (what the response schema leaves of a completion: no thoughts,
-    no calls) or its `reasoning`. `turns`: the `last` assistant message, or `all` of them. `whole`:
-    the pattern must match all of the text, not a part. `.` matches line ends too. Example:
+    `part` is the message's `content`, without reasoning and calls, or its `reasoning`. `turns` is
+    the `last` assistant message or `all` of them. `whole`: the pattern must match the whole text,
+    not a part of it. `.` matches line ends too. Example:
     ``Format(pattern="Answer: [0-9]+")`` gives 1.0 to a last message ``Answer: 7``.
     """
 
@@ -128,7 +128,7 @@ class Format:
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as JSON-like data, its messages being those of its last trajectory.
+    """Return a rollout as JSON-like data, with the messages of its last trajectory.
 
     Example::
 
@@ -141,8 +141,8 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
          "stop_reason": "completed", "truncated": False, "turns": 2,
          "prompt_tokens": 61, "sampled_tokens": 43, "tokens": 127}
 
-    `error` is None or a name of `ToolError`; a malformed call stands among the others, with the
-    name "" when it has none.
+    `error` is None or a name of `ToolError`. Malformed calls are included, with the name "" if they
+    have none.
     """
     first, last = rollout.trajectories[0], rollout.trajectories[-1]
     return {
@@ -175,7 +175,7 @@ def rollout_view(rollout: Rollout) -> dict[str, Any]:
 class JMESPath:
     """The value of a JMESPath expression (https://jmespath.org) over `rollout_view`.
 
-    true is 1, false is 0, null is not applicable; anything else that is no number is an error.
+    true is 1, false is 0, null means not applicable; other values must be numbers.
     Example: ``JMESPath(expression="length(tool_calls[?error == null]) == `2`")`` gives 1.0 to a
     rollout with two good calls.
     """

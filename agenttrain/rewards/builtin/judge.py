@@ -1,4 +1,4 @@
-"""`judge`: a language model's score, over the chat API that OpenAI, vLLM and others speak."""
+"""`judge`: a language model's score, over the chat API of OpenAI, vLLM and others."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
 OF_THE_ROLLOUT = ("question", "final", "conversation", "tool_calls", "stop_reason")
-"""Fields of a prompt beside the row's columns."""
+"""Fields of a prompt besides the row's columns."""
 PASSING = (408, 409, 425, 429)
-"""Answers of a server, beside 5xx, after which another try makes sense."""
+"""HTTP statuses, besides 5xx, after which another try makes sense."""
 ABOUT_THIS_ONE = (400, 413, 422)
-"""The server refuses this conversation (too long, say), which is no fault in the settings."""
+"""HTTP statuses for this conversation (too long, say), not for the settings."""
 LONGEST_WAIT_S = 60.0
 
 
-class _Fleeting(Exception):
-    """Failure after which another try makes sense; `wait_s` is the server's own wish."""
+class _Transient(Exception):
+    """Failure after which another try makes sense; `wait_s` is the wait the server asks for."""
 
     def __init__(self, text: str, wait_s: float | None = None) -> None:
         super().__init__(text)
@@ -44,15 +44,16 @@ class _Fleeting(Exception):
 class Judge:
     """A model's score of the rollout, scaled from [`low`, `high`] to [0, 1].
 
-    `prompt` may hold the row's columns, as ``{{ answer }}``, and `question` (the prompt's last user
-    message), `final` (the last assistant message), `conversation` (everything, with tool calls and
-    replies), `tool_calls` (a list) and `stop_reason`. The score is the last match of
-    `pattern`, or, with `json_path`, a JMESPath expression over the JSON object in the reply.
-    Failures of the server, and replies without a score, are tried again `retries` times, each time
-    after twice the wait; then it raises RewardUnavailable. Raises ValueError for a key or an
-    address that the server refuses: no later try will help.
+    `prompt` may contain columns of the row, as ``{{ answer }}``, and `question` (the last user
+    message of the prompt), `final` (the last assistant message), `conversation` (all messages with
+    tool calls and replies), `tool_calls` (a list) and `stop_reason`. The score is the last match of
+    `pattern` in the reply, or, with `json_path`, a JMESPath expression over the JSON object in it.
 
-    The key comes from the environment variable `api_key_env` and is written nowhere.
+    Failures of the server and replies without a score are tried again `retries` times, each time
+    after twice the wait. Then it raises RewardUnavailable. Raises ValueError for a key or an
+    address that the server refuses, because another try would not help.
+
+    The key is read from the environment variable `api_key_env` and is never written to a file.
     """
 
     def __init__(
@@ -74,8 +75,20 @@ class Judge:
         max_tokens: int = 1024,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extra` is sent beside `model` and `messages`, e.g. {response_format: {…}}."""
-        _check(url, low, high, retries, backoff_s, request_timeout_s)
+        """Check the settings; `extra` is sent along, e.g. {response_format: {…}}."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
+        if "@" in urlsplit(url).netloc:
+            raise ValueError(
+                f"url={without_password(url)}: holds credentials, which the run's files would "
+                "keep; name the environment variable that holds the key with api_key_env"
+            )
+        if not low < high:
+            raise ValueError(f"low={low}: must be below high={high}")
+        if retries < 0 or backoff_s < 0:
+            raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
+        if not request_timeout_s > 0:
+            raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")
         self._address = f"{url.rstrip('/')}/chat/completions"
         self._prompt, self._system = TextTemplate(prompt, "prompt"), system
         self._score = _ScoreReader(pattern, json_path, low, high)
@@ -114,12 +127,12 @@ class Judge:
         for attempt in range(self._retries + 1):
             try:
                 return self._score.read(self._ask(body))
-            except _Fleeting as error:
+            except _Transient as error:
                 if attempt == self._retries:
                     raise RewardUnavailable(
                         f"{self._address}: {error} (after {attempt + 1} tries)"
                     ) from error
-                # A generator of its own: waits must not move the run's seeds.
+                # A generator of its own: waits must not change the run's random state.
                 doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
                 time.sleep(min(max(doubled, error.wait_s or 0.0), LONGEST_WAIT_S))
         raise AssertionError("unreachable: the last try returns or raises")
@@ -133,7 +146,7 @@ class Judge:
         try:
             response = self._client.post(self._address, json=body)
         except httpx.TransportError as error:
-            raise _Fleeting(f"{type(error).__name__}: {error}") from error
+            raise _Transient(f"{type(error).__name__}: {error}") from error
         status = response.status_code
         answer = f"{status} {response.text[:300]!r}"
         if status in PASSING or status >= 500:
@@ -141,7 +154,7 @@ class Judge:
                 wait_s = float(response.headers["retry-after"])
             except (KeyError, ValueError):  # absent, or a date
                 wait_s = None
-            raise _Fleeting(answer, wait_s)
+            raise _Transient(answer, wait_s)
         if status in ABOUT_THIS_ONE:
             raise RewardUnavailable(f"{self._address}: {answer}")
         if status != 200:
@@ -149,11 +162,13 @@ class Judge:
         try:
             return str(response.json()["choices"][0]["message"]["content"] or "")
         except (ValueError, LookupError, TypeError) as error:
-            raise _Fleeting(f"no chat completion: {response.text[:300]!r}") from error
+            raise _Transient(f"no chat completion: {response.text[:300]!r}") from error
 
 
 @dataclass(slots=True)
 class _ScoreReader:
+    """Finds the score in a reply."""
+
     pattern: str | None
     json_path: str | None
     low: float
@@ -179,7 +194,7 @@ class _ScoreReader:
             raise ValueError(f"pattern={self.pattern}: needs one group, which is the score")
 
     def read(self, text: str) -> float:
-        """Return the score, scaled; raises _Fleeting when there is none in range."""
+        """Return the scaled score. Raises _Transient if there is none in range."""
         if self.pattern is not None:
             matches = self._find.findall(text)
             score: Any = matches[-1] if matches else None
@@ -192,14 +207,14 @@ class _ScoreReader:
         try:
             value = float(score)
         except (TypeError, ValueError):
-            raise _Fleeting(f"no score in the reply {text[-300:]!r}") from None
+            raise _Transient(f"no score in the reply {text[-300:]!r}") from None
         if not self.low <= value <= self.high:
-            raise _Fleeting(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
+            raise _Transient(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
         return (value - self.low) / (self.high - self.low)
 
 
 def as_conversation(rollout: Rollout) -> str:
-    """Return all messages as text for a reader, calls and replies in their places."""
+    """Return all messages as plain text, with calls and replies in their places."""
     lines = []
     for message in chain.from_iterable(t.messages for t in rollout.trajectories):
         if message.get("content"):
@@ -208,21 +223,3 @@ def as_conversation(rollout: Rollout) -> str:
             function = call["function"]
             lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
     return "\n".join(lines)
-
-
-def _check(
-    url: str, low: float, high: float, retries: int, backoff_s: float, request_timeout_s: float
-) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url={url}: must begin with http:// or https://, up to /v1")
-    if "@" in urlsplit(url).netloc:
-        raise ValueError(
-            f"url={without_password(url)}: holds credentials, which the run's files would keep; "
-            "name the environment variable that holds the key with api_key_env"
-        )
-    if not low < high:
-        raise ValueError(f"low={low}: must be below high={high}")
-    if retries < 0 or backoff_s < 0:
-        raise ValueError(f"retries={retries}: it and backoff_s={backoff_s} must be 0 or more")
-    if not request_timeout_s > 0:
-        raise ValueError(f"request_timeout_s={request_timeout_s}: must be more than 0")

@@ -1,8 +1,8 @@
 """The process in which `math_verify` runs: JSON lines in, JSON lines out.
 
-The library limits its time with SIGALRM, which works in a main thread only, and sympy can need
-hours and gigabytes for one line that a model wrote: so it runs here, where it can be killed.
-A script of its own that imports nothing of ours, started with `python -P`.
+The library limits its time with SIGALRM, which works only in a main thread, and sympy can need
+hours and gigabytes for one line of a model. So it runs in a process that can be killed. This is a
+script that imports nothing of agenttrain, started with `python -P`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 MEMORY = 4 * 2**30
-"""Bytes of address space; more raises MemoryError in here."""
+"""Limit of the address space in bytes; beyond it, this process gets MemoryError."""
 ANSWER = [
-    # What is boxed is the answer, also where other mathematics follows.
+    # A boxed expression is the answer, even if other mathematics follows it.
     LatexExtractionConfig(
         boxed_match_priority=0, normalization_config=NormalizationConfig(units=True)
     ),
@@ -28,7 +28,7 @@ ANSWER = [
 
 
 def equal(expected: str, answer: str, seconds: int) -> bool | None:
-    """Return whether the answer equals the expected one; None when that is no mathematics.
+    """Return True if the answer equals the expected one; None if that is no mathematics.
 
     Example: ``equal("0.5", "so \\\\boxed{\\\\frac{1}{2}}", 5) is True``.
     """
@@ -43,9 +43,9 @@ def equal(expected: str, answer: str, seconds: int) -> bool | None:
 
 
 def main() -> None:
-    """Answer until the input ends, with the parent process at the latest."""
+    """Answer requests until stdin closes, at the latest when the parent process ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints is no reply
+    os.dup2(2, 1)  # keep the library's prints out of the replies
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     print(json.dumps("ready"), file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""`reward_model`: the score of a sequence-classification model for the conversation."""
+"""`reward_model`: a sequence-classification model's score of the conversation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """The model's logit for each conversation, or, with several labels, the share of `label`.
+    """The model's logit for each conversation, or, with several labels, the probability of `label`.
 
     The conversation (prompt, completions, tool calls and replies) is rendered by the model's own
-    chat template. The model is loaded when it is first needed. A conversation that is too long for
-    it is RewardUnavailable: a clipped one would be another conversation.
+    chat template. The model is loaded when it is first needed. A conversation that is too long is
+    RewardUnavailable, because a clipped one would be another conversation.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class RewardModel:
         dtype: str = "float32",
         batch_size: int = 8,
     ) -> None:
-        """`label` is the number of the good label of several; `device` null: this process's
-        GPU if there is one.
+        """Take the model's folder; `label` is the index of the good one of several labels.
+
+        `device` null: this process's GPU, if there is one.
 
         Raises ValueError when `path` is no model's folder.
         """
@@ -49,7 +50,7 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[list[dict]], completions: Sequence[list[dict]]
     ) -> list[float | RewardUnavailable]:
-        """Return one score per rollout, of all rollouts of a step: TRL's way to call functions."""
+        """Return one score per rollout; called once with all rollouts of a step, as TRL does."""
         import torch
 
         conversations = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
@@ -60,12 +61,12 @@ class RewardModel:
         ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         scores: list[float | RewardUnavailable] = [
             RewardUnavailable(
-                f"the conversation has {len(row)} tokens, and {self._path} takes {self._limit}"
+                f"the conversation has {len(tokens)} tokens, and {self._path} takes {self._limit}"
             )
-            for row in ids
+            for tokens in ids
         ]
-        # Neighbours in length share a batch, so that little of it is padding.
-        fitting = [index for index, row in enumerate(ids) if len(row) <= self._limit]
+        # Conversations of similar length share a batch, so that there is little padding.
+        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= self._limit]
         order = sorted(fitting, key=lambda index: len(ids[index]))
         size = self._batch_size if self._can_pad else 1
         with torch.inference_mode():
@@ -90,7 +91,9 @@ class RewardModel:
         import torch
         from transformers import AutoModelForSequenceClassification
 
-        with torch.random.fork_rng(devices=[]):  # a new head's random weights; refused below
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # a missing head is drawn at random, and refused below
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self._folder, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
@@ -105,35 +108,35 @@ class RewardModel:
                 f"label={self._label}: the model has {labels} labels {model.config.id2label}; give "
                 "the number of the good one"
             )
-        # Where it pads, the head must know with what, to find the last token of each row.
+        # With padding, the head must know the pad id to find the last token of each conversation.
         model.config.pad_token_id = self._tokenizer.pad_token_id if self._can_pad else None
-        # "cuda" alone is the calling thread's GPU, which may be another one at the next call.
+        # "cuda" alone is the calling thread's GPU, which may differ at the next call.
         on_gpu = torch.cuda.is_available()
         default = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         return model.to(self._device_name or default).eval()
 
     @property
     def _can_pad(self) -> bool:
-        """Return whether padding differs from the end of a turn, so that the head can tell."""
+        """True if the pad token is not an end of turn, so that the head can tell them apart."""
         pad = self._tokenizer.pad_token_id
         return pad is not None and pad != self._tokenizer.eos_token_id
 
     @property
     def _limit(self) -> int:
-        """Return the tokens of the longest conversation that the model takes."""
+        """Length of the longest conversation that the model takes, in tokens."""
         return getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
 
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Return [B] one score per conversation."""
+        """Return one score per conversation, [B]."""
         import torch
 
         longest = max(map(len, ids))
         pad = self._tokenizer.pad_token_id if self._can_pad else 0
-        rows = [[*row, *[pad] * (longest - len(row))] for row in ids]
-        mask = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+        padded = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in ids]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in ids]
         device = self._model.device
         logits = self._model(
-            input_ids=torch.tensor(rows, device=device),
+            input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
         ).logits.float()
         return logits[:, 0] if logits.shape[1] == 1 else logits.softmax(dim=1)[:, self._label]

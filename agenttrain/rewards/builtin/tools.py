@@ -1,4 +1,4 @@
-"""Rewards for how a rollout went: its tool calls, its end, its environment's value, its length."""
+"""Rewards for the course of a rollout: its tool calls, its end, its environment, its length."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agenttrain.types import Rollout, StopReason, ToolResult
 def tool_success(rollout: Rollout, *, only: Sequence[str] | None = None) -> float | None:
     """Return the share of calls without an error; None (not applicable) without calls.
 
-    Malformed and unknown calls count as errors; `only` counts calls of these tools alone. Example:
-    three calls of which one timed out give 2/3.
+    Malformed and unknown calls count as errors. `only`: count calls of these tools alone. Example:
+    three calls, one of which timed out, give 2/3.
     """
     results = _of(rollout, only)
     if not results:
@@ -58,8 +58,8 @@ def _of(rollout: Rollout, only: Sequence[str] | None) -> list[ToolResult]:
 def stop_tool_called(rollout: Rollout) -> float:
     """Return 1 if a stop tool that ran without an error ended the rollout, else 0.
 
-    A call that cannot be parsed, does not fit the tool's schema, or makes the tool fail ends the
-    rollout too, and earns nothing.
+    A call that is malformed, does not fit the tool's schema, or makes the tool fail ends the
+    rollout too and gets 0.
     """
     if rollout.stop_reason is not StopReason.stop_tool:
         return 0.0
@@ -74,7 +74,7 @@ def environment(rollout: Rollout) -> float | None:
 
 
 class LengthPenalty:
-    """0 up to `free_tokens` sampled tokens, then down in a straight line to -1 at `full_tokens`.
+    """0 up to `free_tokens` sampled tokens, then linearly down to -1 at `full_tokens`.
 
     Tool results and template glue are not counted. With ``free_tokens`` at 80 % of the limit it is
     DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, equation 13). Example:
