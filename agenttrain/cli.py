@@ -32,6 +32,7 @@ from agenttrain.launch.orders import check_processes, count_gpus, is_later_node,
 from agenttrain.launch.start import as_rank, start
 from agenttrain.settings.checks import (
     check_init,
+    check_own_objective,
     check_structured,
     check_test_rows,
     check_verb,
@@ -191,6 +192,7 @@ def compose_all(command: Command) -> list[Composed]:
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
+        check_own_objective(command.verb, composed.config)
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
@@ -225,6 +227,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
     check_structured(command.verb, composed.config)
+    check_own_objective(command.verb, composed.config)
     return composed
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agenttrain.launch.config import DistributedName
 from agenttrain.launch.orders import QUIET, Order, adopt, is_first, started_by_others, stop_code
-from agenttrain.settings.compose import Composed
+from agenttrain.settings.compose import Composed, complete_objective
 from agenttrain.utils.exit_codes import FAILED
 from agenttrain.utils.signals import listening
 
@@ -19,6 +19,8 @@ from agenttrain.utils.signals import listening
 def start(composed: Composed, folder: Path, verb: str, *, sweep: bool = False) -> int:
     """Run `verb` in its folder; return the exit code. Raises ConfigError."""
     config, plain = composed.config, composed.plain
+    if verb == "train":
+        complete_objective(composed)
     if config.distributed.name is not DistributedName.single and not started_by_others():
         from agenttrain.launch.launcher import run_workers
 

@@ -28,7 +28,7 @@ HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "reward.", "data.train.", "data.test."),
-    "data.map.",
+    *("data.map.", "algorithm.objective."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
 )
 """Sections that hold arguments of other people's functions: any key may be set below them."""
@@ -57,7 +57,10 @@ class Source:
 
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks."""
-    return cast(DictConfig, OmegaConf.structured(RunConfig))
+    config = RunConfig()
+    # A mapping: which keys it has depends on the choice, whose own settings check them.
+    config.algorithm.objective = {}  # type: ignore[assignment]
+    return cast(DictConfig, OmegaConf.structured(config))
 
 
 def register() -> None:
@@ -155,7 +158,16 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
-    return Composed(config=config, plain=cast(dict[str, Any], complete))
+    composed = Composed(config=config, plain=cast(dict[str, Any], complete))
+    if not config.algorithm.objective.is_own:
+        complete_objective(composed)
+    return composed
+
+
+def complete_objective(composed: Composed) -> None:
+    """Put all settings of the objective into `plain`; one of the user's is imported for it."""
+    objective = composed.config.algorithm.objective
+    composed.plain["algorithm"]["objective"] = objective.plain()
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:

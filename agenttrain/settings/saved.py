@@ -13,7 +13,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-from agenttrain.settings.compose import Composed, Source, compose_raw, compose_run, convert
+from agenttrain.settings.compose import (
+    Composed,
+    Source,
+    complete_objective,
+    compose_raw,
+    compose_run,
+    convert,
+    schema,
+)
 from agenttrain.settings.messages import explained
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
@@ -32,6 +40,9 @@ EVALUABLE = (
     "watchdog",
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
+
+EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
+"""Sections whose code an evaluation runs."""
 
 
 def check_new(config: RunConfig) -> None:
@@ -71,6 +82,7 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     """
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
+    complete_objective(composed)
     begun = convert(_read(argument, folder)[0])
     problems = [
         f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
@@ -142,7 +154,9 @@ def evaluated(
     `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, trust=trust)
+    composed = _changed(
+        f"run={run}", run, overrides, EVALUABLE, source, runs=EVALUATED, trust=trust
+    )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")
@@ -256,7 +270,7 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
         plain.pop("provenance", None)
         # Only now: the signature of a run of the first edition covers the paths as it wrote them.
         settings = in_this_layout(OmegaConf.to_container(plain))
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), settings)
+        typed = OmegaConf.merge(schema(), settings)
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

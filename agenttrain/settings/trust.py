@@ -27,7 +27,7 @@ from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
 
-SECTIONS = ("tools", "environment", "reward", "data")
+SECTIONS = ("tools", "environment", "reward", "data", "algorithm")
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -35,8 +35,8 @@ KEY_FILE = "AGENTTRAIN_KEY"
 """Environment variable: the file of the user's key, where it is not in the home folder."""
 JUDGE = "agenttrain.rewards.builtin.judge.Judge"
 TRUSTED = "trust=true"
-SPLITS = ("train", "test")
-"""The components in the section `data`."""
+COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
+"""Sections of which only some keys hold components."""
 
 
 def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -> list[str]:
@@ -48,7 +48,7 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
     for section in (name for name in SECTIONS if name in sections):
         components = plain.get(section)
         for name, component in components.items() if isinstance(components, Mapping) else ():
-            if section == "data" and name not in SPLITS:
+            if name not in COMPONENTS.get(section, (name,)):
                 continue
             if isinstance(component, Mapping):
                 code += [f"{section}.{name}.{text}" for text in _of_component(component)]
@@ -124,7 +124,12 @@ def is_own(plain: Mapping[str, Any]) -> bool:
 
 
 def _signed(plain: Mapping[str, Any]) -> Any:
-    return {name: plain.get(name) for name in SECTIONS}
+    named = [name for name in SECTIONS if name != "algorithm"]
+    signed = {name: plain.get(name) for name in named}
+    # Only where it names code: runs from before there were such objectives were signed without.
+    if named_code(plain, ("algorithm",)):
+        signed["algorithm.objective"] = plain["algorithm"]["objective"]
+    return signed
 
 
 def sign(value: Any) -> str | None:

@@ -1,7 +1,7 @@
-"""Dotted paths of components before the package had one folder per capability, and today's.
+"""Names of the first layout, and today's: dotted paths of components, and keys of the settings.
 
-Runs that were recorded with the first layout name tools, rewards and data by the old ones. Saved
-runs are read through `in_this_layout`; on the command line an old path is refused with the new one.
+Saved runs are read through `in_this_layout`; on the command line and in YAML files an old name is
+refused with the new one.
 """
 
 from __future__ import annotations
@@ -58,21 +58,66 @@ MOVED = {
 """Dotted path of the first layout -> that of today."""
 
 
+CLIP = {"clip_low": "low", "clip_high": "high"}
+RATIO = {"ratio": "ratio"}
+OBJECTIVES = {
+    "clip": {**CLIP, "clip_dual": "dual", **RATIO},
+    "cispo": {"clip_high": "high", **RATIO},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg", **RATIO},
+    "vespo": {f"vespo_{key}": key for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    "geometric_mean": CLIP,
+    "reinforce": {},
+}
+"""Value of algorithm.surrogate -> keys of `algorithm` that it read -> those of its objective."""
+OBJECTIVE_KEYS = {old: new for keys in OBJECTIVES.values() for old, new in keys.items()}
+
+
+def moved_key(setting: str) -> str | None:
+    """Return today's name of a key, or of ``key=value``; None for a key that has not moved.
+
+    Example: ``"algorithm.clip_high=0.3"`` -> ``"algorithm.objective.high"``.
+    """
+    key, _, value = setting.lstrip("+~").partition(" ")[0].partition("=")
+    if key == "algorithm.surrogate":
+        return f"algorithm/objective={value}" if value else "algorithm/objective"
+    section, _, name = key.rpartition(".")
+    new = OBJECTIVE_KEYS.get(name) if section == "algorithm" else None
+    return None if new is None else f"algorithm.objective.{new}"
+
+
 def in_this_layout(settings: Any) -> Any:
-    """Return settings with every dotted path of the first layout replaced by today's.
+    """Return settings with every name of the first layout replaced by today's.
 
     Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
-    ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``. Exact paths only: a name
-    inside a module that has moved stays as it is, and is refused where it is looked up.
+    ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``, and ``{"surrogate": "cispo",
+    "clip_high": 4.0}`` of `algorithm` -> ``{"objective": {"name": "cispo", "high": 4.0}}``. Exact
+    paths only: a name inside a module that has moved stays as it is, and is refused where it is
+    looked up.
     """
     if isinstance(settings, Mapping):
-        return {key: in_this_layout(value) for key, value in settings.items()}
+        settings = {key: in_this_layout(value) for key, value in settings.items()}
+        algorithm = settings.get("algorithm")
+        if isinstance(algorithm, Mapping) and algorithm.get("surrogate") in OBJECTIVES:
+            settings["algorithm"] = _with_objective(algorithm)
+        return settings
     if isinstance(settings, list):
         return [in_this_layout(value) for value in settings]
     return MOVED.get(settings, settings) if isinstance(settings, str) else settings
 
 
+def _with_objective(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `algorithm` with what its surrogate read as a section `objective`."""
+    name = algorithm["surrogate"]
+    read = {new: algorithm[old] for old, new in OBJECTIVES[name].items() if old in algorithm}
+    flat = {"surrogate", *OBJECTIVE_KEYS}
+    others = {key: value for key, value in algorithm.items() if key not in flat}
+    return {**others, "objective": {"name": name, **read}}
+
+
 def override_in_this_layout(override: str) -> str:
-    """Return an override such as ``tools.db._target_=<path>`` with today's path."""
+    """Return an override such as ``tools.db._target_=<path>`` with today's names."""
     key, equals, value = override.partition("=")
+    new = moved_key(override)
+    if new is not None:
+        key, value = (new.partition("=")[0], value)
     return f"{key}{equals}{MOVED.get(value, value)}"

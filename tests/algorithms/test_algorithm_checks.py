@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agenttrain.settings.algorithm_checks import USES, algorithm_problems, unused
 from loss_cases import config
 
 from agenttrain.algorithms.config import (
@@ -30,7 +31,6 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.settings.algorithm_checks import USES, algorithm_problems, unused
 from agenttrain.settings.run_config import RunConfig
 
 # Two rollouts in which every bound is crossed on both sides.
