@@ -157,7 +157,7 @@ UNUSABLE = {
     "algorithm.objective.name=clp": "no such objective (did you mean 'clip'?); they are: cispo",
     "algorithm.objective.name=vespo": "algorithm.objective.low=0.2: no key of vespo; clip and geom",
     "algorithm.objective=vespo": "is a section; choose one with algorithm/objective=vespo",
-    "algorithm.objective._target_=my_pkg.band": "has no effect beside algorithm.objective.name=clip",
+    "algorithm.objective._target_=my_pkg.band": "has no effect beside algorithm.objective.name",
     "chat_template.path=x.jinja": "not used with chat_template.name=auto; add chat_template=file",
     "response_schema.path=x.yaml": "add response_schema=file",
     "chat_template.name=file": "which one? add chat_template.path=…",
