@@ -39,6 +39,7 @@ from agenttrain.launch.start import as_rank, start
 from agenttrain.launch.worker import leave
 from agenttrain.settings.checks import (
     check_init,
+    check_own_objective,
     check_structured,
     check_test_rows,
     check_verb,
@@ -216,6 +217,7 @@ def compose_all(command: Command) -> list[Composed]:
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
         check_structured(command.verb, composed.config)
+        check_own_objective(command.verb, composed.config)
         return [composed]
     if not command.sweep:
         return [_compose_one(overrides, command)]
@@ -250,6 +252,7 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     check_init(command.verb, composed.config)
     check_test_rows(command.verb, composed.config)
     check_structured(command.verb, composed.config)
+    check_own_objective(command.verb, composed.config)
     return composed
 
 

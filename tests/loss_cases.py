@@ -11,6 +11,7 @@ from torch import Tensor
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights, top_entropy_mask
+from agenttrain.algorithms.objectives.config import Objective, chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,10 @@ class Update:
 
 def config(**settings: object) -> AlgorithmConfig:
     return AlgorithmConfig(name="test", **settings)
+
+
+def clip(**settings: object) -> Objective:
+    return chosen("clip", **settings)
 
 
 def packed(batch: Padded, config: AlgorithmConfig, update: Update) -> LossInputs:

@@ -30,7 +30,7 @@ def python_loss(rows: list[dict], config: AlgorithmConfig) -> float:
         weights = corrections(row, config)
         for index in range(length):
             term = surrogate(row, index, config)
-            if config.surrogate.value != "vespo":
+            if config.objective.name != "vespo":
                 term *= weights[index]
             term *= row["kept"][index] * keeps(row, config)
             total += (term + penalty(row, index, config)) / divisor
@@ -49,37 +49,37 @@ def ratios(row: dict, key: str, level: str) -> list[float]:
 
 def surrogate(row: dict, index: int, config: AlgorithmConfig) -> float:
     a, l = row["advantage"], row["new"][index]  # noqa: E741
-    low, high = config.clip_low, config.clip_high
-    r = ratios(row, "new", config.ratio.value)[index]
-    stopped = ratios(row, "at", config.ratio.value)[index]
-    kind = config.surrogate.value
+    kind, settings = config.objective.name, config.objective.settings
+    level = getattr(settings, "ratio", "token")
+    r = ratios(row, "new", level)[index]
+    stopped = ratios(row, "at", level)[index]
     if kind == "clip":
-        bounded = r if config.clip_dual is None else min(r, config.clip_dual)
-        return -min(bounded * a, min(max(r, 1 - low), 1 + high) * a)
+        bounded = r if settings.dual is None else min(r, settings.dual)
+        return -min(bounded * a, min(max(r, 1 - settings.low), 1 + settings.high) * a)
     if kind == "cispo":
-        return -min(stopped, 1 + high) * a * l
+        return -min(stopped, 1 + settings.high) * a * l
     if kind == "sapo":
-        tau = config.tau_pos if a > 0 else config.tau_neg
+        tau = settings.tau_pos if a > 0 else settings.tau_neg
         return -4 / tau / (1 + math.exp(-tau * (r - 1))) * a
     if kind == "reinforce":
         return -a * l
     if kind == "vespo":
         return -vespo(row, config) * a * l
     deltas = [x - y for x, y in zip(row["new"], row["old"], strict=True)]
-    clipped = [min(d, high) if a > 0 else max(d, -low) for d in deltas]
+    clipped = [min(d, settings.high) if a > 0 else max(d, -settings.low) for d in deltas]
     return -math.exp(sum(clipped) / len(clipped)) * a
 
 
 def vespo(row: dict, config: AlgorithmConfig) -> float:
     log_w = sum(x - y for x, y in zip(row["at"], row["old"], strict=True))
-    weights = corrections(row, config)
+    weights, settings = corrections(row, config), config.objective.settings
     of_tokens = config.correction.value == "token"
     log_w += sum(math.log(max(w, 1e-8)) for w in (weights if of_tokens else weights[:1]))
     log_w = max(log_w, math.log(1e-8))
     k, scale = (
-        (config.vespo_k_pos, config.vespo_lambda_pos)
+        (settings.k_pos, settings.lambda_pos)
         if row["advantage"] >= 0
-        else (config.vespo_k_neg, config.vespo_lambda_neg)
+        else (settings.k_neg, settings.lambda_neg)
     )
     return math.exp(scale + k * log_w - scale * math.exp(log_w))
 
@@ -113,5 +113,5 @@ def penalty(row: dict, index: int, config: AlgorithmConfig) -> float:
         return 0.0
     d = row["new"][index] - row["ref"][index]
     kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl.value]
-    r = ratios(row, "new", config.ratio.value)[index] if config.kl_bias_correction else 1.0
+    r = ratios(row, "new", "token")[index] if config.kl_bias_correction else 1.0
     return config.beta * kl * r

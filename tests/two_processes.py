@@ -24,12 +24,11 @@ from agenttrain.algorithms.config import (
     CorrectionMode,
     KlEstimator,
     KlIn,
-    Ratio,
     Reference,
     Rewards,
     Scale,
-    Surrogate,
 )
+from agenttrain.algorithms.objectives.config import chosen
 from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
 from agenttrain.training.config import LoraSettings, OptimizerName
@@ -111,7 +110,7 @@ WHAT = {
     ),
     "none left, sequences": Case(
         algorithm={
-            "surrogate": Surrogate.vespo,
+            "objective": chosen("vespo"),
             "behaviour": Behaviour.recomputed,
             "correction": Correction.sequence,
             "correction_mode": CorrectionMode.mask,
@@ -120,7 +119,7 @@ WHAT = {
         shares=NONE_LEFT,
     ),
     "none left, clip": Case(
-        algorithm={"ratio": Ratio.sequence_mean, "clip_low": 1e-3, "clip_high": 1e-3},
+        algorithm={"objective": chosen("clip", ratio="sequence_mean", low=1e-3, high=1e-3)},
         shares=NONE_LEFT,
     ),
     "every mask": Case(
@@ -132,13 +131,15 @@ WHAT = {
     "each reward": Case(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.batch}),
     "sequences": Case(
         algorithm={
-            "ratio": Ratio.sequence_sum,
+            "objective": chosen("clip", ratio="sequence_sum"),
             "behaviour": Behaviour.recomputed,
             "correction": Correction.sequence,
             "num_epochs": 2,
         }
     ),
-    "minibatches": Case(algorithm={"minibatches": 3, "surrogate": Surrogate.cispo}, shares=IN_TURN),
+    "minibatches": Case(
+        algorithm={"minibatches": 3, "objective": chosen("cispo", high=0.2)}, shares=IN_TURN
+    ),
 }
 """What is computed: for DDP."""
 

@@ -1,14 +1,21 @@
 """The settings of the learning algorithm: axes that combine freely, presets in `conf/algorithm/`.
 
-What does not combine is refused in `settings/algorithm_checks.py`.
+A combination without a meaning is refused, and so is a setting that nothing reads, unless it has
+its default: nobody shall believe that it acts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import StrEnum
 
 from omegaconf import MISSING
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agenttrain.algorithms.objectives.config import ObjectiveChoice, Ratio
+from agenttrain.types import ConfigError
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems, shown
 
 
 class Rewards(StrEnum):
@@ -41,33 +48,6 @@ class Scale(StrEnum):
     batch = "batch"
     """The step's standard deviation."""
     none = "none"
-
-
-class Surrogate(StrEnum):
-    """The objective that a token's gradient comes from."""
-
-    clip = "clip"
-    """min(r A, clamp(r) A), as in PPO."""
-    cispo = "cispo"
-    """The clamped ratio, without gradient, times A log p."""
-    sapo = "sapo"
-    """A sigmoid gate of the ratio in place of the clip."""
-    vespo = "vespo"
-    """A smooth weight of the whole rollout's ratio, without gradient, times A log p."""
-    geometric_mean = "geometric_mean"
-    """The geometric mean over the rollout of clipped token ratios (GMPO)."""
-    reinforce = "reinforce"
-    """A log p: no ratio, for one update per step."""
-
-
-class Ratio(StrEnum):
-    """On which level policy and behaviour probabilities are compared."""
-
-    token = "token"
-    sequence_mean = "sequence_mean"
-    """Geometric mean over a rollout's tokens (GSPO)."""
-    sequence_sum = "sequence_sum"
-    """Whole rollout (RLOO)."""
 
 
 class Aggregation(StrEnum):
@@ -138,88 +118,79 @@ class CorrectionMode(StrEnum):
     """It becomes zero: no gradient."""
 
 
-@dataclass
+UNGROUPED = (Advantage.batch, Advantage.none)
+"""Baselines that do not look at the rollout's group."""
+
+
+@dataclass(config=SETTINGS)
 class AlgorithmConfig:
-    """loss = aggregate(correction * surrogate(ratio, advantage) + beta * KL) - bonus * entropy.
+    """loss = aggregate(correction * objective(ratio, advantage) + beta * KL) - bonus * entropy.
 
     The functions are in `agenttrain/algorithms`.
     """
 
     name: str = MISSING
     """Name of the preset, for people."""
-    group_size: int = 8
+    group_size: Whole = 8
     """Rollouts per task (G); at least 2, or 1 with advantage=batch or none."""
-    num_epochs: int = 1
+    num_epochs: Whole = Field(default=1, ge=1)
     """Passes over a step's rollouts."""
-    minibatches: int = 1
+    minibatches: Whole = Field(default=1, ge=1)
     """Optimizer updates per pass; divides tasks_per_step."""
-    dynamic_sampling: int = 0
+    dynamic_sampling: Whole = Field(default=0, ge=0)
     """Extra rounds of tasks that may replace groups whose rewards are all equal; 0: none."""
-    oversample: float = 1.0
+    oversample: Number = Field(default=1.0, ge=1)
     """Tasks sampled for each that is wanted; the surplus, the last in task order, is not trained
     on, and groups whose rewards are all equal go first."""
     rewards: Rewards = Rewards.sum
     advantage: Advantage = Advantage.group
     scale: Scale = Scale.group
-    surrogate: Surrogate = Surrogate.clip
-    ratio: Ratio = Ratio.token
+    objective: ObjectiveChoice = Field(default_factory=dict, validate_default=True)
+    """Loss of a token: algorithm/objective=clip, … with settings of its own, or a function of
+    yours: algorithm/objective=own algorithm.objective._target_=my_pkg.my_objective."""
     aggregation: Aggregation = Aggregation.token_mean
-    clip_low: float = 0.2
-    """The ratio is clipped at 1 - clip_low; with surrogate=geometric_mean at exp(-clip_low)."""
-    clip_high: float = 0.2
-    """The ratio is clipped at 1 + clip_high; with surrogate=geometric_mean at exp(clip_high)."""
-    clip_dual: float | None = None
-    """With surrogate=clip: the ratio is at most this, also where the advantage is negative."""
-    tau_pos: float = 1.0
-    """Steepness of sapo's gate where the advantage is positive."""
-    tau_neg: float = 1.05
-    """The same where it is not."""
-    vespo_k_pos: float = 2.0
-    """Vespo's weight is e^l w^k e^(-l w) of the ratio w: its k where the advantage is not
-    negative."""
-    vespo_lambda_pos: float = 3.0
-    """Its l there."""
-    vespo_k_neg: float = 3.0
-    """Its k where the advantage is negative."""
-    vespo_lambda_neg: float = 2.0
-    """Its l there."""
-    beta: float = 0.0
+    beta: Number = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the reference; 0: no reference model is kept."""
     kl: KlEstimator = KlEstimator.k3
     kl_in: KlIn = KlIn.loss
     kl_bias_correction: bool = False
-    """Multiply the KL in the loss by the ratio, which makes its gradient that of the KL."""
+    """Multiply the KL in the loss by the token's ratio, which makes its gradient that of the KL."""
     reference: Reference = Reference.frozen
-    ref_sync_steps: int = 512
+    ref_sync_steps: Whole = Field(default=512, ge=1)
     """With reference=synced: steps between two mixings."""
-    ref_mixup: float = 0.6
+    ref_mixup: Number = Field(default=0.6, gt=0, le=1)
     """With reference=synced: the policy's share of the new reference."""
-    entropy_bonus: float = 0.0
+    entropy_bonus: Number = Field(default=0.0, ge=0)
     """Weight of the mean token entropy, taken off the loss."""
-    entropy_target: float | None = None
+    entropy_target: Number | None = Field(default=None, ge=0)
     """Target entropy in nats. If set, the bonus acts while the entropy is at or below it, and
     adapts after every update: raised while entropy is at or below the target, lowered while it is
     above."""
-    entropy_bonus_step: float = 0.005
+    entropy_bonus_step: Number = Field(default=0.005, gt=0)
     """With entropy_target: the size of each change of the bonus."""
-    entropy_bonus_max: float = 1.0
+    entropy_bonus_max: Number = Field(default=1.0, ge=0)
     """With entropy_target: the bonus stays between 0 and this."""
-    top_entropy: float = 1.0
+    top_entropy: Number = Field(default=1.0, gt=0, le=1)
     """Share of an update's tokens that are trained, those with the highest entropy before the
     step's first update."""
     mask_truncated: bool = False
     """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
-    off_policy_threshold: float | None = None
+    off_policy_threshold: Number | None = None
     """Nats per token. Rollouts of negative advantage whose tokens became less likely than that
     since they were sampled, on average, get no gradient."""
     behaviour: Behaviour = Behaviour.engine
     correction: Correction = Correction.none
     """Weigh what was sampled by its ratio trainer / engine; needs behaviour=recomputed."""
     correction_mode: CorrectionMode = CorrectionMode.truncate
-    correction_max: float | None = 2.0
+    correction_max: Number | None = Field(default=2.0, gt=0)
     """Upper bound of the ratio trainer / engine; null: none."""
-    correction_min: float | None = None
+    correction_min: Number | None = Field(default=None, gt=0)
     """Lower bound of it; null: none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        raise_problems(_problems(self))
+        return self
 
     @property
     def updates(self) -> int:
@@ -242,11 +213,210 @@ class AlgorithmConfig:
         return self.beta > 0 and self.kl_in is KlIn.reward
 
     @property
-    def has_clip(self) -> bool:
-        """Return whether the surrogate clips ratios on both sides."""
-        return self.surrogate in (Surrogate.clip, Surrogate.geometric_mean)
-
-    @property
     def has_bonus(self) -> bool:
         """Return whether the loss has an entropy bonus, if at times of weight 0."""
         return self.entropy_bonus > 0 or self.entropy_target is not None
+
+
+def load_objective(algorithm: AlgorithmConfig) -> None:
+    """Import an objective of the user's, and check its settings and what it goes with.
+
+    Nothing else does before the first update asks for the loss. Raises ConfigError.
+    """
+    if algorithm.objective.is_own:
+        _ = algorithm.objective.settings
+        if problems := list(_objective(algorithm)):
+            raise ConfigError("\n".join(problems))
+
+
+def _problems(a: AlgorithmConfig) -> Iterator[str]:
+    yield from _unread(a)
+    yield from _advantage(a)
+    yield from _loss(a)
+    yield from _correction(a)
+    if not a.objective.is_own:  # else once it was imported
+        yield from _objective(a)
+
+
+def _unread(a: AlgorithmConfig) -> Iterator[str]:
+    """Yield a problem for each setting that is set and that nothing reads."""
+    yield from _needs("algorithm.beta above 0", a.beta > 0, a, "kl", "kl_in", "reference")
+    yield from _needs(
+        "algorithm.beta above 0 and algorithm.kl_in=loss", a.kl_in_loss, a, "kl_bias_correction"
+    )
+    yield from _needs(
+        "algorithm.beta above 0 and algorithm.reference=synced",
+        a.beta > 0 and a.reference is Reference.synced,
+        a,
+        *("ref_sync_steps", "ref_mixup"),
+    )
+    adaptive = a.entropy_target is not None
+    bonus = ("entropy_bonus_step", "entropy_bonus_max")
+    yield from _needs("algorithm.entropy_target", adaptive, a, *bonus)
+    yield from _needs(
+        "algorithm.correction=token, sequence or geometric",
+        a.correction is not Correction.none,
+        a,
+        *("correction_mode", "correction_max", "correction_min"),
+    )
+    yield from _needs(
+        "algorithm.advantage=group or leave_one_out: compared with the whole batch, or with "
+        "nothing, a group of equal rewards teaches as much as any",
+        a.advantage not in UNGROUPED,
+        a,
+        *("dynamic_sampling", "oversample"),
+    )
+
+
+def _needs(needed: str, is_set: bool, a: AlgorithmConfig, *keys: str) -> Iterator[str]:
+    """Yield a problem for each of the keys without its default, unless the `needed` is set."""
+    for key in keys:
+        field = AlgorithmConfig.__pydantic_fields__[key]  # type: ignore[attr-defined]
+        value, default = getattr(a, key), field.default
+        if not is_set and value != default:
+            yield (
+                f"algorithm.{key}={shown(value)}: has no effect here; it needs {needed}. "
+                f"Set that, or algorithm.{key}={shown(default)}, the default"
+            )
+
+
+def _advantage(a: AlgorithmConfig) -> Iterator[str]:
+    least = 1 if a.advantage in UNGROUPED else 2
+    if a.group_size < least:
+        yield (
+            f"algorithm.group_size={a.group_size}: a rollout is compared with the others of its "
+            f"group, so it takes at least {least}"
+        )
+    if a.advantage is Advantage.leave_one_out and a.scale is Scale.group:
+        yield (
+            "algorithm.scale=group: after the division a leave-one-out advantage is the group's "
+            "times G / (G - 1); set algorithm.scale=none or batch, or algorithm.advantage=group"
+        )
+    if a.advantage is Advantage.batch and a.scale is Scale.group:
+        yield (
+            "algorithm.scale=group: advantages over the mean of the batch are not comparable after "
+            "each group's own division; set algorithm.scale=batch or none"
+        )
+    if a.advantage is Advantage.none and a.scale is not Scale.none:
+        yield (
+            f"algorithm.scale={a.scale}: without a baseline there is no deviation from it; set "
+            "algorithm.scale=none, or algorithm.advantage=batch"
+        )
+    if a.rewards is Rewards.normalize_each:
+        if a.scale is Scale.group:
+            yield (
+                "algorithm.rewards=normalize_each: every function is divided by its group's "
+                "deviation already; set algorithm.scale=batch, as the paper does, or none"
+            )
+        if a.advantage is not Advantage.group:
+            yield (
+                f"algorithm.advantage={a.advantage}: with algorithm.rewards=normalize_each every "
+                "function's baseline is its group's mean; set algorithm.advantage=group"
+            )
+        if a.kl_in_reward:
+            yield (
+                "algorithm.kl_in=reward: with algorithm.rewards=normalize_each there is no one "
+                "reward to take the penalty off; set algorithm.kl_in=loss"
+            )
+    if a.resamples and a.kl_in_reward:
+        key = "dynamic_sampling" if a.dynamic_sampling else "oversample"
+        yield (
+            f"algorithm.{key}={getattr(a, key)}: groups are replaced by their rewards before the "
+            "KL is known, and with algorithm.kl_in=reward a group of equal rewards teaches its KL; "
+            f"set algorithm.kl_in=loss, or algorithm.{key}={0 if a.dynamic_sampling else 1}"
+        )
+
+
+def _loss(a: AlgorithmConfig) -> Iterator[str]:
+    """Check the terms of the loss beside the objective: KL penalty, entropy."""
+    if a.kl_in_loss and a.kl is KlEstimator.k1 and not a.kl_bias_correction:
+        yield (
+            "algorithm.kl=k1: has a gradient of zero on average in the loss; set algorithm.kl=k3, "
+            "algorithm.kl_in=reward, or algorithm.kl_bias_correction=true"
+        )
+    if a.kl_bias_correction and a.kl is KlEstimator.k2:
+        yield (
+            "algorithm.kl=k2: has the KL's gradient without a correction, which would bias it; set "
+            "algorithm.kl=k3 or k1, or algorithm.kl_bias_correction=false"
+        )
+    if a.entropy_target is not None and a.entropy_bonus > a.entropy_bonus_max:
+        yield (
+            f"algorithm.entropy_bonus={a.entropy_bonus}: starts above "
+            f"algorithm.entropy_bonus_max={a.entropy_bonus_max}; lower one or raise the other"
+        )
+
+
+def _correction(a: AlgorithmConfig) -> Iterator[str]:
+    if a.correction is Correction.none:
+        return
+    if a.behaviour is Behaviour.engine:
+        yield (
+            f"algorithm.correction={a.correction}: compares the trainer's probabilities with the "
+            "engine's; set algorithm.behaviour=recomputed"
+        )
+    low, high = a.correction_min, a.correction_max
+    if low is None and high is None:
+        yield (
+            "algorithm.correction_max=null: without a bound one token can outweigh the batch; set "
+            "algorithm.correction_max or algorithm.correction_min"
+        )
+    elif low is not None and high is not None and low >= high:
+        yield (f"algorithm.correction_min={low}: must be below algorithm.correction_max={high}")
+    for key, bound, beyond, wanted in (
+        ("max", high, high is not None and high < 1, "at least"),
+        ("min", low, low is not None and low > 1, "at most"),
+    ):
+        if beyond:
+            yield (
+                f"algorithm.correction_{key}={bound}: must be {wanted} 1, the ratio of tokens that "
+                "trainer and engine find equally likely"
+            )
+
+
+def _objective(a: AlgorithmConfig) -> Iterator[str]:
+    """Check what goes with the objective, by what it declares of itself."""
+    objective, name = a.objective.registered, a.objective.name
+    ratio = getattr(a.objective.settings, "ratio", Ratio.token)
+    yield from _needs(
+        "another algorithm.objective, one with a ratio, algorithm.correction or "
+        "algorithm.kl_bias_correction",
+        not objective.single_update
+        or a.correction is not Correction.none
+        or a.kl_in_reward
+        or (a.kl_in_loss and a.kl_bias_correction),
+        a,
+        "behaviour",
+    )
+    if objective.single_update and a.updates > 1:
+        key = "num_epochs" if a.num_epochs > 1 else "minibatches"
+        yield (
+            f"algorithm.{key}={getattr(a, key)}: algorithm.objective={name} has no ratio, so that "
+            "only the first update of a step would be right; set it to 1, or "
+            "algorithm/objective=clip or cispo"
+        )
+    if a.kl_bias_correction and ratio is not Ratio.token:
+        yield (
+            "algorithm.kl_bias_correction=true: the KL is of tokens, and the ratio of "
+            f"algorithm.objective.ratio={ratio} is not; set algorithm.objective.ratio=token, or "
+            "leave it false"
+        )
+    if objective.applies_correction and a.correction is Correction.geometric:
+        yield (
+            f"algorithm.correction=geometric: algorithm.objective={name} multiplies the rollout's "
+            "ratio by its correction, which a mean is none of; set algorithm.correction=token or "
+            "sequence"
+        )
+    if a.top_entropy == 1 or objective.stopped_ratio:
+        return
+    if objective.whole_sequence:
+        yield (
+            f"algorithm.top_entropy={a.top_entropy}: algorithm.objective={name} has one loss for "
+            "all tokens of a rollout, so that none can be left out; set algorithm.top_entropy=1, "
+            "or algorithm/objective=clip"
+        )
+    elif ratio is not Ratio.token:
+        yield (
+            f"algorithm.top_entropy={a.top_entropy}: the gradient of algorithm.objective.ratio="
+            f"{ratio} reaches all tokens of a rollout, so that none can be left out; set "
+            "algorithm.top_entropy=1, or algorithm.objective.ratio=token"
+        )

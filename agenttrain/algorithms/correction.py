@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agenttrain.algorithms.config import Correction, CorrectionMode
-from agenttrain.algorithms.losses import row_mean, row_sum
+from agenttrain.algorithms.objectives.base import row_mean, row_sum
 
 
 def correction_ratio(

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: aggregate(correction * surrogate + beta * KL) - bonus * entropy.
+"""The loss of a microbatch: aggregate(correction * objective + beta * KL) - bonus * entropy.
 
 Its metrics are parts that combine over microbatches, updates and processes (`Metrics`).
 
@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms import losses as surrogates
-from agenttrain.algorithms.config import AlgorithmConfig, Correction, Ratio, Surrogate
+from agenttrain.algorithms.config import AlgorithmConfig, Correction
 from agenttrain.algorithms.correction import bounded, correction_ratio, off_policy_keep
-from agenttrain.algorithms.losses import (
-    importance_ratio,
-    kl_estimate,
-    row_mean,
-    row_sum,
-    vespo_weight,
-)
+from agenttrain.algorithms.losses import kl_estimate
+from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
+from agenttrain.algorithms.objectives.config import Ratio
 
 Metrics = dict[str, Tensor]
 """Name -> part, [2]. (sum, count): parts add up, and sum / count is the mean of the whole. Of names
@@ -70,18 +65,23 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
 
     Raises ValueError when `inputs` lack what `config` asks for.
     """
-    ratio_S = importance_ratio(
-        inputs.logprobs_S,
-        inputs.behaviour_S,
-        inputs.row_S,
-        rollouts=inputs.rollouts,
-        level=config.ratio,
-    )
     correction, metrics = _correction(inputs, config)
-    loss_S, more = _surrogate(ratio_S, correction, inputs, config)
-    metrics |= more
-    if correction is not None and config.surrogate is not Surrogate.vespo:
-        of_tokens = config.correction is Correction.token
+    of_tokens = config.correction is Correction.token
+    in_objective = config.objective.registered.applies_correction
+    objective_inputs = ObjectiveInputs(
+        logprobs_S=inputs.logprobs_S,
+        behaviour_S=inputs.behaviour_S,
+        advantages_S=inputs.advantages_S,
+        sequence_S=inputs.row_S,
+        sequences=inputs.rollouts,
+        correction_S=correction if in_objective and of_tokens else None,
+        correction_B=correction if in_objective and not of_tokens else None,
+    )
+    output = config.objective(objective_inputs)
+    _check_output(output, inputs, config)
+    loss_S = output.loss_S
+    metrics |= {name: _part(name, values) for name, values in output.metrics.items()}
+    if correction is not None and not in_objective:
         loss_S = loss_S * (correction if of_tokens else correction[inputs.row_S])
     if inputs.kept_S is not None:
         loss_S = loss_S * inputs.kept_S
@@ -91,7 +91,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         loss_S = loss_S * keep_B[inputs.row_S]
         metrics["mask/off_policy"] = mean_parts(~keep_B)
     if config.kl_in_loss:
-        kl_S = _kl(ratio_S, inputs, config)
+        kl_S = _kl(objective_inputs, inputs.ref_logprobs_S, config)
         loss_S = loss_S + config.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
     loss = (loss_S * inputs.weights_B[inputs.row_S]).sum()
@@ -100,59 +100,23 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     return loss, metrics
 
 
-def _surrogate(
-    ratio_S: Tensor, correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
-) -> tuple[Tensor, Metrics]:
-    advantages_S, logprobs_S = inputs.advantages_S, inputs.logprobs_S
-    low, high = config.clip_low, config.clip_high
-    if config.surrogate is Surrogate.clip:
-        loss_S = surrogates.clipped_surrogate(ratio_S, advantages_S, low, high, config.clip_dual)
-        bounds = (1 - low, 1 + high)
-        return loss_S, clip_metrics(
-            ratio_S.detach(), bounds, inputs.row_S, inputs.advantages_B, config.ratio
+def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -> None:
+    """Raise ValueError unless an objective of the user's returned a loss for each token.
+
+    A loss of another shape, say its mean, would be broadcast without an error.
+    """
+    name, expected = config.objective.name, tuple(inputs.logprobs_S.shape)
+    if not isinstance(output, ObjectiveOutput):
+        raise ValueError(
+            f"algorithm.objective: {name} returned a {type(output).__name__}; return "
+            "ObjectiveOutput(loss_S=…)"
         )
-    if config.surrogate is Surrogate.cispo:
-        capped_S = (ratio_S.detach() > 1 + high) & (advantages_S > 0)
-        loss_S = surrogates.cispo_surrogate(ratio_S, logprobs_S, advantages_S, high)
-        if config.ratio is not Ratio.token:
-            # A rollout's tokens share its ratio: the share is one of rollouts, as TRL's.
-            capped_S = row_mean(capped_S.float(), inputs.row_S, inputs.rollouts)
-        return loss_S, {"cispo_clip_ratio": mean_parts(capped_S)}
-    if config.surrogate is Surrogate.sapo:
-        taus = config.tau_pos, config.tau_neg
-        return surrogates.sapo_surrogate(ratio_S, advantages_S, *taus), {}
-    if config.surrogate is Surrogate.reinforce:
-        return surrogates.reinforce_surrogate(logprobs_S, advantages_S), {}
-    if config.surrogate is Surrogate.vespo:
-        return _vespo(correction, inputs, config)
-    log_ratio_S = logprobs_S - inputs.behaviour_S
-    loss_S = surrogates.geometric_mean_surrogate(
-        log_ratio_S, advantages_S, inputs.row_S, inputs.rollouts, low, high
-    )
-    metrics = clip_metrics(
-        log_ratio_S.detach(), (-low, high), inputs.row_S, inputs.advantages_B, config.ratio
-    )
-    return loss_S, metrics
-
-
-def _vespo(
-    correction: Tensor | None, inputs: LossInputs, config: AlgorithmConfig
-) -> tuple[Tensor, Metrics]:
-    factor = None
-    if correction is not None:
-        factor = correction.log().clamp(surrogates.LEAST_LOG_WEIGHT, surrogates.LOG_RATIO_BOUND)
-        if config.correction is Correction.token:
-            factor = row_sum(factor, inputs.row_S, inputs.rollouts)
-    weight_B = vespo_weight(
-        inputs.logprobs_S - inputs.behaviour_S,
-        inputs.advantages_B,
-        inputs.row_S,
-        log_correction_B=factor,
-        positive=(config.vespo_k_pos, config.vespo_lambda_pos),
-        negative=(config.vespo_k_neg, config.vespo_lambda_neg),
-    )
-    loss_S = -weight_B[inputs.row_S] * inputs.advantages_S * inputs.logprobs_S
-    return loss_S, {"vespo/phi_seq_mean": mean_parts(weight_B)}
+    if tuple(output.loss_S.shape) != expected:
+        raise ValueError(
+            f"algorithm.objective: {name} returned a loss_S of shape {list(output.loss_S.shape)}; "
+            f"return the loss of each sampled token, {list(expected)}: what it is divided by is "
+            "algorithm.aggregation"
+        )
 
 
 def _correction(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
@@ -189,11 +153,11 @@ def _off_policy_keep(inputs: LossInputs, threshold: float) -> Tensor:
     )
 
 
-def _kl(ratio_S: Tensor, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    if inputs.ref_logprobs_S is None:
+def _kl(inputs: ObjectiveInputs, ref_logprobs_S: Tensor | None, config: AlgorithmConfig) -> Tensor:
+    if ref_logprobs_S is None:
         raise ValueError(f"algorithm.beta={config.beta}: the loss needs ref_logprobs_S")
-    kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, config.kl)
-    return kl_S * ratio_S if config.kl_bias_correction else kl_S
+    kl_S = kl_estimate(inputs.logprobs_S, ref_logprobs_S, config.kl)
+    return kl_S * inputs.ratio(Ratio.token) if config.kl_bias_correction else kl_S
 
 
 def _entropy(inputs: LossInputs) -> Tensor:
@@ -218,44 +182,18 @@ def extremes(name: str, values: Tensor) -> Metrics:
     return {f"{name}/min": torch.stack((lowest,) * 2), f"{name}/max": torch.stack((highest,) * 2)}
 
 
-def clip_metrics(
-    ratio_S: Tensor,
-    bounds: tuple[float, float],
-    row_S: Tensor,
-    advantages_B: Tensor,
-    level: Ratio,
-) -> Metrics:
-    """TRL's clip_ratio/*: where the clip takes the gradient away.
-
-    On token level the means are shares of tokens, and low_min and high_max the least and greatest
-    share of a rollout's tokens; above it all are of rollouts.
-    """
-    advantages_S, rollouts = advantages_B[row_S], advantages_B.numel()
-    low_S = (ratio_S < bounds[0]) & (advantages_S < 0)
-    high_S = (ratio_S > bounds[1]) & (advantages_S > 0)
-    shares = {"low": low_S, "high": high_S, "region": low_S | high_S}
-    # Above token level a rollout's tokens all have its flag, so that their mean is the flag.
-    by_row = {name: row_mean(flag.float(), row_S, rollouts) for name, flag in shares.items()}
-    values = shares if level is Ratio.token else by_row
-    if level is Ratio.token:
-        sampled_B = torch.bincount(row_S, minlength=rollouts) > 0
-        by_row = {name: share_B[sampled_B] for name, share_B in by_row.items()}
-    low, high = extremes("low", by_row["low"]), extremes("high", by_row["high"])
-    return {
-        **{f"clip_ratio/{name}_mean": mean_parts(flag) for name, flag in values.items()},
-        "clip_ratio/low_min": low["low/min"],
-        "clip_ratio/high_max": high["high/max"],
-    }
+def _part(name: str, values: Tensor) -> Tensor:
+    """Return the part of a metric of an objective; its name's end says of which kind."""
+    for end in ("min", "max"):
+        if name.endswith(end):
+            return extremes("", values)[f"/{end}"]
+    return mean_parts(values)
 
 
 def metric_names(config: AlgorithmConfig) -> list[str]:
     """Return the metrics that an update with this configuration has besides loss and gradient."""
     ratio = "sampling/importance_sampling_ratio"
-    clip = [f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max")]
     optional: list[tuple[bool, list[str]]] = [
-        (config.has_clip, [*clip, "clip_ratio/region_mean"]),
-        (config.surrogate is Surrogate.cispo, ["cispo_clip_ratio"]),
-        (config.surrogate is Surrogate.vespo, ["vespo/phi_seq_mean"]),
         (
             config.correction is not Correction.none,
             [f"{ratio}/min", f"{ratio}/mean", f"{ratio}/max", "mask/correction"],
@@ -266,7 +204,8 @@ def metric_names(config: AlgorithmConfig) -> list[str]:
         (config.beta > 0, ["kl"]),
         (config.has_bonus, ["entropy_coef"]),
     ]
-    return ["entropy", *(name for wanted, names in optional if wanted for name in names)]
+    others = [name for wanted, names in optional if wanted for name in names]
+    return ["entropy", *config.objective.registered.metrics, *others]
 
 
 class Averages:

@@ -24,7 +24,7 @@ RESCORE = (
     "rescore: give a run folder, rescore <run folder> [step=N] reward=[…] [to=FILE] [trust=true]"
 )
 TOOLS = ("recorded", "live")
-STAGES = {"weights": (), "logprobs": (), "update": (), "reward": ("reward", "data")}
+STAGES = {"weights": (), "logprobs": (), "update": ("algorithm",), "reward": ("reward", "data")}
 """Stages of a step that may fail -> the sections whose code a repetition calls."""
 
 

@@ -22,7 +22,7 @@ from agenttrain.launch.processes import (
     trace,
 )
 from agenttrain.settings.command_line import Command
-from agenttrain.settings.compose import Composed
+from agenttrain.settings.compose import Composed, complete_objective
 from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.machine import SAMPLING_VERBS
 from agenttrain.types import ConfigError
@@ -43,6 +43,8 @@ def start(
     """
     if command.verb in SAMPLING_VERBS:
         admit_engine(composed)
+    if command.verb == "train":
+        complete_objective(composed)
     if composed.config.distributed.name is not DistributedName.single and not is_rank():
         from agenttrain.launch.launcher import run_workers
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from agenttrain.algorithms.config import Correction, CorrectionMode
+from agenttrain.algorithms.config import Correction, CorrectionMode, Reference, load_objective
 from agenttrain.commands.slurm.config import slurm_problems
 from agenttrain.data.config import (
     ENDLESS,
@@ -26,7 +26,6 @@ from agenttrain.data.config import (
 )
 from agenttrain.health.config import guard_problems
 from agenttrain.launch.config import distributed_problems
-from agenttrain.settings.algorithm_checks import algorithm_problems
 from agenttrain.settings.component_checks import (
     data_problems,
     environment_problems,
@@ -146,6 +145,14 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _reference(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.reference is Reference.synced and config.model.lora.rank:
+        yield (
+            f"algorithm.reference=synced: the reference of a model with adapters (model.lora.rank="
+            f"{config.model.lora.rank}) is the model without them; set algorithm.reference=frozen"
+        )
+
+
 def _names(config: RunConfig) -> Iterator[str]:
     """Check names of files, and names with a fixed list of values."""
     for group in ("chat_template", "response_schema"):
@@ -251,7 +258,7 @@ def _held_out(config: RunConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_numbers, _sizes, algorithm_problems),
+    *(_numbers, _sizes, _reference),
     *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
     _names,
     *(optimizer_problems, weight_problems, engine_problems, _evaluation),
@@ -270,6 +277,15 @@ def check_structured(verb: str, config: RunConfig) -> None:
         return
     if problems := list(_problems(config)):
         raise ConfigError("\n".join(problems))
+
+
+def check_own_objective(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError for what is wrong with an objective of the user's.
+
+    Last of all checks: it imports the user's module, and torch with it.
+    """
+    if verb not in UNTRAINED:
+        load_objective(config.algorithm)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

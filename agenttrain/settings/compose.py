@@ -30,7 +30,7 @@ HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
 OPEN_SECTIONS = (
     *("tools.", "environment.", "reward.", "data.train.", "data.test."),
-    "data.map.",
+    *("data.map.", "algorithm.objective."),
     *("chat_template.kwargs.", "optimizer.schedule_options."),
     "engine.",
 )
@@ -61,7 +61,10 @@ class Source:
 
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks."""
-    node = cast(DictConfig, OmegaConf.structured(RunConfig))
+    config = RunConfig()
+    # Mappings: which keys they have depends on the choice, whose own settings check them.
+    config.algorithm.objective = {}  # type: ignore[assignment]
+    node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
     return node
 
@@ -161,9 +164,17 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
     complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
-    complete = cast(dict[str, Any], complete)
-    complete["engine"] = registry.plain(config.engine)
-    return Composed(config=config, plain=complete)
+    composed = Composed(config=config, plain=cast(dict[str, Any], complete))
+    composed.plain["engine"] = registry.plain(config.engine)
+    if not config.algorithm.objective.is_own:
+        complete_objective(composed)
+    return composed
+
+
+def complete_objective(composed: Composed) -> None:
+    """Put all settings of the objective into `plain`; one of the user's is imported for it."""
+    objective = composed.config.algorithm.objective
+    composed.plain["algorithm"]["objective"] = objective.plain()
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from yaml import MarkedYAMLError
 from agenttrain.engines.registry import known_keys
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import AgenttrainError, ConfigError
+from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -137,9 +138,11 @@ def _about_key(
             f"stand in a section {key!r}; put that line at its top"
         )
     if isinstance(cause, MissingMandatoryValue):
-        section = key.partition(".")[0]
-        # The options `file` and `folder` are those that ask for a path.
-        options = [name for name in groups.get(section, ()) if name not in ("file", "folder")]
+        section = key.rpartition(".")[0].replace(".", "/")
+        section = section if section in groups else key.partition(".")[0]
+        # The options `file`, `folder` and `own` are those that ask for a path.
+        paths = ("file", "folder", "own")
+        options = [name for name in groups.get(section, ()) if name not in paths]
         remedy = f"set it: {key}=…"
         if options and section != "reward":  # another reward would leave the key as it is
             remedy += f", or choose {section}={'|'.join(options)}"
@@ -147,6 +150,8 @@ def _about_key(
     if isinstance(cause, InterpolationKeyError):
         return f"{where}: {_first_line(cause)}; write the whole key, e.g. ${{optimizer.lr}}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if (new := moved_key(where)) is not None:
+            return f"{where}: is {new} now"
         if key.startswith("hydra."):
             return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
         hint = suggest_key(key, groups)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.settings.compose import (
     Composed,
     Source,
+    complete_objective,
     compose_raw,
     compose_run,
     convert,
@@ -39,6 +40,9 @@ EVALUABLE = (
     "watchdog",
 )
 """Sections that an evaluation of a run may change: the others are the agent itself."""
+
+EVALUATED = tuple(name for name in SECTIONS if name != "algorithm")
+"""Sections whose code an evaluation runs."""
 
 
 def check_new(config: RunConfig) -> None:
@@ -78,6 +82,7 @@ def resumed_as_begun(folder: Path, overrides: Sequence[str], source: Source) -> 
     """
     argument = f"resume=auto hydra.run.dir={folder}"
     composed = compose_run(overrides, source)
+    complete_objective(composed)
     begun = convert(_read(argument, folder)[0])
     problems = [
         f"{key}={now}: the run in {folder} was started with {key}={before}; leave it so, or name "
@@ -149,7 +154,9 @@ def evaluated(
     `hydra_session`.
     """
     run = run_of(folder)
-    composed = _changed(f"run={run}", run, overrides, EVALUABLE, source, trust=trust)
+    composed = _changed(
+        f"run={run}", run, overrides, EVALUABLE, source, runs=EVALUATED, trust=trust
+    )
     checkpoint = run / "checkpoints" / "latest" if run == folder else folder
     if not checkpoint.is_dir():
         raise ConfigError(f"run={folder}: has no checkpoint yet")

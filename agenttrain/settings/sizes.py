@@ -14,9 +14,9 @@ from agenttrain.data.config import has_test_rows, known_rows, names_test_rows
 from agenttrain.launch.config import DistributedName
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.settings.algorithm_checks import shown
 from agenttrain.settings.component_checks import reward_sections, rewarding, stop_tools, tool_names
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.utils.sections import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def arithmetic(config: RunConfig) -> Arithmetic:
     )
 
 
-AXES = ("advantage", "scale", "surrogate", "ratio", "aggregation")
+AXES = ("advantage", "scale", "objective", "aggregation")
 COUNTED = ("name", "group_size", "num_epochs", "minibatches")
 """Settings that stand among the sizes."""
 INDENT = "\n            "
@@ -158,9 +158,10 @@ def describe(config: RunConfig) -> str:
 def _algorithm(config: AlgorithmConfig) -> str:
     """Name the axes, and every other setting that is not its default."""
     words = [f"{key} {getattr(config, key)}" for key in AXES]
-    for field in fields(config):
+    default = AlgorithmConfig()
+    for field in fields(AlgorithmConfig):
         value = getattr(config, field.name)
-        if field.name not in (*AXES, *COUNTED) and value != field.default:
+        if field.name not in (*AXES, *COUNTED) and value != getattr(default, field.name):
             words.append(f"{field.name} {shown(value)}")
     return f"{config.name}: {', '.join(words)}"
 

@@ -28,7 +28,7 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
 
 ENGINE = "engine"
-SECTIONS = ("tools", "environment", "reward", "data", ENGINE)
+SECTIONS = ("tools", "environment", "reward", "data", "algorithm", ENGINE)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""
@@ -36,8 +36,8 @@ KEY_FILE = "AGENTTRAIN_KEY"
 """Environment variable: the file of the user's key, where it is not in the home folder."""
 JUDGE = "agenttrain.rewards.builtin.judge.Judge"
 TRUSTED = "trust=true"
-SPLITS = ("train", "test")
-"""The components in the section `data`."""
+COMPONENTS = {"data": ("train", "test"), "algorithm": ("objective",)}
+"""Sections of which only some keys hold components."""
 
 
 def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -> list[str]:
@@ -53,7 +53,7 @@ def named_code(plain: Mapping[str, Any], sections: Collection[str] = SECTIONS) -
                 code.append(f"{ENGINE}._target_={path}")
             continue
         for name, component in components.items() if isinstance(components, Mapping) else ():
-            if section == "data" and name not in SPLITS:
+            if name not in COMPONENTS.get(section, (name,)):
                 continue
             if isinstance(component, Mapping):
                 code += [f"{section}.{name}.{text}" for text in _of_component(component)]
@@ -135,9 +135,14 @@ def is_own(plain: Mapping[str, Any]) -> bool:
 
 
 def _signed(plain: Mapping[str, Any]) -> Any:
-    # A bundled engine is nobody's code, and signatures of earlier versions lack the section.
-    outside = _outside_engine(plain) is not None
-    return {name: plain.get(name) for name in SECTIONS if name != ENGINE or outside}
+    signed = {name: plain.get(name) for name in ("tools", "environment", "reward", "data")}
+    # Only where they name code: signatures of earlier versions lack both, and a bundled engine or
+    # objective is nobody's code.
+    if named_code(plain, ("algorithm",)):
+        signed["algorithm.objective"] = plain["algorithm"]["objective"]
+    if _outside_engine(plain) is not None:
+        signed[ENGINE] = plain.get(ENGINE)
+    return signed
 
 
 def sign(value: Any) -> str | None:

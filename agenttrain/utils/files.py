@@ -14,9 +14,15 @@ def conf_folder() -> Path:
 
 
 def list_groups(*folders: Path) -> dict[str, list[str]]:
-    """Return group -> its options, sorted, e.g. ``{"algorithm": ["grpo", "rloo"], …}``."""
+    """Return group -> its options, sorted, e.g. ``{"algorithm": ["grpo", "rloo"], …}``.
+
+    `algorithm/objective` is a group too. Of the folders after the first, groups within a group
+    count only where the first has them.
+    """
     options: dict[str, set[str]] = {}
     for folder in folders:
-        for file in folder.glob("*/*.yaml"):
-            options.setdefault(file.parent.name, set()).add(file.stem)
+        for file in (*folder.glob("*/*.yaml"), *folder.glob("*/*/*.yaml")):
+            group = file.parent.relative_to(folder).as_posix()
+            if folder == folders[0] or "/" not in group or group in options:
+                options.setdefault(group, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(options.items())}

@@ -61,15 +61,32 @@ ENGINE_KEYS = (
     *("enforce_eager", "sleep"),
 )
 """Keys of `engine` that stood in its section `vllm`."""
+CLIP = {"clip_low": "low", "clip_high": "high"}
+RATIO = {"ratio": "ratio"}
+OBJECTIVES = {
+    "clip": {**CLIP, "clip_dual": "dual", **RATIO},
+    "cispo": {"clip_high": "high", **RATIO},
+    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg", **RATIO},
+    "vespo": {f"vespo_{key}": key for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    "geometric_mean": CLIP,
+    "reinforce": {},
+}
+"""Value of algorithm.surrogate -> keys of `algorithm` that it read -> those of its objective."""
+OBJECTIVE_KEYS = {old: new for keys in OBJECTIVES.values() for old, new in keys.items()}
 
 
 def moved_key(setting: str) -> str | None:
     """Return today's name of a key, or of ``key=value``; None for a key that has not moved.
 
-    Example: ``"engine.vllm.sleep=true"`` -> ``"engine.sleep"``.
+    Examples: ``"algorithm.clip_high=0.3"`` -> ``"algorithm.objective.high"``,
+    ``"engine.vllm.sleep=true"`` -> ``"engine.sleep"``.
     """
-    key = setting.lstrip("+~").partition("=")[0]
+    key, _, value = setting.lstrip("+~").partition(" ")[0].partition("=")
+    if key == "algorithm.surrogate":
+        return f"algorithm/objective={value}" if value else "algorithm/objective"
     section, _, name = key.rpartition(".")
+    if section == "algorithm" and name in OBJECTIVE_KEYS:
+        return f"algorithm.objective.{OBJECTIVE_KEYS[name]}"
     return f"engine.{name}" if section == "engine.vllm" and name in ENGINE_KEYS else None
 
 
@@ -77,18 +94,31 @@ def in_this_layout(settings: Any) -> Any:
     """Return settings with every name of the first layout replaced by today's.
 
     Example: ``{"lookup": {"_target_": "agenttrain.tools.sql.Sql"}}`` ->
-    ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``. Exact paths only: a name
-    inside a module that has moved stays as it is, and is refused where it is looked up.
+    ``{"lookup": {"_target_": "agenttrain.tools.builtin.sql.Sql"}}``, and ``{"surrogate": "cispo",
+    "clip_high": 4.0}`` of `algorithm` -> ``{"objective": {"name": "cispo", "high": 4.0}}``. Exact
+    paths only: a name inside a module that has moved stays as it is, and is refused where it is
+    looked up.
     """
     if isinstance(settings, Mapping):
         settings = {key: in_this_layout(value) for key, value in settings.items()}
-        engine = settings.get("engine")
+        algorithm, engine = settings.get("algorithm"), settings.get("engine")
+        if isinstance(algorithm, Mapping) and algorithm.get("surrogate") in OBJECTIVES:
+            settings["algorithm"] = _with_objective(algorithm)
         if isinstance(engine, Mapping) and isinstance(engine.get("vllm"), Mapping):
             settings["engine"] = _with_own_keys(engine)
         return settings
     if isinstance(settings, list):
         return [in_this_layout(value) for value in settings]
     return MOVED.get(settings, settings) if isinstance(settings, str) else settings
+
+
+def _with_objective(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `algorithm` with what its surrogate read as a section `objective`."""
+    name = algorithm["surrogate"]
+    read = {new: algorithm[old] for old, new in OBJECTIVES[name].items() if old in algorithm}
+    flat = {"surrogate", *OBJECTIVE_KEYS}
+    others = {key: value for key, value in algorithm.items() if key not in flat}
+    return {**others, "objective": {"name": name, **read}}
 
 
 def _with_own_keys(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,4 +132,7 @@ def _with_own_keys(engine: Mapping[str, Any]) -> dict[str, Any]:
 def override_in_this_layout(override: str) -> str:
     """Return an override such as ``tools.db._target_=<path>`` with today's path and key."""
     key, equals, value = override.partition("=")
-    return f"{moved_key(key) or key}{equals}{MOVED.get(value, value)}"
+    new = moved_key(override)
+    if new is not None:
+        key = new.partition("=")[0]
+    return f"{key}{equals}{MOVED.get(value, value)}"

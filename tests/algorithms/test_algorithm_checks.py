@@ -22,16 +22,17 @@ from agenttrain.algorithms.config import (
     CorrectionMode,
     KlEstimator,
     KlIn,
-    Ratio,
     Reference,
     Rewards,
     Scale,
-    Surrogate,
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.settings.algorithm_checks import USES, algorithm_problems, unused
+from agenttrain.algorithms.objectives.config import KEY, chosen, registered
+from agenttrain.settings.checks import validate
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.types import ConfigError
+from agenttrain.utils.sections import validated
 
 # Two rollouts in which every bound is crossed on both sides.
 BEHAVIOUR = torch.tensor([-1.0, -0.9, -0.5, -0.4, -1.2, -1.0, -0.6], dtype=torch.float64)
@@ -41,16 +42,6 @@ REF = NEW + torch.tensor([0.1, -0.2, 0.3, 0.0, -0.1, 0.2, 0.1], dtype=torch.floa
 ROW = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 
 CHANGED = {
-    "clip_low": 0.05,
-    "clip_high": 0.05,
-    "clip_dual": 1.3,
-    "tau_pos": 2.0,
-    "tau_neg": 2.0,
-    "vespo_k_pos": 2.5,
-    "vespo_lambda_pos": 2.5,
-    "vespo_k_neg": 2.5,
-    "vespo_lambda_neg": 2.5,
-    "ratio": Ratio.sequence_mean,
     "kl": KlEstimator.k2,
     "kl_bias_correction": True,
     "correction_mode": CorrectionMode.mask,
@@ -59,10 +50,22 @@ CHANGED = {
     "beta": 0.2,
     "off_policy_threshold": -0.5,
 }
+OF_OBJECTIVES = {
+    "low": 0.05,
+    "high": 0.05,
+    "dual": 1.3,
+    "tau_pos": 2.0,
+    "tau_neg": 2.0,
+    "k_pos": 2.5,
+    "lambda_pos": 2.5,
+    "k_neg": 2.5,
+    "lambda_neg": 2.5,
+    "ratio": "sequence_mean",
+}
 BASES = [
-    config(surrogate=surrogate, beta=beta, **correction)
-    for surrogate, beta, correction in product(
-        Surrogate,
+    config(objective=chosen(name), beta=beta, **correction)
+    for name, beta, correction in product(
+        registered(),
         (0.0, 0.3),
         (
             {},
@@ -89,39 +92,67 @@ def loss(settings: AlgorithmConfig) -> float:
 
 
 def problems(**settings: object) -> str:
-    return "\n".join(algorithm_problems(RunConfig(algorithm=config(**settings))))
+    """Return what is wrong with the settings, as a run is refused with it."""
+    try:
+        validated(AlgorithmConfig, {"name": "test", **settings}, "algorithm")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def sections(settings: AlgorithmConfig) -> dict[str, object]:
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
 
 def name(settings: AlgorithmConfig) -> str:
-    return f"{settings.surrogate}-{settings.beta}-{settings.correction}"
+    return f"{settings.objective.name}-{settings.beta}-{settings.correction}"
 
 
 @pytest.mark.parametrize("base", BASES, ids=name)
 def test_what_is_accepted_acts_and_what_is_refused_does_not(base: AlgorithmConfig) -> None:
-    assert list(algorithm_problems(RunConfig(algorithm=base))) == []
     acting, refused = [], []
     for key, value in CHANGED.items():
-        changed = replace(base, **{key: value})
-        told = [line for line in unused(changed) if line.startswith(f"algorithm.{key}=")]
-        acts = abs(loss(changed) - loss(base)) > 1e-9
-        (refused if told else acting).append(key)
-        assert acts == (not told), key
+        lines = problems(**{**sections(base), key: value}).splitlines()
+        unread = [line for line in lines if line.startswith(f"algorithm.{key}=")]
+        (refused if unread else acting).append(key)
+        if unread:
+            assert "has no effect here" in unread[0]
+        else:
+            assert abs(loss(replace(base, **{key: value})) - loss(base)) > 1e-9, key
     assert acting and refused
+
+
+@pytest.mark.parametrize("base", BASES, ids=name)
+def test_every_key_of_an_objective_acts_and_those_of_others_are_refused(
+    base: AlgorithmConfig,
+) -> None:
+    section = dict(base.objective.section)
+    for key, value in OF_OBJECTIVES.items():
+        changed = {**section, key: value}
+        if key in section:
+            objective = chosen(**changed)
+            assert abs(loss(replace(base, objective=objective)) - loss(base)) > 1e-9, key
+        else:
+            text = problems(objective=changed)
+            assert text.startswith(f"{KEY}.{key}={value}: no key of {section['name']}; ")
+            assert "have it: algorithm/objective=" in text or " has it: " in text
 
 
 def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
     outside = {
         *("name", "group_size", "num_epochs", "minibatches", "rewards", "advantage", "scale"),
-        *("surrogate", "aggregation", "mask_truncated", "top_entropy", "correction"),
+        *("objective", "aggregation", "mask_truncated", "top_entropy", "correction"),
         # below, one by one
         *("dynamic_sampling", "oversample", "kl_in", "reference", "ref_sync_steps", "ref_mixup"),
         *("entropy_bonus", "entropy_target", "entropy_bonus_step", "entropy_bonus_max"),
         "behaviour",
     }
     assert outside | set(CHANGED) == {field.name for field in fields(AlgorithmConfig)}
-    assert {key for use in USES for key in use.keys} <= {field.name for field in fields(config())}
+    keys = {field.name for one in registered().values() for field in fields(one.settings)}
+    assert keys == set(OF_OBJECTIVES)
 
 
+GSPO = {"name": "clip", "ratio": "sequence_mean"}
 BATCH = {"advantage": Advantage.batch, "scale": Scale.none}
 EACH = {"rewards": Rewards.normalize_each}
 REFUSED = [
@@ -132,7 +163,7 @@ REFUSED = [
     ({"entropy_bonus_step": 0.1, "entropy_bonus": 0.1}, "it needs algorithm.entropy_target"),
     ({"entropy_bonus_max": 0.1}, "it needs algorithm.entropy_target"),
     (
-        {"behaviour": Behaviour.recomputed, "surrogate": Surrogate.reinforce},
+        {"behaviour": Behaviour.recomputed, "objective": {"name": "reinforce"}},
         "algorithm.behaviour=recomputed: has no effect",
     ),
     ({"kl_bias_correction": True, "beta": 0.1, "kl_in": KlIn.reward}, "algorithm.kl_in=loss"),
@@ -156,15 +187,20 @@ REFUSED = [
         "set algorithm.advantage=group",
     ),
     ({**EACH, "scale": Scale.batch, "beta": 0.1, "kl_in": KlIn.reward}, "set algorithm.kl_in=loss"),
-    ({"clip_low": 1.0}, "must be below 1"),
-    ({"clip_dual": 1.1}, "must be above 1 + algorithm.clip_high=1.2"),
-    ({"surrogate": Surrogate.reinforce, "num_epochs": 2}, "algorithm.num_epochs=2: algorithm.surr"),
-    ({"surrogate": Surrogate.reinforce, "minibatches": 2}, "only the first update"),
+    ({"objective": {"low": 1.0}}, "algorithm.objective.low=1.0: must be below 1"),
+    ({"objective": {"low": -0.1}}, "algorithm.objective.low=-0.1: must be 0 or more"),
+    ({"objective": {"high": -0.1}}, "algorithm.objective.high=-0.1: must be 0 or more"),
+    ({"objective": {"dual": 1.1}}, "must be above 1 + algorithm.objective.high=1.2"),
+    (
+        {"objective": {"name": "reinforce"}, "num_epochs": 2},
+        "algorithm.num_epochs=2: algorithm.objective=reinforce has no ratio",
+    ),
+    ({"objective": {"name": "reinforce"}, "minibatches": 2}, "only the first update"),
     ({"beta": 0.1, "kl": KlEstimator.k1}, "algorithm.kl_bias_correction=true"),
     ({"beta": 0.1, "kl": KlEstimator.k2, "kl_bias_correction": True}, "would bias it"),
     (
-        {"beta": 0.1, "kl_bias_correction": True, "ratio": Ratio.sequence_mean},
-        "set algorithm.ratio=token",
+        {"beta": 0.1, "kl_bias_correction": True, "objective": GSPO},
+        "set algorithm.objective.ratio=token",
     ),
     ({"entropy_target": 1.0, "entropy_bonus": 2.0}, "starts above algorithm.entropy_bonus_max=1.0"),
     ({"correction": Correction.token}, "set algorithm.behaviour=recomputed"),
@@ -188,7 +224,7 @@ REFUSED = [
         {
             "correction": Correction.geometric,
             "behaviour": Behaviour.recomputed,
-            "surrogate": Surrogate.vespo,
+            "objective": {"name": "vespo"},
         },
         "set algorithm.correction=token or sequence",
     ),
@@ -211,12 +247,12 @@ REFUSED = [
         )
     ),
     (
-        {"top_entropy": 0.5, "ratio": Ratio.sequence_mean},
-        "algorithm.top_entropy=0.5: the gradient of algorithm.ratio=sequence_mean reaches all",
+        {"top_entropy": 0.5, "objective": GSPO},
+        "algorithm.top_entropy=0.5: the gradient of algorithm.objective.ratio=sequence_mean reach",
     ),
     (
-        {"top_entropy": 0.5, "surrogate": Surrogate.geometric_mean},
-        "algorithm.top_entropy=0.5: algorithm.surrogate=geometric_mean has one loss",
+        {"top_entropy": 0.5, "objective": {"name": "geometric_mean"}},
+        "algorithm.top_entropy=0.5: algorithm.objective=geometric_mean has one loss",
     ),
     *(
         ({key: value, **needed}, f"algorithm.{key}={value}: must be {wanted}")
@@ -228,10 +264,11 @@ REFUSED = [
             ("beta", -0.1, "0 or more", {}),
             ("entropy_bonus", -0.1, "0 or more", {}),
             ("entropy_target", -0.1, "0 or more", {}),
-            ("tau_pos", 0.0, "more than 0", {"surrogate": Surrogate.sapo}),
-            ("top_entropy", 0.0, "above 0 and at most 1", {}),
-            ("top_entropy", 1.5, "above 0 and at most 1", {}),
-            ("ref_mixup", 0.0, "above 0", {"beta": 0.1, "reference": Reference.synced}),
+            ("top_entropy", 0.0, "more than 0", {}),
+            ("top_entropy", 1.5, "at most 1", {}),
+            ("ref_mixup", 0.0, "more than 0", {"beta": 0.1, "reference": Reference.synced}),
+            ("correction_max", 0.0, "more than 0", {}),
+            ("entropy_bonus_step", 0.0, "more than 0", {}),
         )
     ),
 ]
@@ -246,8 +283,8 @@ def test_a_synced_reference_needs_weights_of_its_own() -> None:
     settings = config(beta=0.1, reference=Reference.synced)
     run = RunConfig(algorithm=settings)
     run.model.lora.rank = 8
-    (told,) = algorithm_problems(run)
-    assert told.endswith("set algorithm.reference=frozen")
+    with pytest.raises(ConfigError, match=r"set algorithm\.reference=frozen"):
+        validate(run)
 
 
 ACCEPTED = [
@@ -258,7 +295,7 @@ ACCEPTED = [
     {"behaviour": Behaviour.recomputed},
     {
         "behaviour": Behaviour.recomputed,
-        "surrogate": Surrogate.reinforce,
+        "objective": {"name": "reinforce"},
         "correction": Correction.geometric,
         "correction_max": None,
         "correction_min": 0.5,
@@ -266,8 +303,8 @@ ACCEPTED = [
     {"group_size": 1, **BATCH},
     {**EACH, "scale": Scale.batch},
     {"dynamic_sampling": 2, "oversample": 1.5},
-    {"top_entropy": 0.5, "surrogate": Surrogate.cispo, "ratio": Ratio.sequence_mean},
-    {"top_entropy": 0.5, "surrogate": Surrogate.vespo},
+    {"top_entropy": 0.5, "objective": {"name": "cispo", "ratio": "sequence_mean"}},
+    {"top_entropy": 0.5, "objective": {"name": "vespo"}},
 ]
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from loss_cases import config
 from loss_python import BONUS, FIXED_LENGTH, python_loss
-from omegaconf import OmegaConf
 
 from agenttrain.algorithms.config import (
     Aggregation,
@@ -23,28 +21,27 @@ from agenttrain.algorithms.config import (
     CorrectionMode,
     KlEstimator,
     KlIn,
-    Ratio,
-    Surrogate,
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import (
-    clipped_surrogate,
-    importance_ratio,
     kl_estimate,
     token_weights,
     top_entropy_mask,
 )
+from agenttrain.algorithms.objectives.base import ObjectiveInputs, importance_ratio
+from agenttrain.algorithms.objectives.clip import ClipSettings, clip
+from agenttrain.algorithms.objectives.config import Ratio, chosen
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 
 CONF = Path(__file__).parents[2] / "conf" / "algorithm"
-PRESETS = {
-    file.stem: cast(
-        AlgorithmConfig,
-        OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), OmegaConf.load(file))
-        ),
-    )
-    for file in sorted(CONF.glob("*.yaml"))
-}
+
+
+def preset(name: str) -> AlgorithmConfig:
+    with hydra_session(Source()):
+        return compose_run(["experiment=none", f"algorithm={name}"], Source()).config.algorithm
+
+
+PRESETS = {file.stem: preset(file.stem) for file in sorted(CONF.glob("*.yaml"))}
 # with every preset: what can be added to it
 ADDED: dict[str, dict] = {
     "bare": {},
@@ -83,25 +80,53 @@ def batches(draw: st.DrawFn) -> list[dict]:
     return rows
 
 
-configs = st.builds(
-    AlgorithmConfig,
-    name=st.just("test"),
-    surrogate=st.sampled_from(Surrogate),
-    ratio=st.sampled_from(Ratio),
-    aggregation=st.sampled_from(Aggregation),
-    beta=st.sampled_from([0.0, 0.3]),
-    kl=st.sampled_from(KlEstimator),
-    kl_bias_correction=st.booleans(),
-    clip_low=st.sampled_from([0.1, 0.2]),
-    clip_high=st.sampled_from([0.2, 0.28]),
-    clip_dual=st.sampled_from([None, 1.5]),
-    correction=st.sampled_from(Correction),
-    correction_mode=st.sampled_from(CorrectionMode),
-    correction_max=st.sampled_from([0.7, 0.9, 1.3]),
-    correction_min=st.sampled_from([None, 0.6]),
-    off_policy_threshold=st.sampled_from([None, -0.1, 0.2]),
-    entropy_bonus=st.sampled_from([0.0, 0.1]),
+LOWS, HIGHS, RATIOS = (st.sampled_from(values) for values in ([0.1, 0.2], [0.2, 0.28], Ratio))
+objectives = st.one_of(
+    st.builds(chosen, st.just("clip"), low=LOWS, high=HIGHS, ratio=RATIOS),
+    st.builds(chosen, st.just("clip"), low=LOWS, high=HIGHS, dual=st.just(1.5), ratio=RATIOS),
+    st.builds(chosen, st.just("cispo"), high=HIGHS, ratio=RATIOS),
+    st.builds(chosen, st.just("sapo"), ratio=RATIOS),
+    st.builds(chosen, st.just("geometric_mean"), low=LOWS, high=HIGHS),
+    st.builds(chosen, st.sampled_from(["vespo", "reinforce"])),
 )
+penalties = st.sampled_from(
+    [
+        {},
+        {"beta": 0.3},
+        {"beta": 0.3, "kl": KlEstimator.k2},
+        {"beta": 0.3, "kl": KlEstimator.k1, "kl_bias_correction": True},
+        {"beta": 0.3, "kl_bias_correction": True},
+    ]
+)
+corrections = st.fixed_dictionaries(
+    {
+        "behaviour": st.just(Behaviour.recomputed),
+        "correction": st.sampled_from([level for level in Correction if level != "none"]),
+        "correction_mode": st.sampled_from(CorrectionMode),
+        "correction_max": st.sampled_from([1.0, 1.1, 1.3]),
+        "correction_min": st.sampled_from([None, 0.6, 0.95]),
+    }
+)
+
+
+@st.composite
+def configs_of(draw: st.DrawFn) -> AlgorithmConfig:
+    """Settings that have a meaning together."""
+    chosen_ = draw(objectives)
+    settings_ = {**draw(penalties), **draw(st.one_of(st.just({}), corrections))}
+    if getattr(chosen_.settings, "ratio", Ratio.token) is not Ratio.token:
+        assume(not settings_.get("kl_bias_correction"))
+    assume(not (chosen_.name == "vespo" and settings_.get("correction") is Correction.geometric))
+    return config(
+        objective=chosen_,
+        aggregation=draw(st.sampled_from(Aggregation)),
+        off_policy_threshold=draw(st.sampled_from([None, -0.1, 0.2])),
+        entropy_bonus=draw(st.sampled_from([0.0, 0.1])),
+        **settings_,
+    )
+
+
+configs = configs_of()
 
 
 def tensor_inputs(rows: list[dict], settings_: AlgorithmConfig, whole: list[dict]) -> LossInputs:
@@ -215,7 +240,7 @@ def test_the_bonus_is_a_gradient_of_the_entropy() -> None:
 @pytest.mark.parametrize(
     ("settings_", "lacking"),
     [
-        (config(correction=Correction.token), "engine_S"),
+        (config(correction=Correction.token, behaviour=Behaviour.recomputed), "engine_S"),
         (config(off_policy_threshold=0.1), "engine_S"),
         (config(beta=0.1), "ref_logprobs_S"),
         (config(entropy_bonus=0.1), "entropy_S"),
@@ -228,22 +253,26 @@ def test_what_the_loss_lacks_is_named(settings_: AlgorithmConfig, lacking: str) 
 
 
 def test_clipping_removes_the_gradient_only_where_it_would_go_on() -> None:
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss = clipped_surrogate(ratio, advantages, low=0.2, high=0.25)
+    logprobs = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
+    inputs = ObjectiveInputs(
+        logprobs_S=logprobs,
+        behaviour_S=torch.zeros(4),
+        advantages_S=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+        sequence_S=torch.arange(4),
+        sequences=4,
+    )
+    loss = clip(inputs, ClipSettings(low=0.2, high=0.25)).loss_S
     # -1.25 (clipped), 1.5, -0.5, 0.8 (clipped)
     assert loss.tolist() == pytest.approx([-1.25, 1.5, -0.5, 0.8])
     loss.sum().backward()
-    assert ratio.grad.tolist() == [0.0, 1.0, -1.0, 0.0]
+    # with respect to log r: -A r where it is not clipped
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 1.5, -0.5, 0.0])
 
 
 def test_ratio_levels() -> None:
     new = torch.tensor([0.1, 0.3, 0.7])
     rows = torch.tensor([0, 0, 1])
-    ratios = {
-        level: importance_ratio(new, torch.zeros(3), rows, rollouts=2, level=level).log().tolist()
-        for level in Ratio
-    }
+    ratios = {level: importance_ratio(new, rows, 2, level).log().tolist() for level in Ratio}
     assert ratios[Ratio.token] == pytest.approx([0.1, 0.3, 0.7])
     assert ratios[Ratio.sequence_mean] == pytest.approx([0.2, 0.2, 0.7])
     assert ratios[Ratio.sequence_sum] == pytest.approx([0.4, 0.4, 0.7])
@@ -287,8 +316,8 @@ def test_kl_in_the_reward_is_not_in_the_loss_too() -> None:
     ("advantage", "settings_", "expected"),
     [
         (1.0, {}, -1.2),  # min(inf, 1.2)
-        (-1.0, {"clip_dual": 3.0}, 3.0),  # min(inf, 3)
-        (1.0, {"surrogate": Surrogate.sapo}, -4.0),  # a gate that is wholly open: 4 / tau
+        (-1.0, {"dual": 3.0}, 3.0),  # min(inf, 3)
+        (1.0, {"name": "sapo"}, -4.0),  # a gate that is wholly open: 4 / tau
     ],
 )
 def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
@@ -296,7 +325,8 @@ def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
 ) -> None:
     """e^200 is no float32: the clip leaves its bound, and no gradient."""
     logprobs = torch.zeros(400, requires_grad=True)
-    algorithm = config(ratio=Ratio.sequence_sum, aggregation=Aggregation.sequence_mean, **settings_)
+    objective = chosen(**{"name": "clip", "ratio": "sequence_sum", **settings_})
+    algorithm = config(objective=objective, aggregation=Aggregation.sequence_mean)
     inputs = LossInputs(
         logprobs_S=logprobs,
         behaviour_S=torch.full((400,), -0.5),
@@ -312,7 +342,7 @@ def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
 
 def test_what_is_no_number_is_no_ratio() -> None:
     new = torch.tensor([0.1, torch.nan])
-    ratio = importance_ratio(new, torch.zeros(2), torch.arange(2), rollouts=2, level=Ratio.token)
+    ratio = importance_ratio(new, torch.arange(2), 2, Ratio.token)
     assert ratio.isnan().tolist() == [False, True]
 
 
@@ -323,7 +353,7 @@ def test_clip_ratios_count_rollouts_where_ratios_are_of_rollouts() -> None:
     ]
     by_level = {}
     for level in (Ratio.token, Ratio.sequence_sum):
-        settings_ = config(ratio=level)
+        settings_ = config(objective=chosen("clip", ratio=level))
         _, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
         by_level[level] = metrics["clip_ratio/high_mean"].tolist()
     assert by_level == {Ratio.token: [2.0, 3.0], Ratio.sequence_sum: [1.0, 2.0]}

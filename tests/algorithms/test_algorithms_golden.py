@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from golden import losses as golden
-from loss_cases import Padded, Update, config, loss_and_gradient
+from loss_cases import Padded, Update, clip, config, loss_and_gradient
 
 from agenttrain.algorithms.config import (
     Aggregation,
@@ -15,10 +15,9 @@ from agenttrain.algorithms.config import (
     Behaviour,
     Correction,
     CorrectionMode,
-    Ratio,
-    Surrogate,
 )
 from agenttrain.algorithms.loss import mean_parts
+from agenttrain.algorithms.objectives.config import chosen
 
 MASK = golden.COMPLETION_MASK * golden.TOOL_MASK
 TOKEN, SEQUENCE = Aggregation.token_mean, Aggregation.sequence_mean
@@ -52,7 +51,7 @@ def corrected(level: str, mode: str, high: float, **settings: object) -> Algorit
     )
 
 
-# name in TRL -> our settings, and what the update divides by. TRL's cap of cispo is 1 + clip_high.
+# name in TRL -> our settings, and what the update divides by. TRL's cap of cispo is 1 + high.
 CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
     "grpo": (config(aggregation=SEQUENCE), BNPO),
     "bnpo": (config(aggregation=TOKEN), BNPO),
@@ -60,20 +59,23 @@ CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
     "dapo": (config(aggregation=TOKEN), DAPO),
     "luspo": (config(aggregation=Aggregation.sequence_sum), BNPO),
     "luspo_seq": (
-        config(aggregation=Aggregation.sequence_sum, ratio=Ratio.sequence_mean),
+        config(aggregation=Aggregation.sequence_sum, objective=clip(ratio="sequence_mean")),
         BNPO,
     ),
-    "sapo": (config(aggregation=SEQUENCE, surrogate=Surrogate.sapo), BNPO),
-    "vespo": (config(surrogate=Surrogate.vespo), DAPO),
-    "cispo_epshigh5": (config(surrogate=Surrogate.cispo, clip_high=4.0), DAPO),
-    "cispo_epshigh1.2": (config(surrogate=Surrogate.cispo, clip_high=0.2), DAPO),
+    "sapo": (config(aggregation=SEQUENCE, objective=chosen("sapo")), BNPO),
+    "vespo": (config(objective=chosen("vespo")), DAPO),
+    "cispo_epshigh5": (config(objective=chosen("cispo", high=4.0)), DAPO),
+    "cispo_epshigh1.2": (config(objective=chosen("cispo", high=0.2)), DAPO),
     "gspo(grpo,seq,3e-4/4e-4)": (
-        config(aggregation=SEQUENCE, ratio=Ratio.sequence_mean, clip_low=3e-4, clip_high=4e-4),
+        config(
+            aggregation=SEQUENCE,
+            objective=clip(ratio="sequence_mean", low=3e-4, high=4e-4),
+        ),
         BNPO,
     ),
     "dapo_beta.1_bc": (config(beta=0.1, kl_bias_correction=True), DAPO),
     "dapo_beta.1_nobc": (config(beta=0.1), DAPO),
-    "dapo_delta1.3": (config(clip_dual=1.3, clip_high=0.28), DAPO),
+    "dapo_delta1.3": (config(objective=clip(dual=1.3, high=0.28)), DAPO),
     "dapo_onpolicy(old=None)": (config(), DAPO),
     "dapo_opsm-.2": (config(off_policy_threshold=-0.2), DAPO),
     "dapo_topent.5": (config(top_entropy=0.5), DAPO),
@@ -85,7 +87,7 @@ CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
         for high in (1.5, 1.05)
     },
     "vespo_is_token_mask_1.05": (
-        corrected("token", "mask", 1.05, surrogate=Surrogate.vespo),
+        corrected("token", "mask", 1.05, objective=chosen("vespo")),
         DAPO,
     ),
 }
@@ -130,7 +132,7 @@ def test_rloo_is_that_of_trl() -> None:
     TRL's fourth rollout, of no token at all, has ratio 1: a constant -1 x -2 / 4 = 0.5 in the loss.
     Ours has a sampled token in every rollout, and nowhere to put that constant.
     """
-    settings = config(aggregation=SEQUENCE, ratio=Ratio.sequence_sum)
+    settings = config(aggregation=SEQUENCE, objective=clip(ratio="sequence_sum"))
     whole = batch(mask=golden.COMPLETION_MASK)
     loss, gradient, means = loss_and_gradient(whole, settings, Update(tokens=13, rollouts=4))
     expected_loss, expected_gradient, expected_means = golden.TRL["rloo"]
@@ -142,7 +144,7 @@ def test_rloo_is_that_of_trl() -> None:
 
 
 def test_rloo_leaves_the_tokens_of_tools_alone() -> None:
-    settings = config(aggregation=SEQUENCE, ratio=Ratio.sequence_sum, clip_high=5.0)
+    settings = config(aggregation=SEQUENCE, objective=clip(ratio="sequence_sum", high=5.0))
     loss, gradient, _ = loss_and_gradient(batch(), settings, Update(tokens=11, rollouts=8))
     # log ratios over the sampled tokens: rollout 0: .15; 1: -.2 + .3 + .25 = .35;
     # 2: 0 + .15 - .35 = -.2; 3 has none, ratio 1, but no token to carry it

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from loss_cases import Padded, Update, config, loss_and_gradient
+from loss_cases import Padded, Update, clip, config, loss_and_gradient
 
 from agenttrain.algorithms.config import (
     Aggregation,
@@ -24,9 +24,8 @@ from agenttrain.algorithms.config import (
     Behaviour,
     Correction,
     CorrectionMode,
-    Ratio,
-    Surrogate,
 )
+from agenttrain.algorithms.objectives.config import chosen
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -126,14 +125,20 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         config(aggregation=SEQUENCE, beta=0.3, kl_bias_correction=True),
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": True},
     ),
-    "bnpo": (config(clip_high=0.3), {"loss_type": "bnpo", "epsilon_high": 0.3}),
+    "bnpo": (
+        config(objective=clip(high=0.3)),
+        {"loss_type": "bnpo", "epsilon_high": 0.3},
+    ),
     "bnpo_dual": (
-        config(clip_dual=1.5, beta=0.1),
+        config(objective=clip(dual=1.5), beta=0.1),
         {"loss_type": "bnpo", "delta": 1.5, "beta": 0.1, "use_bias_correction_kl": False},
     ),
     "dr_grpo": (config(aggregation=Aggregation.fixed_length), {"loss_type": "dr_grpo"}),
     "gspo": (
-        config(aggregation=SEQUENCE, ratio=Ratio.sequence_mean, clip_low=0.01, clip_high=0.02),
+        config(
+            aggregation=SEQUENCE,
+            objective=clip(ratio="sequence_mean", low=0.01, high=0.02),
+        ),
         {
             "loss_type": "grpo",
             "importance_sampling_level": "sequence",
@@ -142,24 +147,27 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         },
     ),
     "luspo": (
-        config(aggregation=Aggregation.sequence_sum, ratio=Ratio.sequence_mean),
+        config(aggregation=Aggregation.sequence_sum, objective=clip(ratio="sequence_mean")),
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     ),
-    "dapo": (config(clip_high=0.28), {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dapo": (
+        config(objective=clip(high=0.28)),
+        {"loss_type": "dapo", "epsilon_high": 0.28},
+    ),
     "cispo": (
-        config(surrogate=Surrogate.cispo, clip_high=0.1),
+        config(objective=chosen("cispo", high=0.1)),
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
     "cispo_sequence": (
-        config(surrogate=Surrogate.cispo, ratio=Ratio.sequence_mean, clip_high=0.02),
+        config(objective=chosen("cispo", ratio="sequence_mean", high=0.02)),
         {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.02},
     ),
     "sapo": (
-        config(surrogate=Surrogate.sapo, aggregation=SEQUENCE, tau_pos=0.5, tau_neg=2.0),
+        config(objective=chosen("sapo", tau_pos=0.5, tau_neg=2.0), aggregation=SEQUENCE),
         {"loss_type": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0},
     ),
     "vespo": (
-        config(surrogate=Surrogate.vespo, vespo_k_pos=1.5, vespo_lambda_neg=1.25),
+        config(objective=chosen("vespo", k_pos=1.5, lambda_neg=1.25)),
         {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 1.25},
     ),
     "off_policy_mask": (
@@ -169,7 +177,7 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
     "top_entropy": (config(top_entropy=0.25), {"loss_type": "dapo", "top_entropy_quantile": 0.25}),
     "entropy_bonus": (config(entropy_bonus=0.1), {"loss_type": "dapo", "entropy_coef": 0.1}),
     "gmpo": (
-        config(surrogate=Surrogate.geometric_mean, aggregation=SEQUENCE, clip_low=0.1),
+        config(objective=chosen("geometric_mean", low=0.1, high=0.2), aggregation=SEQUENCE),
         {"cls": gmpo.GMPOTrainer, "epsilon": 0.1, "epsilon_high": 0.2},
     ),
 }
@@ -198,7 +206,7 @@ def test_engine_correction_is_that_of_trl(level, mode, loss_type, tmp_path) -> N
     else:
         ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
     settings = config(
-        surrogate=Surrogate.vespo if loss_type == "vespo" else Surrogate.clip,
+        objective=chosen("vespo" if loss_type == "vespo" else "clip"),
         behaviour=Behaviour.recomputed,
         correction=level,
         correction_mode=mode,

@@ -8,7 +8,8 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from agenttrain.algorithms.config import Advantage, Ratio, Scale
+from agenttrain.algorithms.config import Advantage, Scale
+from agenttrain.algorithms.objectives.config import Ratio
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.rollout.config import RolloutConfig
 from agenttrain.settings.checks import validate
@@ -33,6 +34,7 @@ NEEDS_A_PATH = {
     "chat_template=file": ["chat_template.path=README.md"],
     "response_schema=file": ["response_schema.path=README.md"],
     "model=folder": ["model.path=agenttrain/data/models/shop"],
+    "algorithm/objective=own": ["algorithm.objective._target_=my_pkg.band"],
     "tools=mcp": ["tools.mcp.url=http://127.0.0.1:9/mcp"],
     "tools=search": ["tools.search.path=bundled:encyclopedia"],
     "data=file": [f"data.{split}.path={ROWS}" for split in ("train", "test")],
@@ -129,7 +131,7 @@ def test_settings_arrive_typed() -> None:
     assert isinstance(config, RunConfig)
     assert config.algorithm.advantage is Advantage.leave_one_out
     assert config.algorithm.scale is Scale.none
-    assert config.algorithm.ratio is Ratio.sequence_sum
+    assert config.algorithm.objective.settings.ratio is Ratio.sequence_sum
     assert config.optimizer.betas == (0.8, 0.9)
 
 

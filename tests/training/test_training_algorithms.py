@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from test_training_policy import on_policy, pair
 from training_cases import policy, random_groups, rollout, weights, with_tool
 
@@ -23,22 +22,24 @@ from agenttrain.algorithms.config import (
     Reference,
     Rewards,
     Scale,
-    Surrogate,
 )
 from agenttrain.algorithms.losses import EntropyBonus
+from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import update
 from agenttrain.training.config import SharePrefix
 from agenttrain.training.policy import Policy
 from agenttrain.types import Origin, StopReason
 
 RECOMPUTED = {"behaviour": Behaviour.recomputed}
+KEYS = {field.name for field in fields(AlgorithmConfig)} - {"name"}
 CONF = Path(__file__).parents[2] / "conf" / "algorithm"
 
 
 def preset(name: str) -> dict:
-    typed = OmegaConf.structured(AlgorithmConfig)
-    settings = OmegaConf.to_object(OmegaConf.merge(typed, OmegaConf.load(CONF / f"{name}.yaml")))
-    return {key: value for key, value in asdict(settings).items() if key != "name"}
+    with hydra_session(Source()):
+        settings = compose_run(["experiment=none", f"algorithm={name}"], Source()).config.algorithm
+    return {key: value for key, value in vars(settings).items() if key in KEYS}
 
 
 def captured(algorithm: dict, groups: list, **settings: object) -> tuple[list, dict]:
@@ -104,8 +105,8 @@ EXTRAS = {
         "correction_max": 1e9,
         "off_policy_threshold": 0.0,
     },
-    "gmpo": {"surrogate": Surrogate.geometric_mean},
-    "vespo": {"surrogate": Surrogate.vespo, "beta": 0.1},
+    "gmpo": {"objective": chosen("geometric_mean")},
+    "vespo": {"objective": chosen("vespo"), "beta": 0.1},
 }
 
 
@@ -323,11 +324,11 @@ def test_reward_functions_are_normalised_each() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"surrogate": Surrogate.cispo, "top_entropy": 0.5, "mask_truncated": True},
-        {"surrogate": Surrogate.vespo, "entropy_bonus": 0.1, "off_policy_threshold": 0.1},
+        {"objective": chosen("cispo", high=0.2), "top_entropy": 0.5, "mask_truncated": True},
+        {"objective": chosen("vespo"), "entropy_bonus": 0.1, "off_policy_threshold": 0.1},
         {**RECOMPUTED, "correction": Correction.geometric},
-        {"surrogate": Surrogate.geometric_mean, "beta": 0.1},
-        {"surrogate": Surrogate.sapo},
+        {"objective": chosen("geometric_mean"), "beta": 0.1},
+        {"objective": chosen("sapo")},
     ],
 )
 def test_every_step_has_the_same_columns(algorithm: dict) -> None:

@@ -22,7 +22,7 @@ from agenttrain.commands.sweep.record import (
     write_record,
 )
 from agenttrain.commands.sweep.run import Sweep, concluded, run_listed, run_searched
-from agenttrain.settings.checks import check_structured, validate
+from agenttrain.settings.checks import check_own_objective, check_structured, validate
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, check_writable, compose_raw
 from agenttrain.settings.messages import explained
@@ -118,6 +118,7 @@ def _go_on(
             config = resumed(one.folder, changes, command.source, trust=command.trust).config
             validate(config)
             check_structured(record.verb, config)
+            check_own_objective(record.verb, config)
         elif one.unfinished:
             recorded = map(override_in_this_layout, one.job.overrides)
             compose([*recorded, *changes], command)

@@ -1,0 +1,143 @@
+"""Inputs and output of an objective, and what several of them compute alike.
+
+Settings are composed without torch and import these files for the settings classes, so that torch
+is imported for its types only, and tensors' methods do the work.
+
+Shapes: S sampled tokens of B sequences, one sequence after the other; sequence_S names each
+token's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agenttrain.algorithms.objectives.config import Ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLIP_METRICS = tuple(
+    f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveInputs:
+    """Inputs of an objective: the sampled tokens of a microbatch."""
+
+    logprobs_S: Tensor
+    """Logprobs under the policy being trained; they carry the gradient."""
+    behaviour_S: Tensor
+    """Denominator of the ratio: logprobs under the policy that sampled."""
+    advantages_S: Tensor
+    sequence_S: Tensor
+    """Index of the token's sequence, 0 … B-1."""
+    sequences: int
+    """B; a sequence may have no token."""
+    correction_S: Tensor | None = None
+    """Factor trainer / engine of each token, where an objective with `applies_correction` gets it
+    on the level of tokens."""
+    correction_B: Tensor | None = None
+    """The same on the level of sequences."""
+
+    @property
+    def log_ratio_S(self) -> Tensor:
+        """Return log(policy / behaviour) of each token."""
+        return self.logprobs_S - self.behaviour_S
+
+    @property
+    def advantages_B(self) -> Tensor:
+        """Return the advantage of each sequence, whose tokens have to have one; 0 without one."""
+        return self.advantages_S.new_zeros(self.sequences).scatter(
+            0, self.sequence_S, self.advantages_S
+        )
+
+    def ratio(self, level: Ratio) -> Tensor:
+        """Return policy / behaviour, [S]; above token level the same for a sequence's tokens."""
+        return importance_ratio(self.log_ratio_S, self.sequence_S, self.sequences, level)
+
+    def sum(self, values_S: Tensor) -> Tensor:
+        """Return the sum over each sequence's tokens, [B]."""
+        return row_sum(values_S, self.sequence_S, self.sequences)
+
+    def mean(self, values_S: Tensor) -> Tensor:
+        """Return the mean over each sequence's tokens, [B]; 0 for a sequence without one."""
+        return row_mean(values_S, self.sequence_S, self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOutput:
+    """Loss of each sampled token, and the metrics of a microbatch."""
+
+    loss_S: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> values of any shape and without a gradient; their mean is the metric, or of a name
+    that ends in ``min`` or ``max`` the least or the greatest, over all of an update."""
+
+
+def importance_ratio(
+    log_ratio_S: Tensor, sequence_S: Tensor, sequences: int, level: Ratio
+) -> Tensor:
+    """policy / behaviour probability, [S]; above token level the same for a sequence's tokens.
+
+    token: PPO and GRPO. sequence_mean: the geometric mean over a sequence's tokens, GSPO
+    (https://arxiv.org/abs/2507.18071). sequence_sum: of the whole sequence, RLOO.
+
+    Example: log ratios [.1, .3] of one sequence give exp([.1, .3]), exp([.2, .2]), exp([.4, .4]).
+
+    A ratio too large for its type is infinite and has no gradient: where a clip takes its gradient
+    away, exp's own would be 0 times infinity.
+    """
+    import torch  # at the top, composition would import it
+
+    if level is Ratio.sequence_mean:
+        log_ratio_S = row_mean(log_ratio_S, sequence_S, sequences)[sequence_S]
+    elif level is Ratio.sequence_sum:
+        log_ratio_S = row_sum(log_ratio_S, sequence_S, sequences)[sequence_S]
+    large = log_ratio_S > math.log(torch.finfo(log_ratio_S.dtype).max) - 1
+    return log_ratio_S.masked_fill(large, 0.0).exp().masked_fill(large, math.inf)
+
+
+def clip_metrics(
+    inputs: ObjectiveInputs, ratio_S: Tensor, low: float, high: float, level: Ratio
+) -> dict[str, Tensor]:
+    """Return TRL's clip_ratio/*: where a clip to low … high takes the gradient away.
+
+    On token level the means are shares of tokens, and low_min and high_max the least and greatest
+    share of a sequence's tokens; above it all are of sequences.
+    """
+    ratio_S = ratio_S.detach()
+    low_S = (ratio_S < low) & (inputs.advantages_S < 0)
+    high_S = (ratio_S > high) & (inputs.advantages_S > 0)
+    shares = {"low": low_S, "high": high_S, "region": low_S | high_S}
+    # Above token level a sequence's tokens all have its flag, so that their mean is the flag.
+    of_sequences = {name: inputs.mean(flag.float()) for name, flag in shares.items()}
+    values = shares if level is Ratio.token else of_sequences
+    if level is Ratio.token:
+        sampled_B = inputs.sequence_S.bincount(minlength=inputs.sequences) > 0
+        of_sequences = {name: share_B[sampled_B] for name, share_B in of_sequences.items()}
+    return {
+        **{f"clip_ratio/{name}_mean": flag for name, flag in values.items()},
+        "clip_ratio/low_min": of_sequences["low"],
+        "clip_ratio/high_max": of_sequences["high"],
+    }
+
+
+def by_sign(chosen: Tensor, value: float, other: float, like: Tensor) -> Tensor:
+    """Return `value` where chosen, else `other`, in the precision of `like`."""
+    return like.new_tensor(value).where(chosen, like.new_tensor(other))
+
+
+def row_sum(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
+    """Sum over each row's tokens, [B].
+
+    Example: values [1, 2, 5] of rows [0, 0, 2] and 3 rows make [3, 0, 5].
+    """
+    return values_S.new_zeros(rows).index_add(0, row_S, values_S)
+
+
+def row_mean(values_S: Tensor, row_S: Tensor, rows: int) -> Tensor:
+    """Mean over each row's tokens, [B]; 0 for a row without one."""
+    return row_sum(values_S, row_S, rows) / row_S.bincount(minlength=rows).clamp(min=1)

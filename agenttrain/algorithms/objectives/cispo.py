@@ -1,0 +1,37 @@
+"""CISPO: the bounded ratio as a weight, so that no token loses its gradient to a clip."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
+from agenttrain.algorithms.objectives.config import Ratio, objective
+from agenttrain.utils.sections import SETTINGS, Number
+
+
+@dataclass(config=SETTINGS)
+class CispoSettings:
+    """Bound of the weight."""
+
+    high: Number = Field(default=4.0, ge=0)
+    """The ratio is at most 1 + high; 4 as ScaleRL recommends, https://arxiv.org/abs/2510.13786."""
+    ratio: Ratio = Ratio.token
+
+
+@objective(metrics=("cispo_clip_ratio",), stopped_ratio=True)
+def cispo(inputs: ObjectiveInputs, settings: CispoSettings) -> ObjectiveOutput:
+    """-stop_gradient(min(r, 1 + high)) A log p: CISPO, https://arxiv.org/abs/2506.13585.
+
+    No token loses its gradient; only its weight is bounded. The paper's lower bound, which it
+    leaves out of its experiments, is left out.
+    """
+    ratio_S, most = inputs.ratio(settings.ratio).detach(), 1 + settings.high
+    capped = (ratio_S > most) & (inputs.advantages_S > 0)
+    if settings.ratio is not Ratio.token:
+        # A sequence's tokens share its ratio: the share is one of sequences, as TRL's.
+        capped = inputs.mean(capped.float())
+    return ObjectiveOutput(
+        loss_S=-ratio_S.clamp(max=most) * inputs.advantages_S * inputs.logprobs_S,
+        metrics={"cispo_clip_ratio": capped},
+    )

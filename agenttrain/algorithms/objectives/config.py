@@ -1,0 +1,267 @@
+"""The registry of objectives, and the section `algorithm.objective`, which chooses one.
+
+An objective is one function and one settings class, in one file of this folder or in a module of
+the user's that the section names:
+
+    {name: clip, low: 0.2, high: 0.28}
+    {_target_: my_pkg.objectives.band, width: 3}
+
+A module of the user's is imported when its objective is first asked for, never by composition.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from agenttrain.types import ConfigError
+from agenttrain.utils.locate import locate, look_up
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import InvalidSettings, choice, shown, validated
+
+KEY = "algorithm.objective"
+DEFAULT = "clip"
+"""Name of the objective of a section that chooses none."""
+CHOOSING = ("name", "_target_")
+"""Keys of the section that are no settings of the objective."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Ratio(StrEnum):
+    """On which level policy and behaviour probabilities are compared."""
+
+    token = "token"
+    sequence_mean = "sequence_mean"
+    """Geometric mean over a sequence's tokens (GSPO)."""
+    sequence_sum = "sequence_sum"
+    """The whole sequence (RLOO)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A function with its settings class, and what the rest of the algorithm has to know of it."""
+
+    name: str
+    function: Callable[..., Any]
+    settings: type
+    """Dataclass: the annotation of the function's second parameter."""
+    metrics: tuple[str, ...] = ()
+    """Names of its metrics, so that a step without a gradient has them too."""
+    single_update: bool = False
+    """Reads no `behaviour_S`, so that only the first update of a step is right."""
+    stopped_ratio: bool = False
+    """The ratio is a weight without a gradient: a token's gradient stays at the token."""
+    whole_sequence: bool = False
+    """A sequence has one loss, and needs one advantage."""
+    applies_correction: bool = False
+    """Multiplies its ratio by the correction, which the loss is not multiplied by again."""
+
+    @property
+    def path(self) -> str:
+        """Return where the function is, e.g. ``my_pkg.objectives.band``."""
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+REGISTRY: dict[str, Registered] = {}
+"""Name -> objective: those of this folder once `registered` was called, and of imported modules."""
+
+
+def objective(
+    *,
+    metrics: tuple[str, ...] = (),
+    single_update: bool = False,
+    stopped_ratio: bool = False,
+    whole_sequence: bool = False,
+    applies_correction: bool = False,
+) -> Callable[[Function], Function]:
+    """Register a function as the objective of its name; the arguments are those of `Registered`.
+
+    Example:
+
+        @objective(metrics=("band/share",))
+        def band(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput: ...
+
+    Raises ValueError where another function has the name.
+    """
+
+    def register(function: Function) -> Function:
+        new = Registered(
+            name=function.__name__,
+            function=function,
+            settings=_settings_class(function),
+            metrics=metrics,
+            single_update=single_update,
+            stopped_ratio=stopped_ratio,
+            whole_sequence=whole_sequence,
+            applies_correction=applies_correction,
+        )
+        if not function.__module__.startswith(f"{__package__}."):
+            registered()  # whichever is imported first, a bundled name is taken
+        other = REGISTRY.get(new.name)
+        if other is not None and other.path != new.path:
+            raise ValueError(
+                f"two objectives have the name {new.name}: {other.path} and {new.path}; rename "
+                "the second"
+            )
+        REGISTRY[new.name] = new
+        return function
+
+    return register
+
+
+@cache
+def _import_bundled() -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        import_module(f"{__package__}.{module.name}")
+
+
+def registered() -> Mapping[str, Registered]:
+    """Return the objectives of this folder, and those of modules that were imported, by name."""
+    _import_bundled()
+    return REGISTRY
+
+
+def _settings_class(function: Callable[..., Any]) -> type:
+    """Return the annotation of the second parameter; raises ValueError unless it is a dataclass."""
+    parameters = list(signature(function).parameters.values())
+    found = parameters[1].annotation if len(parameters) > 1 else None
+    if isinstance(found, str):  # from __future__ import annotations
+        # Only this one: the first may name what is imported for type checkers alone.
+        found = function.__globals__.get(found)
+    if not isinstance(found, type) or not is_dataclass(found):
+        name = function.__name__
+        raise ValueError(
+            f"{name}: the second parameter of an objective is annotated with its settings, a "
+            f"dataclass of the module: def {name}(inputs: ObjectiveInputs, settings: MySettings)"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A chosen objective with its settings. Called with ObjectiveInputs, it computes the loss."""
+
+    section: Mapping[str, Any]
+    """The section: complete of a registered objective, as typed of one with a `_target_`."""
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the ObjectiveOutput of a microbatch."""
+        return self.registered.function(inputs, self.settings)
+
+    def __str__(self) -> str:
+        """Return the choice in a line: ``clip(low=0.2, high=0.28)``."""
+        keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
+        return f"{self.name}({', '.join(f'{key}={shown(keys[key])}' for key in keys)})"
+
+    @property
+    def name(self) -> str:
+        """Return the registered name, or the dotted path."""
+        return str(self.section.get("name") or self.section["_target_"])
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether a module of the user's has it, which is imported when it is asked for."""
+        return "_target_" in self.section
+
+    @cached_property
+    def registered(self) -> Registered:
+        """The function; raises ConfigError where `_target_` names none."""
+        if not self.is_own:
+            return registered()[self.section["name"]]
+        key, path = f"{KEY}._target_", self.section["_target_"]
+        if (problem := look_up(path).problem) is not None:  # before the module imports torch
+            raise ConfigError(f"{key}={shown(path)}: {problem}")
+        try:
+            function = locate(path, key=key)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        for known in REGISTRY.values():
+            if known.function is function:
+                return known
+        try:
+            settings = _settings_class(function)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}={path}: {error}") from error
+        return Registered(name=function.__name__, function=function, settings=settings)
+
+    @cached_property
+    def settings(self) -> Any:
+        """Its checked settings; raises ConfigError with all that is wrong with them."""
+        keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
+        names = [field.name for field in fields(self.registered.settings)]
+        problems = []
+        for key in (key for key in keys if key not in names):
+            owners = [
+                one.name
+                for one in registered().values()
+                if key in [field.name for field in fields(one.settings)]
+            ]
+            hint = did_you_mean(key, names)
+            if owners:
+                hint = (
+                    f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
+                    f"algorithm/objective={owners[0]}"
+                )
+            known = f"its keys are: {', '.join(names)}" if names else "it has none"
+            problems.append(f"{KEY}.{key}={shown(keys[key])}: no key of {self.name}{hint}; {known}")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return validated(self.registered.settings, keys, KEY)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the complete section as plain data, for config.yaml."""
+        chosen = {key: self.section[key] for key in CHOOSING if key in self.section}
+        adapter: TypeAdapter[Any] = TypeAdapter(self.registered.settings)
+        return {**chosen, **adapter.dump_python(self.settings, mode="json")}
+
+
+def chosen(name: str, **settings: Any) -> Objective:
+    """Return a registered objective with its settings, for use from Python.
+
+    Example: ``AlgorithmConfig(objective=chosen("clip", high=0.28))``. Raises InvalidSettings.
+    """
+    return _resolve({"name": name, **settings})
+
+
+def _resolve(section: Any) -> Objective:
+    """Return the objective that a section chooses; raises InvalidSettings."""
+    if isinstance(section, Objective):
+        return section
+    if not isinstance(section, Mapping):
+        raise InvalidSettings(
+            f"{KEY}={shown(section)}: is a section; choose one with algorithm/objective="
+            f"{shown(section)}, and set its keys with {KEY}.<key>=…"
+        )
+    if "_target_" in section:
+        if "name" in section:
+            raise InvalidSettings(
+                f"{KEY}._target_={shown(section['_target_'])}: has no effect beside {KEY}.name="
+                f"{shown(section['name'])}; add algorithm/objective=own, which has no name"
+            )
+        return Objective(section)
+    known, name = registered(), section.get("name", DEFAULT)
+    if name not in known:
+        raise InvalidSettings(
+            f"{KEY}.name={shown(name)}: no such objective{did_you_mean(str(name), known)}; they "
+            f"are: {', '.join(sorted(known))}; one of your own is algorithm/objective=own "
+            f"{KEY}._target_=my_pkg.my_objective"
+        )
+    try:
+        return Objective(Objective({**section, "name": name}).plain())
+    except ConfigError as error:
+        raise InvalidSettings(str(error)) from error
+
+
+if TYPE_CHECKING:
+    ObjectiveChoice = Objective
+else:
+    ObjectiveChoice = choice(_resolve)
