@@ -23,7 +23,7 @@ from agenttrain.commands.sweep.record import (
     write_record,
 )
 from agenttrain.commands.sweep.run import Sweep, concluded, divided, run
-from agenttrain.commands.sweep.search import corners
+from agenttrain.commands.sweep.search import check_space, corners
 from agenttrain.launch.orders import count_gpus
 from agenttrain.settings.checks import check_structured, validate
 from agenttrain.settings.command_line import Command
@@ -173,6 +173,7 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
     known = len(record.jobs) // len(record.search.repeats)
     if trials < max(known, 1):
         raise ConfigError(f"{key}: {folder} has {known} trials already; raise it, or leave it out")
+    check_space({axis.get_key_element(): axis for axis in parse(record.search.space)}, trials)
     record = replace(record, search=replace(record.search, trials=trials))
     write_record(folder, record)
     return record
