@@ -26,8 +26,8 @@ from agenttrain.commands.slurm.submit import submit
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.compare import compare
 from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.process import end_with_sweep
 from agenttrain.commands.sweep.record import is_job
-from agenttrain.commands.sweep.run import end_with_sweep
 from agenttrain.launch.processes import (
     assigned_folder,
     check_processes,
@@ -222,7 +222,7 @@ def compose_all(command: Command) -> list[Composed]:
     if not command.sweep:
         return [_compose_one(overrides, command)]
     runs = []
-    for combination in expand(overrides, source):
+    for combination in expand(overrides, source).runs:
         try:
             runs.append(_compose_one(combination, command))
         except ConfigError as error:

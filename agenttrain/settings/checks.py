@@ -60,7 +60,7 @@ AT_LEAST_ONE = (
     *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
     *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
     *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
-    *("sft.batch_size", "sft.max_tokens", "sweep.trials"),
+    *("sft.batch_size", "sft.max_tokens", "sweep.trials", "sweep.parallel"),
 )
 """Whole numbers; null where the schema allows it."""
 NOT_NEGATIVE = (

@@ -31,13 +31,13 @@ from agenttrain.utils.names import did_you_mean
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
-EXTRAS = {
-    "joblib": "sweep",
-    "submitit_local": "slurm",
-    "submitit_slurm": "slurm",
-    "optuna": "optuna",
+REPLACED = {
+    "launcher": "agenttrain starts the jobs itself; sweep.parallel=2 runs two at a time, and "
+    "agenttrain submit -m makes them an array of SLURM's",
+    "sweeper": "agenttrain chooses the runs itself; sweep.trials=20 draws so many at random, and "
+    "sweep=optuna searches by sweep.objective",
 }
-"""Hydra's plugins, and what brings them."""
+"""Parts of Hydra whose plugins have no effect on a sweep, and the settings in their place."""
 
 
 @contextmanager
@@ -152,6 +152,9 @@ def _about_key(
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (new := moved_key(where)) is not None:
             return f"{where}: is {new} now"
+        section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
+        if section in REPLACED:
+            return f"{where}: {REPLACED[section]}"
         if key.startswith("hydra."):
             return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
         hint = suggest_key(key, groups)
@@ -198,9 +201,8 @@ def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence
     if not group:
         remedy = others or "; name one of conf/, or the folder that has it: --config-dir <folder>"
         return f"--config-name {option}: there is no {option}.yaml where it is looked for{remedy}"
-    if group in ("hydra/launcher", "hydra/sweeper") and option in EXTRAS:
-        extra = EXTRAS[option]
-        return f"{group}={option}: is not installed; pip install 'agenttrain[{extra}]'"
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        return f"{group}={option}: {REPLACED[group.removeprefix('hydra/')]}"
     if group not in groups:
         return _first_line(error)
     hint = "" if others else did_you_mean(option, groups[group])

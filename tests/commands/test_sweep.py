@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override
 
 from agenttrain import cli
 from agenttrain.commands.sweep import compare as plot
 from agenttrain.commands.sweep.compare import compare, parse
-from agenttrain.commands.sweep.config import METRICS, objective_problems
+from agenttrain.commands.sweep.config import METRICS, Direction, objective_problems
 from agenttrain.commands.sweep.expand import expand
+from agenttrain.commands.sweep.expand import parse as parsed
+from agenttrain.commands.sweep.process import JobEnd
 from agenttrain.commands.sweep.record import (
+    Search,
     SweepJob,
     SweepRecord,
-    add_job,
     counted,
     is_job,
     quoted,
@@ -32,16 +35,17 @@ from agenttrain.commands.sweep.record import (
     varying,
     write_record,
 )
-from agenttrain.commands.sweep.run import JobEnd, note, run_job
+from agenttrain.commands.sweep.run import divided, note, trials
+from agenttrain.commands.sweep.search import Trial, corners, next_trial
 from agenttrain.commands.sweep.table import compared
-from agenttrain.settings.compose import Source, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.run_folder import update_summary
 from agenttrain.types import ConfigError
 
 
 def runs(*overrides: str) -> list[list[str]]:
     with hydra_session(Source()):
-        return expand(overrides, Source())
+        return expand(overrides, Source()).runs
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -111,9 +115,9 @@ def test_trials_of_values_alone_are_never_the_same_twice() -> None:
     assert len({tuple(run) for run in found}) == 6
 
 
-@pytest.mark.parametrize("option", ["grid", "list", "random"])
+@pytest.mark.parametrize("option", ["grid", "list", "random", "optuna"])
 def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(runs(f"sweep={option}")) in (6, 8)
+    assert len(runs(f"sweep={option}")) in (4, 6, 8)
     assert cli.main([f"sweep={option}", "--cfg", "job"]) == 0
     assert "objective: eval/pass@1" in capsys.readouterr().out
 
@@ -129,7 +133,26 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m seed=0,1 sweep.trials=2", "sweep.trials=2: nothing varies"),
         ("-m steps=1,2 sweep.trials=3", "there are only 2 combinations"),
         ("-m optimizer.lr=interval(1e-4,1e-3)", "add sweep.trials=… to draw"),
-        ("-m optimizer.lr=interval(2,1) sweep.trials=1", "interval(2.0, 1.0): must rise"),
+        ("-m optimizer.lr=interval(2,1) sweep.trials=1", "optimizer.lr=interval(2,1): must rise"),
+        ("-m optimizer.lr=tag(log,interval(0,1)) sweep.trials=1", "with log from above 0"),
+        ("-m optimizer.lr=interval(1,inf) sweep.trials=1", "between finite numbers"),
+        ("-m optimizer.lr=tag(lg,interval(1,2)) sweep.trials=1", "the tag 'lg' means nothing"),
+        ("-m steps=tag(log,choice(1,2)) sweep.trials=1", "the tag log is for interval(…)"),
+        ("-m steps=interval(1,2) sweep.trials=1", "steps=1."),
+        ("-m sweep=optuna sweep.trials=null", "sweep.sampler=tpe: searches until when?"),
+        ("-m sweep=optuna sweep.objective=null", "sweep.sampler=tpe chooses by it"),
+        ("-m sweep=optuna sweep.runs=['steps=1']", "cannot be combined with sweep.sampler=tpe"),
+        ("-m sweep=optuna sweep.sampler=gp", "expected one of: random, tpe"),
+        ("-m sweep=optuna algorithm=grpo,ppo", "in the run optimizer.lr=0.0001 algorithm=ppo"),
+        ("-m sweep=optuna optimizer.lr=interval(0,1)", "optimizer.lr=0.0: must be more than 0"),
+        ("-m sweep=optuna hydra.sweep.subdir=x", "a search numbers its jobs"),
+        ("-m steps=1,2 sweep.sampler=tpe sweep.trials=3 sweep.objective=loss", "only 2 combinat"),
+        ("-m sweep=random sweep.direction=minimize", "does not choose by the objective"),
+        ("-m seed=0,1 sweep.parallel=0", "sweep.parallel=0: must be at least 1"),
+        ("-m seed=0,1 hydra/launcher=joblib", "sweep.parallel=2 runs two at a time"),
+        ("-m seed=0,1 hydra.launcher.n_jobs=2", "sweep.parallel=2 runs two at a time"),
+        ("-m seed=0,1 hydra/sweeper=optuna", "sweep=optuna searches by sweep.objective"),
+        ("-m seed=0,1 hydra.sweeper.n_trials=2", "sweep.trials=20 draws so many at random"),
         ("-m sweep.trials=1,2 steps=1,2", "sweep.trials=1,2: is the sweep's own"),
         ("sweep=grid", "sweep=grid: has no effect in a single run; add -m"),
         ("-m seed=0,1 hydra.sweep.subdir=x", "every run needs a folder of its own"),
@@ -158,20 +181,151 @@ def test_what_cannot_be_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+SEARCH = Search(
+    trials=12,
+    seed=0,
+    direction="maximize",
+    space=["optimizer.lr=tag(log, interval(1e-4, 1e-2))", "algorithm=grpo,rloo"],
+    repeats=[["seed=0"], ["seed=1"]],
+)
+
+
+def axes_of(*space: str) -> dict[str, Override]:
+    with hydra_session(Source()):
+        return {axis.get_key_element(): axis for axis in parsed(space)}
+
+
+def chosen_in_turn(
+    axes: dict[str, Override], trials: list[Trial], count: int
+) -> list[tuple[str, ...]]:
+    """The next trials of a search whose objective is best for a rate of 0.001 and rloo."""
+    for _ in range(count):
+        values = next_trial(axes, 0, Direction.maximize, trials)
+        assert values is not None
+        result = -abs(math.log10(float(values[0])) + 3) + (values[1] == "rloo")
+        trials = [*trials, Trial(values=values, result=result)]
+    return [trial.values for trial in trials[-count:]]
+
+
+def test_a_search_comes_nearer_to_the_best_of_its_space() -> None:
+    trials = chosen_in_turn(axes_of(*SEARCH.space), [], 40)
+    first, later = (
+        statistics.fmean(abs(math.log10(float(rate)) + 3) for rate, _ in some)
+        for some in (trials[:10], trials[10:])
+    )
+    # At random a rate is half a decade from the middle of two, and every other trial has rloo.
+    assert later < 0.35 < first
+    assert [algorithm for _, algorithm in trials[10:]].count("rloo") >= 22
+    assert len(set(trials)) == 40
+
+
+def test_a_search_that_goes_on_asks_what_an_unbroken_one_does() -> None:
+    axes = axes_of(*SEARCH.space)
+    unbroken = chosen_in_turn(axes, [], 15)
+    results = [
+        Trial(values=(rate, name), result=-abs(math.log10(float(rate)) + 3) + (name == "rloo"))
+        for rate, name in unbroken[:12]
+    ]
+    assert chosen_in_turn(axes, results, 3) == unbroken[12:]
+    failed = [*results[:11], replace(results[11], result=None, failed=True)]
+    running = [*results[:11], replace(results[11], result=None)]
+    for so_far in (failed, running):
+        assert next_trial(axes, 0, Direction.maximize, so_far) is not None
+
+
+def test_a_space_that_is_used_up_gives_nothing_more() -> None:
+    axes = axes_of("steps=int(interval(1, 2))", "tasks_per_step=range(2, 8, 3)")
+    trials = list[Trial]()
+    for _ in range(4):
+        values = next_trial(axes, 0, Direction.minimize, trials)
+        assert values is not None
+        trials.append(Trial(values=values, result=1.0))
+    assert {one.values for one in trials} == {("1", "2"), ("1", "5"), ("2", "2"), ("2", "5")}
+    assert next_trial(axes, 0, Direction.minimize, trials) is None
+
+
+def test_every_choice_and_both_ends_are_checked_before_a_search() -> None:
+    assert corners(axes_of("optimizer.lr=interval(1,9)", "algorithm=grpo,rloo,gspo")) == [
+        ("1.0", "grpo"),
+        ("9.0", "grpo"),
+        ("1.0", "rloo"),
+        ("1.0", "gspo"),
+    ]
+
+
+def test_a_trial_has_the_mean_of_its_seeds_once_all_have_ended(tmp_path: Path) -> None:
+    values = (("0.001", "grpo"), ("0.002", "rloo"), ("0.003", "grpo"), ("0.004", "grpo"))
+    jobs = [
+        SweepJob(
+            folder=f"{trial}-{seed}",
+            overrides=[f"optimizer.lr={rate}", f"algorithm={name}", f"seed={seed}"],
+        )
+        for trial, (rate, name) in enumerate(values)
+        for seed in (0, 1)
+    ]
+    record = SweepRecord(verb="train", objective="eval/pass@1", search=SEARCH, jobs=jobs)
+    for folder, score in {"0-0": 0.25, "0-1": 0.75, "1-0": 0.5, "2-0": 0.5}.items():
+        finish(tmp_path / folder, score)
+    for folder, status in {"1-1": "failed", "2-1": "interrupted"}.items():
+        (tmp_path / folder).mkdir()
+        update_summary(tmp_path / folder, status=status)
+    assert trials(tmp_path, record, SEARCH) == [
+        Trial(values=values[0], result=0.5),
+        Trial(values=values[1], failed=True),
+        Trial(values=values[2]),  # is to go on
+        Trial(values=values[3]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("objective", "direction"),
+    [("eval/pass@1", "maximize"), ("eval/loss", "minimize"), ("seconds", "minimize")],
+)
+def test_losses_and_seconds_are_minimized(objective: str, direction: str) -> None:
+    wanted = ["sweep=optuna", f"sweep.objective={objective}"]
+    with hydra_session(Source()):
+        search = expand(wanted, Source()).search
+        turned = expand([*wanted, "sweep.direction=maximize"], Source()).search
+    assert search is not None and search.direction == direction
+    assert turned is not None and turned.direction == "maximize"
+
+
+def test_jobs_at_a_time_divide_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hydra_session(Source()):
+        one = compose_run([], Source()).config
+        two = compose_run(["distributed=ddp", "distributed.processes=2"], Source()).config
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert divided("train", 1, [one], lambda: 8) == [{}]
+    assert divided("train", 2, [one], lambda: 1) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert divided("train", 2, [two], lambda: 0) == [{"OMP_NUM_THREADS": "2"}] * 2
+    gpus = [share["CUDA_VISIBLE_DEVICES"] for share in divided("train", 2, [one], lambda: 4)]
+    assert gpus == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert divided("train", 4, [one], lambda: 4)[2] == {"CUDA_VISIBLE_DEVICES": "6"}
+    with pytest.raises(ConfigError, match=r"=3: 4 GPUs cannot be divided.*take 2 or 4"):
+        divided("train", 3, [one], lambda: 4)
+    with pytest.raises(ConfigError, match=r"each job has 1 of 4 GPUs\ndistributed\.processes=2"):
+        divided("train", 4, [two], lambda: 4)
+
+
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = SweepRecord(
         verb="sft",
         objective="eval/loss",
         options=["--config-name", "mine"],
-        shared=["hydra/launcher=joblib"],
+        shared=["steps=6"],
         jobs=[SweepJob(folder="0", overrides=["seed=0", "data.path='a b'"])],
     )
     write_record(tmp_path / "s", record)
     assert replace(read_record(tmp_path / "s"), signature=None) == record
     assert read_record(tmp_path / "s").signature is not None
-    add_job(tmp_path / "s", SweepJob(folder="1", overrides=["seed=1"]))
-    add_job(tmp_path / "s", SweepJob(folder="1", overrides=["seed=2"]))
-    assert [job.overrides for job in read_record(tmp_path / "s").jobs][1:] == [["seed=1"]]
+    assert read_record(tmp_path / "s").own
+    searching = replace(record, search=SEARCH)
+    write_record(tmp_path / "s", searching)
+    assert read_record(tmp_path / "s").search == SEARCH and read_record(tmp_path / "s").own
     arguments = record.arguments(tmp_path / "s", record.jobs[0], "steps=3")
     assert arguments[:6] == ["sft", "--config-name", "mine", "seed=0", "data.path='a b'", "steps=3"]
     assert arguments[6] == f"hydra.run.dir={quoted(tmp_path / 's' / '0')}"
@@ -209,15 +363,15 @@ def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
 
 def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
     job = SweepJob(folder="0", overrides=[])
-    ended = JobEnd(code=137, signalled=False, last_words="Killed")
-    note(tmp_path, ended)
+    ended = JobEnd(code=137, last_words="Killed")
+    note(tmp_path, ended, signalled=False)
     found = standing(tmp_path, job)
     assert (found.status, found.error) == ("failed", "exit code 137: Killed")
     update_summary(tmp_path, status="preempted", error=None)
-    note(tmp_path, ended)
+    note(tmp_path, ended, signalled=False)
     assert standing(tmp_path, job).status == "preempted"  # its own word stands
     update_summary(tmp_path, status="running")
-    note(tmp_path, JobEnd(code=130, signalled=True, last_words=""))
+    note(tmp_path, JobEnd(code=130, last_words=""), signalled=True)
     assert standing(tmp_path, job).status == "interrupted"
 
 
@@ -265,6 +419,26 @@ def test_a_picture_that_cannot_be_is_told_before_the_table(
     assert capsys.readouterr().out == ""
 
 
+def test_what_a_sweep_cannot_go_on_with_is_refused(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep.parent)
+
+    def told(*changes: str) -> str:
+        return refused(capsys, "-m", "resume=sweep", *changes)
+
+    assert "optimizer.lr=1: cannot be combined with resume=sweep" in told("optimizer.lr=1")
+    assert "hydra/launcher=joblib: cannot be combined" in told("hydra/launcher=joblib")
+    assert "sweep.parallel=0: must be at least 1" in told("sweep.parallel=0")
+    assert "all jobs of sweep were known when it was started" in told("sweep.trials=5")
+    record = read_record(sweep)
+    search = replace(SEARCH, space=["optimizer.lr=0.1,0.2"])
+    write_record(sweep, replace(record, search=search))
+    assert "sweep.trials=1: sweep has 2 trials already" in told("sweep.trials=1")
+    assert "there are only 2 combinations" in told("sweep.trials=3")
+    assert read_record(sweep).search == search
+
+
 def test_a_sweep_that_runs_is_left_alone(
     sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,19 +447,6 @@ def test_a_sweep_that_runs_is_left_alone(
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "sweep: another process runs this sweep" in refused(capsys, "-m", "resume=sweep")
     assert not (sweep / "3").exists()
-
-
-def test_a_job_that_was_finished_meanwhile_is_not_run_again(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish(sweep / "3", 0.75)
-    hydra = {"runtime": {"output_dir": str(sweep / "3")}, "overrides": {"task": []}}
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
-    before = (sweep / "3" / "summary.json").read_text()
-    assert (
-        run_job(OmegaConf.create(), sweep=sweep, shows=True, changes=(), owner=os.getpid()) == 0.75
-    )
-    assert (sweep / "3" / "summary.json").read_text() == before
 
 
 def test_compare_for_other_programs(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,8 +496,6 @@ def test_the_picture_is_of_the_kind_that_its_name_says(sweep: Path, tmp_path: Pa
 
 
 def test_objectives_that_a_run_has_are_accepted(tmp_path: Path) -> None:
-    from agenttrain.settings.compose import compose_run
-
     names = ["eval/reward_greedy", "eval/pass@4", "success", "rewards/exact_match/mean", "seconds"]
     with hydra_session(Source()):
         for name in names:

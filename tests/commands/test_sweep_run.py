@@ -14,8 +14,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agenttrain.commands.sweep import run as process
-from agenttrain.commands.sweep.record import read_record, standings
+from agenttrain.commands.sweep.config import Direction
+from agenttrain.commands.sweep.expand import parse
+from agenttrain.commands.sweep.process import JobProcess
+from agenttrain.commands.sweep.record import (
+    Search,
+    SweepJob,
+    SweepRecord,
+    read_record,
+    standings,
+    write_record,
+)
+from agenttrain.commands.sweep.run import trials
+from agenttrain.commands.sweep.search import next_trial
+from agenttrain.settings.compose import Source, hydra_session
+from agenttrain.tracking.run_folder import update_summary
 from agenttrain.utils.exit_codes import INTERRUPTED, PREEMPTED
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +57,10 @@ import os, sys, time
 from pathlib import Path
 
 if "-m" not in sys.argv:  # a job and not its sweep
-    Path("job").write_text(str(os.getpid()))
-    time.sleep(600)
+    with Path("job").open("a") as file:
+        print(os.getpid(), file=file)
+    while Path("hold").exists():
+        time.sleep(0.1)
 
 def held(rollout):
     return 1.0
@@ -100,8 +115,10 @@ def test_a_sweep_stops_at_a_failure_and_its_unfinished_jobs_run_later(tmp_path: 
 
 def test_a_job_tells_its_code_and_its_last_words(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
-    ended = process.run(["stepz=1"], output)
-    assert (ended.code, ended.signalled) == (2, False)
+    process = JobProcess(["stepz=1"], output)
+    while (ended := process.ended()) is None:
+        time.sleep(0.1)
+    assert ended.code == 2
     assert ended.last_words.startswith("agenttrain: stepz=1: unknown key")
     assert "unknown key" in output.read_text()
 
@@ -151,10 +168,11 @@ def test_a_sweep_that_is_told_to_stop_stops_its_job_and_goes_on_later(
     assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("launcher", ["basic", pytest.param("joblib", marks=pytest.mark.slow)])
-def test_the_job_of_a_sweep_that_is_killed_ends_with_it(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_jobs_of_a_sweep_that_is_killed_end_with_it(parallel: int, tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD)
-    arguments = (*TINY, "seed=0,1", f"hydra/launcher={launcher}", "hydra.sweep.dir=s")
+    (tmp_path / "hold").touch()
+    arguments = (*TINY, "seed=0,1", f"sweep.parallel={parallel}", "hydra.sweep.dir=s")
     running = subprocess.Popen(
         [
             sys.executable,
@@ -171,11 +189,12 @@ def test_the_job_of_a_sweep_that_is_killed_ends_with_it(launcher: str, tmp_path:
     )
     try:
         end = time.monotonic() + HANG_S
-        while not (tmp_path / "job").exists() or not (tmp_path / "job").read_text():
+        job = tmp_path / "job"
+        while not job.exists() or len(job.read_text().splitlines()) < parallel:
             assert running.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         jobs = jobs_in(tmp_path)
-        assert int((tmp_path / "job").read_text()) in [job.pid for job in jobs]
+        assert {int(line) for line in job.read_text().splitlines()} == {job.pid for job in jobs}
     finally:
         running.kill()
         running.wait()
@@ -196,42 +215,87 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
+SEARCH = ("sweep.sampler=tpe", "sweep.objective=eval/reward", "hydra.sweep.dir=s")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_other_launchers_run_the_jobs(launcher: str, tmp_path: Path) -> None:
-    plugin = f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher"
-    pytest.importorskip(plugin, reason=f"{plugin}: pip install 'agenttrain[sweep,slurm]'")
-    arguments = (*TINY, "seed=0,1", f"hydra/launcher={launcher}", "hydra.sweep.dir=s")
-    done = agenttrain("-m", *arguments, cwd=tmp_path)
+def test_a_search_runs_trials_side_by_side_and_goes_on_after_failures(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(REWARD)
+    (tmp_path / "broken").touch()
+    space = ("reward.judge.mode=broken,good", "tasks_per_step=int(interval(2, 3))")
+    reward = ("reward.judge._target_=judges.judged", "sweep.trials=4", "sweep.parallel=2")
+    done = agenttrain("-m", *TINY, *reward, *space, *SEARCH, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 finished, 2 failed" in done.stdout
+    # The second job starts before the first one ends.
+    assert done.stdout.index("job 2 of 4: ") < done.stdout.index("job 1: ")
+    assert "best       reward.judge.mode=good tasks_per_step=" in done.stdout
+    record = read_record(tmp_path / "s")
+    assert record.search is not None
+    past = trials(tmp_path / "s", record, record.search)
+    assert sorted((one.values, one.failed) for one in past) == [
+        (("broken", "2"), True),
+        (("broken", "3"), True),
+        (("good", "2"), False),
+        (("good", "3"), False),
+    ]
+    for job in standings(tmp_path / "s", record):
+        output = (job.folder / "output.txt").read_text()
+        assert ("the judge is broken" in output) == (job.status == "failed")
+
+    (tmp_path / "broken").unlink()
+    done = agenttrain("-m", "resume=s", "sweep.parallel=1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 finished" in done.stdout
-    assert "train in s/0" in (tmp_path / "s" / "0" / "output.txt").read_text().replace(
-        f"{tmp_path}/", ""
+    assert "4 finished" in done.stdout
+    assert read_record(tmp_path / "s").jobs == record.jobs
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_goes_on_with_the_same_trials(tmp_path: Path) -> None:
+    """Ten trials are on record; the eleventh is killed, and the twelfth is chosen by eleven."""
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    common = [*TINY, "seed=0", "+reward.held._target_=held.held"]
+    axis = "optimizer.lr=tag(log, interval(1e-4, 1e-2))"
+    search = Search(trials=12, seed=0, direction="maximize", space=[axis], repeats=[common])
+    jobs = [
+        SweepJob(folder=str(number), overrides=[f"optimizer.lr={0.0002 * (number + 1)}", *common])
+        for number in range(10)
+    ]
+    record = SweepRecord(verb="train", objective="eval/reward", search=search, jobs=jobs)
+    write_record(tmp_path / "s", record)
+    for number in range(10):
+        (tmp_path / "s" / str(number)).mkdir()
+        result = {"after": {"reward": -abs(number - 4)}}  # the fifth is the best
+        update_summary(tmp_path / "s" / str(number), status="finished", eval=result)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "agenttrain.cli", "-m", "resume=s"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    (tmp_path / "s" / "1" / "summary.json").unlink()
-    (tmp_path / "s" / "1" / "config.yaml").unlink()
-    first = (tmp_path / "s" / "0" / "summary.json").read_text()
+    try:
+        end = time.monotonic() + HANG_S
+        while not (tmp_path / "job").exists():
+            assert running.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+    finally:
+        running.kill()
+        running.wait()
+    (eleventh,) = read_record(tmp_path / "s").jobs[10:]
+    (tmp_path / "hold").unlink()
     done = agenttrain("-m", "resume=s", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert status(tmp_path / "s" / "1") == "finished"
-    assert (tmp_path / "s" / "0" / "summary.json").read_text() == first
-
-
-@pytest.mark.slow
-def test_a_sweeper_that_searches_sees_the_objective(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "hydra_plugins.hydra_optuna_sweeper", reason="pip install 'agenttrain[optuna]'"
-    )
-    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
-    choice = ("optimizer.lr=interval(1e-4, 1e-3)", "hydra.sweeper.direction=maximize")
-    refused = agenttrain("-m", *TINY, *optuna, *choice, cwd=tmp_path)
-    assert refused.returncode == 2 and "the sweeper chooses by it" in refused.stderr
-    objective = ("sweep.objective=steps", "hydra.sweep.dir=s")
-    done = agenttrain("-m", *TINY, *optuna, *choice, *objective, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "best_value: 1.0" in (tmp_path / "s" / "optimization_results.yaml").read_text()
-    jobs = standings(tmp_path / "s", read_record(tmp_path / "s"))
-    assert [job.status for job in jobs] == ["finished"] * 2
+    assert "12 finished" in done.stdout
+    after = read_record(tmp_path / "s")
+    assert after.jobs[:11] == [*jobs, eleventh]
+    with hydra_session(Source()):
+        axes = {one.get_key_element(): one for one in parse([axis])}
+    past = trials(tmp_path / "s", after, search)
+    unbroken = next_trial(axes, 0, Direction.maximize, past[:11])
+    assert unbroken == past[11].values
+    assert [f"optimizer.lr={unbroken[0]}"] == after.jobs[11].overrides[:1]
 
 
 @pytest.mark.slow

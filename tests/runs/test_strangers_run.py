@@ -202,7 +202,7 @@ def test_a_yes_on_a_terminal_goes_for_the_jobs_of_a_sweep(theirs, tmp_path, monk
     sweep = {"verb": "train", "shared": [], "jobs": [{"folder": job.name, "overrides": []}]}
     (tmp_path / "sweep.json").write_text(json.dumps(sweep))
     started: list[Sweep] = []
-    monkeypatch.setattr(cli_sweep, "run_listed", lambda sweep: started.append(sweep) or 0)
+    monkeypatch.setattr(cli_sweep, "run", lambda sweep: started.append(sweep) or 0)
     monkeypatch.setattr(sys, "stdin", Terminal("y\ny\n"))
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main(["-m", f"resume={tmp_path}"]) == 0

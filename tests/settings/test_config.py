@@ -271,7 +271,7 @@ def test_an_evaluation_has_no_more_questions_than_rows(
 def test_a_sweep_is_expanded_in_hydras_order() -> None:
     source = Source()
     with hydra_session(source):
-        runs = expand(["algorithm=grpo,rloo", "steps=5", "seed=range(1,3)"], source)
+        runs = expand(["algorithm=grpo,rloo", "steps=5", "seed=range(1,3)"], source).runs
     assert runs == [
         ["algorithm=grpo", "steps=5", "seed=1"],
         ["algorithm=grpo", "steps=5", "seed=2"],
@@ -287,7 +287,7 @@ def test_a_sweep_may_come_from_a_yaml(tmp_path: Path) -> None:
     )
     source = Source(extra=str(tmp_path))
     with hydra_session(source):
-        runs = expand(["experiment=grid"], source)
+        runs = expand(["experiment=grid"], source).runs
     assert runs == [["seed=1", "experiment=grid"], ["seed=2", "experiment=grid"]]
 
 

@@ -22,6 +22,7 @@ from agenttrain.commands.slurm import script as sbatch
 from agenttrain.commands.slurm.config import SlurmConfig, slurm_problems, submission_problems
 from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
 from agenttrain.commands.sweep.command import new_sweep
+from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.record import RECORD, SweepRecord, quoted, write_record
 from agenttrain.settings.command_line import RUN_DIR, Command, parse
@@ -133,8 +134,6 @@ def _taken_apart(arguments: Sequence[str]) -> Submission:
         key = text.lstrip("+").partition("=")[0]
         if key in NODES:
             raise ConfigError(f"{text}: the job sets it; give slurm.nodes=…")
-        if key.startswith(("hydra/launcher", "hydra.launcher")):
-            raise ConfigError(f"{text}: a sweep is submitted as one array of jobs; leave it out")
     return Submission(
         command=command,
         slurm=slurm,
@@ -161,7 +160,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         return PlannedJob(settings=settings, runs=runs, script=script, record=None, saved=True)
     combination = command.overrides
     if command.sweep:
-        combinations = expand(command.overrides, source)
+        combinations = expand(command.overrides, source).runs
         combination = combinations[0]
         for text in command.overrides:
             if _section(text) == "distributed" and any(text not in run for run in combinations):
@@ -179,12 +178,8 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     runs = compose_all(replace(command, overrides=checked))
     name = job_name(combination, source)
     if command.sweep:
-        folder, record, listed = new_sweep(command, runs)
-        if not listed:
-            raise ConfigError(
-                "submit -m: the runs of an array are known when it is submitted, and this "
-                "hydra/sweeper chooses them as it goes; leave it out"
-            )
+        _refuse_sweep(runs[0].config.sweep)
+        folder, record = new_sweep(command, runs)
         folder = folder.absolute()
         jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
         script = _script(folder, name, jobs, array=True)
@@ -205,6 +200,26 @@ def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
     checks = (slurm_problems(config), submission_problems(config))
     if problems := [problem for check in checks for problem in check]:
         raise ConfigError("\n".join(problems))
+
+
+def _refuse_sweep(settings: SweepConfig) -> None:
+    """Raise ConfigError for settings of a sweep that an array cannot have."""
+    if settings.sampler is not Sampler.random:
+        raise ConfigError(
+            f"sweep.sampler={settings.sampler.value}: chooses a trial by the results of those "
+            "before it, and the jobs of an array are known when it is submitted; leave it out "
+            "(sweep=random draws all at once), or run agenttrain -m where the GPUs are, with "
+            "sweep.parallel=…"
+        )
+    if settings.parallel != 1:
+        raise ConfigError(
+            f"sweep.parallel={settings.parallel}: is for one machine; write slurm.concurrent="
+            f"{settings.parallel}, or leave it out: the cluster starts as many as it can"
+        )
+    if settings.on_failed_job is OnFailedJob.stop:
+        raise ConfigError(
+            "sweep.on_failed_job=stop: the jobs of an array start by themselves; leave it out"
+        )
 
 
 def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bool) -> JobScript:

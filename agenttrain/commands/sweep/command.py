@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from agenttrain.commands.sweep.config import objective_problems
-from agenttrain.commands.sweep.expand import expand, is_listed
+from agenttrain.commands.sweep.config import SweepConfig, objective_problems
+from agenttrain.commands.sweep.expand import expand, parse, written
 from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
-    chosen,
     held,
     is_job,
     is_sweep,
@@ -21,10 +22,12 @@ from agenttrain.commands.sweep.record import (
     standings,
     write_record,
 )
-from agenttrain.commands.sweep.run import Sweep, concluded, run_listed, run_searched
+from agenttrain.commands.sweep.run import Sweep, concluded, divided, run
+from agenttrain.commands.sweep.search import check_space, corners
+from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import check_own_objective, check_structured, validate
 from agenttrain.settings.command_line import Command
-from agenttrain.settings.compose import Composed, check_writable, compose_raw
+from agenttrain.settings.compose import Composed, Source, check_writable, compose_raw
 from agenttrain.settings.messages import explained
 from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
@@ -33,26 +36,29 @@ from agenttrain.utils.moved import override_in_this_layout
 
 NUMBERED = "${hydra.job.num}"
 """Default of hydra.sweep.subdir."""
+CHANGEABLE = ("sweep.parallel", "sweep.on_failed_job", "sweep.trials")
+"""Settings of a sweep that `-m resume=` takes; the last one for a search."""
 
 
 def start(command: Command, runs: Sequence[Composed]) -> int:
     """Record a new sweep, of runs that have been checked, and run it. Needs a `hydra_session`."""
-    folder, record, listed = new_sweep(command, runs)
+    folder, record = new_sweep(command, runs)
+    settings, configs = runs[0].config.sweep, [run.config for run in runs]
+    shares = divided(command.verb, settings.parallel, configs, count_gpus)
     key = "hydra.sweep.dir="
     check_writable(folder, f"{key}{folder}", f"name another folder: {key}…")
     write_record(folder, record)
-    overrides = record.shared if listed else command.overrides
-    sweep = Sweep(folder=folder, config_name=command.source.name, overrides=overrides)
     with held(folder):
-        return run_listed(sweep) if listed else run_searched(sweep)
+        return run(Sweep(folder=folder, settings=settings, shares=shares))
 
 
-def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord, bool]:
-    """Return folder and record of a sweep of checked runs, and if the record has all of its jobs.
+def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord]:
+    """Return folder and record of a sweep of checked runs.
 
     Nothing is written. Raises ConfigError. Needs a `hydra_session`.
     """
     source = command.source
+    expansion = expand(command.overrides, source)
     with explained(command.overrides, source.groups):
         parsed = OverridesParser.create().parse_overrides(command.overrides)
     # Hydra's own settings among them.
@@ -65,22 +71,26 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
             f"hydra.sweep.dir={folder}: holds a sweep already; {go_on} runs what is unfinished of "
             "it, another name starts a new one"
         )
-    listed = is_listed(raw)
-    if not listed and runs[0].config.sweep.objective is None:
-        raise ConfigError(
-            "sweep.objective=null: the sweeper chooses by it; name a figure, e.g. eval/pass@1"
-        )
     # A job finds its YAML files from whatever folder it is started.
     options = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
     options += ["--config-name", source.name] if source.name != "train" else []
+    subdir = str(raw.hydra.sweep._get_node("subdir")._value())
+    search, jobs = expansion.search, list[SweepJob]()
+    if search is None:
+        jobs = _jobs(expansion.runs, source, subdir)
+    elif subdir != NUMBERED:
+        raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
+    else:
+        search = replace(search, repeats=[_of_job(repeat) for repeat in search.repeats])
     record = SweepRecord(
         verb=command.verb,
         objective=runs[0].config.sweep.objective,
         options=options,
         shared=fixed,
-        jobs=_jobs(command, str(raw.hydra.sweep._get_node("subdir")._value())) if listed else [],
+        search=search,
+        jobs=jobs,
     )
-    return folder, record, listed
+    return folder, record
 
 
 def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed]) -> int:
@@ -100,47 +110,78 @@ def _go_on(
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
     """Do `go_on`'s work while the sweep is held."""
-    commands = [shown(record.arguments(folder, job)) for job in record.jobs]
-    code = [] if record.own else [*commands, *record.shared]
+    named = [shown(record.arguments(folder, job)) for job in record.jobs] + record.shared
+    if record.search is not None:
+        named += [*record.search.space, *(text for one in record.search.repeats for text in one)]
+    code = [] if record.own else named
     check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
-    jobs = standings(folder, record)
-    typed = OverridesParser.create().parse_overrides(command.overrides)
-    hydras = [o.input_line or "" for o in typed if o.is_hydra_override()]
-    changes = [text for text in command.overrides if text not in hydras]
+    of_sweep = [text for text in command.overrides if _key(text) in CHANGEABLE]
+    changes = [text for text in command.overrides if text not in of_sweep]
     for text in changes:
-        if text.lstrip("+~").partition("=")[0].partition(".")[0] not in RESUMABLE:
+        if _key(text).partition(".")[0] not in RESUMABLE:
             raise ConfigError(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
-                f"{', '.join(RESUMABLE)}, and Hydra's own settings"
+                f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
             )
+    shared = [override_in_this_layout(text) for text in _of_job(record.shared)]
+    raw = compose_raw([*shared, *of_sweep], command.source)
+    settings: SweepConfig = OmegaConf.to_object(raw.sweep)  # type: ignore[assignment]
+    if settings.parallel < 1:
+        raise ConfigError(f"sweep.parallel={settings.parallel}: must be at least 1")
+    if any(_key(text) == "sweep.trials" for text in of_sweep):
+        record = _with_trials(folder, record, settings.trials or 0)
+    jobs = standings(folder, record)
+    configs = []
     for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
             config = resumed(one.folder, changes, command.source, trust=command.trust).config
             validate(config)
             check_structured(record.verb, config)
             check_own_objective(record.verb, config)
+            configs.append(config)
         elif one.unfinished:
             recorded = map(override_in_this_layout, one.job.overrides)
-            compose([*recorded, *changes], command)
-    if not any(one.unfinished for one in jobs):
+            configs.append(compose([*recorded, *changes], command).config)
+    if record.search is not None and record.lacks_trials:
+        axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
+        example = [*written(axes, corners(axes)[0]), *record.search.repeats[0]]
+        configs.append(compose([*example, *changes], command).config)
+    if not configs:
         if command.overrides:
             raise ConfigError(
                 f"{command.overrides[0]}: no job of {folder} is unfinished; a finished one goes on "
                 f"alone: agenttrain resume={jobs[0].folder if jobs else '…'} steps=…"
             )
         return concluded(folder, 0)
-    recorded_shared = [override_in_this_layout(text) for text in record.shared]
-    shared = [text for text in recorded_shared if not chosen([text]).keys() & chosen(hydras).keys()]
-    overrides, name = [*shared, *hydras], command.source.name
     sweep = Sweep(
         folder=folder,
-        config_name=name,
-        overrides=overrides,
+        settings=settings,
+        shares=divided(record.verb, settings.parallel, configs, count_gpus),
         changes=changes,
         # All that is not bundled was agreed to above; the jobs have no terminal to ask on.
         trust=True,
     )
-    return run_listed(sweep)
+    return run(sweep)
+
+
+def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
+    """Write and return the record with another number of trials; raises ConfigError."""
+    key = f"sweep.trials={trials}"
+    if record.search is None:
+        raise ConfigError(
+            f"{key}: all jobs of {folder} were known when it was started; leave it out"
+        )
+    known = len(record.jobs) // len(record.search.repeats)
+    if trials < max(known, 1):
+        raise ConfigError(f"{key}: {folder} has {known} trials already; raise it, or leave it out")
+    check_space({axis.get_key_element(): axis for axis in parse(record.search.space)}, trials)
+    record = replace(record, search=replace(record.search, trials=trials))
+    write_record(folder, record)
+    return record
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
 
 
 def check_objective(verb: str, runs: Sequence[Composed]) -> None:
@@ -161,16 +202,15 @@ def refuse_without_m(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{typed[0]}: has no effect in a single run; add -m, or leave it out")
 
 
-def _jobs(command: Command, subdir: str) -> list[SweepJob]:
+def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
     """Return the jobs of a sweep whose runs are all known."""
-    combinations = expand(command.overrides, command.source)
     folders = []
-    for number, run in enumerate(combinations):
+    for number, overrides in enumerate(runs):
         if subdir == NUMBERED:
             folders.append(str(number))
             continue
-        numbered = [*run, f"++hydra.job.num={number}"]
-        raw = compose_raw(numbered, command.source, with_hydra=True)
+        numbered = [*overrides, f"++hydra.job.num={number}"]
+        raw = compose_raw(numbered, source, with_hydra=True)
         folders.append(str(raw.hydra.sweep.subdir))
     for name in folders:
         if folders.count(name) > 1 or "/" in name:
@@ -178,10 +218,12 @@ def _jobs(command: Command, subdir: str) -> list[SweepJob]:
                 f"hydra.sweep.subdir={subdir}: every run needs a folder of its own, without /, and "
                 f"{name} is not; leave it out, or add {NUMBERED}"
             )
-    jobs = []
-    for name, run in zip(folders, combinations, strict=True):
-        # Without Hydra's settings that are about the sweep.
-        about_sweep = [t for t in run if t.startswith(("hydra.", "hydra/"))]
-        about_sweep = [t for t in about_sweep if not t.startswith("hydra.searchpath")]
-        jobs.append(SweepJob(folder=name, overrides=[t for t in run if t not in about_sweep]))
-    return jobs
+    pairs = zip(folders, runs, strict=True)
+    return [SweepJob(folder=name, overrides=_of_job(one)) for name, one in pairs]
+
+
+def _of_job(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without Hydra's settings that are about the sweep."""
+    about_sweep = [text for text in overrides if text.startswith(("hydra.", "hydra/"))]
+    about_sweep = [text for text in about_sweep if not text.startswith("hydra.searchpath")]
+    return [text for text in overrides if text not in about_sweep]

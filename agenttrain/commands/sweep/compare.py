@@ -63,7 +63,8 @@ def compare(arguments: Sequence[str]) -> int:
     record = read_record(typed.sweep)
     comparison = compared(typed.sweep, record, typed.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
-    resume = shown(["-m", f"resume={typed.sweep}"]) if unfinished else None
+    waiting = unfinished or record.lacks_trials
+    resume = shown(["-m", f"resume={typed.sweep}"]) if waiting else None
     if typed.form == "--json":
         print(json.dumps(finite(as_json(comparison, resume)), indent=1))
     elif typed.form == "--markdown":
@@ -78,7 +79,7 @@ def compare(arguments: Sequence[str]) -> int:
             if job.status != RUNNING:
                 print(f"    {shown(alone(comparison.sweep, record, job))}")
         if resume is not None:
-            print(f"all of them, one after the other: {resume}")
+            print(f"all that is missing: {resume}")
     if typed.plot is not None:
         try:
             write(comparison, typed.plot)

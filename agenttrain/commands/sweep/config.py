@@ -16,7 +16,24 @@ class OnFailedJob(StrEnum):
     go_on = "go_on"
     """They run; the sweep's exit code tells."""
     stop = "stop"
-    """They wait for `agenttrain -m resume=<sweep folder>`; with hydra/launcher=basic."""
+    """They wait for `agenttrain -m resume=<sweep folder>`."""
+
+
+class Sampler(StrEnum):
+    """Source of the trials of `sweep.trials`; Optuna has both."""
+
+    random = "random"
+    """All are drawn before the first one runs, by `sweep.trials_seed` alone."""
+    tpe = "tpe"
+    """Each is chosen by the objective of those before it (tree-structured Parzen estimator). The
+    first ten are drawn at random."""
+
+
+class Direction(StrEnum):
+    """Which objective is better."""
+
+    maximize = "maximize"
+    minimize = "minimize"
 
 
 @dataclass
@@ -25,17 +42,25 @@ class SweepConfig:
 
     objective: str | None = None
     """The figure that counts: `eval/<name>` as in summary.json, or a name of metrics.jsonl, whose
-    last row tells. Returned to Hydra's sweepers, first in `agenttrain compare`."""
+    last row has it. `sweep.sampler=tpe` chooses by it; `agenttrain compare` shows it first."""
     runs: list[str] = field(default_factory=list)
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
     trials: int | None = None
-    """So many configurations drawn at random, each run with every `seed`; None: all of them."""
+    """So many configurations out of ranges and choices, each run with every `seed`; None: every
+    combination of the values."""
+    sampler: Sampler = Sampler.random
+    direction: Direction | None = None
+    """Used by `sweep.sampler=tpe`. None: an objective of LOWER_IS_BETTER is minimized, any other
+    is maximized."""
     trials_seed: int = 0
-    """Decides what is drawn."""
+    """Seed of the sampler."""
+    parallel: int = 1
+    """Jobs at a time. They divide the GPUs and, unless OMP_NUM_THREADS is set, the cores."""
     on_failed_job: OnFailedJob = OnFailedJob.go_on
 
 
+LOWER_IS_BETTER = ("eval/loss", "loss", "kl", "seconds", "training_seconds")
 METRICS = {
     "train": (
         *("reward", "reward_std", "frac_reward_zero_std", "success", "loss", "grad_norm"),

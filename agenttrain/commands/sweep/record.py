@@ -2,13 +2,14 @@
 
     outputs/shop/sweep_2026-11-21_19-40-00/
         sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [],
-                         "shared": ["steps=6", "hydra/launcher=joblib"], "jobs": [
+                         "shared": ["steps=6", "sweep.parallel=2"], "search": null, "jobs": [
                           {"folder": "0", "overrides": ["algorithm=grpo", "seed=0", "steps=6"]},
                           {"folder": "1", "overrides": ["algorithm=grpo", "seed=1", "steps=6"]}]}
         0/ 1/           run folders, as `agenttrain <overrides> hydra.run.dir=<sweep>/0` makes them
         trackio/        the dashboard's database, which the jobs share
 
-A job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
+With `sweep.sampler=tpe` there is a `search`, and each trial's jobs are added when it is chosen. A
+job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
 SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
 `standings` reads the states of all.
 """
@@ -45,6 +46,23 @@ class SweepJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The trials of a sweep that are chosen by the results of those before them."""
+
+    trials: int
+    """Number of trials; each has a job for each of `repeats`."""
+    seed: int
+    """`sweep.trials_seed`."""
+    direction: str
+    """"maximize" or "minimize"."""
+    space: list[str]
+    """Axes of a trial in Hydra's grammar, e.g. ["optimizer.lr=tag(log, interval(1e-4, 2e-3))"]."""
+    repeats: list[list[str]]
+    """The other overrides of a trial's jobs, e.g. [["seed=0", "steps=6"], ["seed=1", "steps=6"]].
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRecord:
     """The content of sweep.json."""
 
@@ -55,11 +73,19 @@ class SweepRecord:
     options: list[str] = field(default_factory=list)
     """Options of the command line for every job, e.g. ["--config-dir", "/home/me/conf"]."""
     shared: list[str] = field(default_factory=list)
-    """Typed overrides that do not vary, with Hydra's own settings: how jobs are launched."""
+    """Typed overrides that do not vary, those of the sweep itself included."""
+    search: Search | None = None
+    """None: all jobs are known."""
     jobs: list[SweepJob] = field(default_factory=list)
-    """In their order; a sweeper that chooses as it goes adds them one by one."""
+    """In their order."""
     signature: str | None = None
     """The user's, of all the other fields: code that the overrides name is run on resuming."""
+
+    @property
+    def lacks_trials(self) -> bool:
+        """True if there are trials that the search has not chosen yet."""
+        search = self.search
+        return search is not None and len(self.jobs) < search.trials * len(search.repeats)
 
     @property
     def own(self) -> bool:
@@ -71,7 +97,10 @@ class SweepRecord:
         return replace(self, signature=sign(self._signed()))
 
     def _signed(self) -> dict[str, Any]:
-        return {**asdict(self), "signature": None}
+        fields = {**asdict(self), "signature": None}
+        if self.search is None:
+            del fields["search"]  # which records of the first edition, and their signatures, lack
+        return fields
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
         """Return the arguments of `agenttrain` that start a job that has no run yet."""
@@ -139,7 +168,8 @@ def read_record(sweep: Path) -> SweepRecord:
     try:
         fields = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
         jobs = [SweepJob(**job) for job in fields["jobs"]]
-        return SweepRecord(**{**fields, "jobs": jobs})
+        search = Search(**fields["search"]) if fields.get("search") else None
+        return SweepRecord(**{**fields, "search": search, "jobs": jobs})
     except FileNotFoundError as error:
         raise ConfigError(f"{sweep}: is no sweep's folder: there is no {RECORD} in it") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -150,15 +180,6 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
     """Write the record of a sweep; its folder is made if need be."""
     sweep.mkdir(parents=True, exist_ok=True)
     write_atomically(sweep / RECORD, json.dumps(asdict(record.signed()), indent=1) + "\n")
-
-
-def add_job(sweep: Path, job: SweepJob) -> None:
-    """Add a job to the record, unless its folder is there; several processes may do so at once."""
-    with (sweep / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        record = read_record(sweep)
-        if job.folder not in [known.folder for known in record.jobs]:
-            write_record(sweep, replace(record, jobs=[*record.jobs, job]))
 
 
 @contextmanager

@@ -1,74 +1,55 @@
-"""The jobs of a sweep: each in a process of its own, by whichever launcher Hydra has.
-
-Hydra's launchers (basic, joblib, submitit) call `run_job` here, in this process, in a worker or on
-another machine; it starts `agenttrain` for the job, passes on the signals that it gets, and waits.
-So no job finds anything of another.
-"""
+"""The jobs of a sweep, so many at a time: those of its record, and those that its search adds."""
 
 from __future__ import annotations
 
+import math
 import os
-import signal
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread, current_thread, main_thread
-from types import FrameType
-from typing import IO
 
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig
-
-from agenttrain.commands.sweep.config import OnFailedJob
+from agenttrain.commands.sweep.config import Direction, OnFailedJob, SweepConfig
+from agenttrain.commands.sweep.expand import REPEATED, parse, written
+from agenttrain.commands.sweep.process import Forwarder, JobEnd, JobProcess, forwarding
 from agenttrain.commands.sweep.record import (
     ENDED,
     FAILED,
     FINISHED,
     INTERRUPTED,
+    Search,
     SweepJob,
     SweepRecord,
-    add_job,
+    chosen,
     counted,
     is_held,
     named,
-    quoted,
     read_record,
     shown,
     standing,
     standings,
     varying,
+    write_record,
 )
+from agenttrain.commands.sweep.search import Trial, next_trial
 from agenttrain.commands.sweep.table import result
+from agenttrain.launch.config import DistributedName
+from agenttrain.settings.machine import Machine, machine_problems
+from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.tracking.run_folder import read_summary, update_summary
 from agenttrain.types import ConfigError
 from agenttrain.utils import exit_codes
-from agenttrain.utils.signals import leave_terminal
 
 OUTPUT = "output.txt"
 """File in a job's folder: its output where several run at once."""
-BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-
-
-class SweepStopped(BaseException):
-    """The sweep was told to stop, and so was its job.
-
-    No Exception: Hydra would take it for the job's result and start the next job.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+POLL_S = 0.2
+"""Seconds between two looks at the jobs' processes."""
+THREADS = "OMP_NUM_THREADS"
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,152 +58,152 @@ class Sweep:
 
     folder: Path
     """Its record is there."""
-    config_name: str
-    overrides: list[str]
-    """They compose the settings of Hydra and of the sweep, e.g. ["hydra/launcher=joblib"]."""
+    settings: SweepConfig
+    shares: list[dict[str, str]]
+    """Environment of each job of those that run at a time: see `divided`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
     """True: the code that the jobs' config.yaml name may run."""
 
-    def composed(self) -> DictConfig:
-        """Compose Hydra's settings and the sweep's."""
-        return _hydra().compose_config(
-            config_name=self.config_name,
-            overrides=self.with_folder(),
-            run_mode=RunMode.MULTIRUN,
-            with_log_configuration=True,
-        )
 
-    def with_folder(self) -> list[str]:
-        """Return the overrides, with the sweep's folder as it was resolved."""
-        return [*self.overrides, f"hydra.sweep.dir={quoted(self.folder)}"]
+def divided(
+    verb: str, parallel: int, configs: Sequence[RunConfig], count_gpus: Callable[[], int]
+) -> list[dict[str, str]]:
+    """Divide this machine's GPUs and cores among so many jobs at a time; `configs` are of them.
 
-
-def run_listed(sweep: Sweep) -> int:
-    """Run every job of the record that is not finished; the exit code. Needs a `hydra_session`."""
-    config = sweep.composed()
-    one_by_one = str(config.hydra.launcher["_target_"]) == BASIC
-    stop = config.sweep.on_failed_job is OnFailedJob.stop
-    if stop and not one_by_one:
-        raise ConfigError(
-            "sweep.on_failed_job=stop: needs hydra/launcher=basic, which runs one job at a time"
-        )
-    folder, changes = sweep.folder.resolve(), tuple(sweep.changes)
-    job = partial(
-        run_job,
-        sweep=folder,
-        shows=one_by_one,
-        changes=changes,
-        owner=os.getpid(),
-        trust=sweep.trust,
-    )
-
-    def launch() -> None:
-        context = HydraContext(config_loader=_hydra().config_loader, callbacks=Callbacks(config))
-        launcher = Plugins.instance().instantiate_launcher(context, job, config)
-        jobs = standings(folder, read_record(folder))
-        waiting = [(number, one) for number, one in enumerate(jobs) if one.unfinished]
-        batches = [waiting] if waiting else []
-        if one_by_one:
-            batches = [[one] for one in waiting]
-        for batch in batches:
-            # By name: Hydra numbers the jobs of one launch, and a sweep that goes on has gaps.
-            overrides = [
-                [
-                    *(text for text in one.job.overrides if not text.startswith("hydra.")),
-                    f"hydra.sweep.subdir={quoted(Path(one.job.folder))}",
-                ]
-                for _, one in batch
-            ]
-            launcher.launch(overrides, initial_job_idx=batch[0][0])
-            last = batch[-1][1]
-            if stop and standing(last.folder, last.job).status != FINISHED:
-                print("the others wait: sweep.on_failed_job=stop", flush=True)
-                break
-
-    return concluded(sweep.folder, _code_of(launch))
-
-
-def run_searched(sweep: Sweep) -> int:
-    """Let a sweeper choose jobs as it goes; the exit code. Needs a `hydra_session`."""
-    folder = sweep.folder.resolve()
-    one_by_one = str(sweep.composed().hydra.launcher["_target_"]) == BASIC
-    job = partial(run_job, sweep=folder, shows=one_by_one, changes=(), owner=os.getpid())
-    name, overrides = sweep.config_name, sweep.with_folder()
-    return concluded(sweep.folder, _code_of(lambda: _hydra().multirun(name, job, overrides)))
-
-
-def _hydra() -> Hydra:
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None, "a sweep outside of a hydra_session"
-    return hydra
-
-
-def _code_of(launch: Callable[[], object]) -> int:
-    """Launch jobs; return the exit code. Their own failures are on record elsewhere."""
-    try:
-        launch()
-    except SweepStopped as stopped:
-        return stopped.code
-    except KeyboardInterrupt:
-        return exit_codes.INTERRUPTED
-    except ConfigError:
-        raise
-    except Exception as error:  # of a launcher or sweeper: what it raises is its own
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return exit_codes.FAILED
-    return exit_codes.DONE
-
-
-def run_job(
-    settings: DictConfig,
-    *,
-    sweep: Path,
-    shows: bool,
-    changes: Sequence[str],
-    owner: int,
-    trust: bool = False,
-) -> float | None:
-    """Run the job that Hydra is at, as its task function; its objective, None where there is none.
-
-    `shows`: its output goes to the terminal, not to OUTPUT. `owner`: the process of the whole
-    sweep, of which this may be a child. Raises SweepStopped.
+    Example: 2 jobs, 8 cores, 4 GPUs -> ``[{"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0,1"},
+    {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}]``. A single GPU is every job's. Raises
+    ConfigError.
     """
-    hydra = HydraConfig.get()
-    name = Path(hydra.runtime.output_dir).name
-    add_job(sweep, SweepJob(folder=name, overrides=list(hydra.overrides.task)))
-    record = read_record(sweep)
-    number, job = next((n, j) for n, j in enumerate(record.jobs) if j.folder == name)
-    folder = sweep / name
-    if is_held(folder):
-        print(f"{folder}: another process works there; left to it", flush=True)
+    if parallel == 1:
+        return [{}]
+    shares: list[dict[str, str]] = [{} for _ in range(parallel)]
+    gpus = count_gpus()
+    key = f"sweep.parallel={parallel}"
+    if gpus > 1:
+        if gpus % parallel:
+            sizes = [str(n) for n in range(2, gpus + 1) if gpus % n == 0]
+            raise ConfigError(
+                f"{key}: {gpus} GPUs cannot be divided among {parallel} jobs; take "
+                f"{' or '.join(sizes)}, or name the GPUs that divide: {GPUS}=…"
+            )
+        each = gpus // parallel
+        if problems := machine_problems(verb, configs, Machine(lambda: each)):
+            raise ConfigError("\n".join([f"{key}: each job has {each} of {gpus} GPUs", *problems]))
+        visible = os.environ.get(GPUS, "").split(",")
+        names = visible if len(visible) >= gpus else [str(number) for number in range(gpus)]
+        for number, share in enumerate(shares):
+            share[GPUS] = ",".join(names[number * each : (number + 1) * each])
+    if THREADS not in os.environ:
+        ranks = 1  # processes of a job, which all inherit the variable
+        for config in configs:
+            if config.distributed.name is not DistributedName.single:
+                ranks = max(ranks, config.distributed.processes or gpus // parallel)
+        threads = max(len(os.sched_getaffinity(0)) // (parallel * ranks), 1)
+        shares = [{THREADS: str(threads), **share} for share in shares]
+    return shares
+
+
+def run(sweep: Sweep) -> int:
+    """Run every job that is not finished, and the trials of a search; return the exit code.
+
+    Needs a `hydra_session`, and the main thread.
+    """
+    folder, stop = sweep.folder.resolve(), sweep.settings.on_failed_job is OnFailedJob.stop
+    record = read_record(folder)
+    waiting = deque(one.job for one in standings(folder, record) if one.unfinished)
+    running: dict[int, tuple[SweepJob, JobProcess]] = {}
+    code, stopped = exit_codes.DONE, False
+    with forwarding() as signals:
+        while True:
+            slots = [slot for slot in range(len(sweep.shares)) if slot not in running]
+            while slots and not stopped and not signals.received:
+                if not waiting:
+                    waiting.extend(_next_jobs(folder))
+                if not waiting:
+                    break
+                job = waiting.popleft()
+                process = _started(sweep, folder, job, sweep.shares[slots[0]], signals)
+                if process is not None:
+                    running[slots.pop(0)] = job, process
+            if not running:
+                break
+            slot, end = _wait(running)
+            job, process = running.pop(slot)
+            signals.jobs = [other for other in signals.jobs if other is not process]
+            note(folder / job.folder, end, signalled=bool(signals.received))
+            finished = _concluded_job(folder, job)
+            if signals.received:
+                code = code or end.code
+            elif stop and not finished and not stopped:
+                print("the others wait: sweep.on_failed_job=stop", flush=True)
+                stopped = True
+        if signals.received:
+            code = code or exit_codes.INTERRUPTED
+    return concluded(sweep.folder, code)
+
+
+def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]:
+    """Wait until one of the jobs has ended."""
+    while True:
+        for slot, (_, process) in running.items():
+            if end := process.ended():
+                return slot, end
+        time.sleep(POLL_S)
+
+
+def _started(
+    sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
+) -> JobProcess | None:
+    """Start a job; None where there is nothing to start."""
+    record, where = read_record(folder), folder / job.folder
+    if is_held(where):
+        print(f"{where}: another process works there; left to it", flush=True)
         return None
-    if standing(folder, job).status == FINISHED:  # since it was put on the list
-        print(f"{folder}: finished meanwhile", flush=True)
-        return None if record.objective is None else result(folder, record.objective)
-    chosen = named(varying(record)[number])
-    print(f"\njob {number + 1} of {len(record.jobs)}: {chosen} -> {folder}", flush=True)
-    if read_summary(folder):
-        update_summary(folder, status=None, error=None)  # of the last time
-    output = None if shows else folder / OUTPUT
-    arguments = _arguments(sweep, record, job, changes, trust)
-    ended = run(arguments, output, sweep=owner)
-    note(folder, ended)
-    now = standing(folder, job)
-    message, objective = now.status, None
+    if standing(where, job).status == FINISHED:  # since it was put on the list
+        print(f"{where}: finished meanwhile", flush=True)
+        return None
+    number, total = _number(record, job), len(record.jobs)
+    if record.search is None:
+        values = varying(record)[number - 1]
+    else:
+        total = record.search.trials * len(record.search.repeats)
+        keys = {*chosen(record.search.space), REPEATED}
+        values = {key: value for key, value in chosen(job.overrides).items() if key in keys}
+    print(f"\njob {number} of {total}: {named(values)} -> {where}", flush=True)
+    if read_summary(where):
+        update_summary(where, status=None, error=None)  # of the last time
+    output = None
+    if len(sweep.shares) > 1:
+        where.mkdir(parents=True, exist_ok=True)
+        output = where / OUTPUT
+    arguments = _arguments(folder, record, job, sweep.changes, sweep.trust)
+    process = JobProcess(arguments, output, share)
+    signals.add(process)
+    return process
+
+
+def _number(record: SweepRecord, job: SweepJob) -> int:
+    """Return the job's number, from 1."""
+    return [one.folder for one in record.jobs].index(job.folder) + 1
+
+
+def _concluded_job(folder: Path, job: SweepJob) -> bool:
+    """Print how a job ended; return True if it is finished."""
+    record = read_record(folder)
+    now = standing(folder / job.folder, job)
+    message = now.status
     if now.status != FINISHED:
         message += f": {now.error}" if now.error else ""
     elif record.objective is not None:
-        objective = result(folder, record.objective)
+        objective = result(now.folder, record.objective)
         if objective is None:
             message += f", but it has no {record.objective}"
         else:
             message += f", {record.objective} {objective:.4g}"
-    print(f"job {number + 1}: {message}", flush=True)
-    if ended.signalled:
-        raise SweepStopped(ended.code or exit_codes.INTERRUPTED)
-    return objective
+    print(f"job {_number(record, job)}: {message}", flush=True)
+    return now.status == FINISHED
 
 
 def _arguments(
@@ -239,197 +220,83 @@ def _arguments(
     return record.arguments(sweep, job, *changes)
 
 
-def note(folder: Path, ended: JobEnd) -> None:
-    """Record how a job ended that could not do so itself."""
+def note(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
+    """Record how a job ended that could not do so itself; `signalled`: the sweep was to stop."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
-    if ended.signalled:
+    if signalled:
         update_summary(folder, status=INTERRUPTED)
         return
     words = f": {ended.last_words}" if ended.last_words else ""
     update_summary(folder, status=FAILED, error=f"exit code {ended.code}{words}")
 
 
+def _next_jobs(sweep: Path) -> list[SweepJob]:
+    """Ask for one more trial and put its jobs on record; none where the search has all of them."""
+    record = read_record(sweep)
+    search = record.search
+    if search is None:
+        return []
+    past = trials(sweep, record, search)
+    if len(past) >= search.trials:
+        return []
+    axes = {axis.get_key_element(): axis for axis in parse(search.space)}
+    values = next_trial(axes, search.seed, Direction(search.direction), past)
+    if values is None:
+        print(f"the search comes up with nothing new after {len(past)} trials", flush=True)
+        return []
+    overrides = [[*written(axes, values), *repeat] for repeat in search.repeats]
+    jobs = [
+        SweepJob(folder=str(number), overrides=one)
+        for number, one in enumerate(overrides, start=len(record.jobs))
+    ]
+    write_record(sweep, replace(record, jobs=[*record.jobs, *jobs]))
+    return jobs
+
+
+def trials(sweep: Path, record: SweepRecord, search: Search) -> list[Trial]:
+    """Return the trials of a search as their jobs stand, in the order in which they were chosen.
+
+    One is complete when all of its jobs have the objective, and failed when none of them is to run
+    any more and not all have it. Until then, also while it is interrupted, it has no result.
+    """
+    by_values: dict[tuple[str, ...], list[SweepJob]] = {}
+    for job in record.jobs:
+        settings = chosen(job.overrides)
+        values = tuple(settings[key] for key in chosen(search.space))
+        by_values.setdefault(values, []).append(job)
+    past = []
+    for values, jobs in by_values.items():
+        states = [standing(sweep / job.folder, job) for job in jobs]
+        ended = all(one.status in (FINISHED, FAILED) for one in states)
+        results = [
+            result(one.folder, record.objective)
+            for one in states
+            if one.status == FINISHED and record.objective is not None
+        ]
+        numbers = [number for number in results if number is not None and math.isfinite(number)]
+        complete = ended and len(numbers) == len(jobs)
+        mean = statistics.fmean(numbers) if complete else None
+        past.append(Trial(values=values, result=mean, failed=ended and not complete))
+    return past
+
+
 def concluded(sweep: Path, code: int) -> int:
     """Print how the sweep stands; return the exit code, 1 where a job is not finished."""
-    jobs = standings(sweep, read_record(sweep))
+    record = read_record(sweep)
+    jobs = standings(sweep, record)
     print(f"\nsweep      {sweep}: {counted(jobs)}")
+    if record.search is not None:
+        past = trials(sweep, record, record.search)
+        done = [trial for trial in past if trial.result is not None]
+        best = max if record.search.direction == Direction.maximize else min
+        if done:
+            top = best(done, key=lambda trial: trial.result or 0.0)
+            values = dict(zip(chosen(record.search.space), top.values, strict=True))
+            print(f"best       {named(values)}: {record.objective} {top.result:.4g}")
     print(f"results    {shown(['compare', str(sweep)])}")
     sys.stdout.flush()
-    if any(one.unfinished for one in jobs):
+    unfinished = any(one.unfinished for one in jobs)
+    if unfinished or code:
         print(f"to go on   {shown(['-m', f'resume={sweep}'])}", flush=True)
-        return code or exit_codes.FAILED
-    return code
-
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-GRACE_S = 60.0
-"""Seconds between SIGTERM and SIGKILL for a job whose sweep ends with an exception."""
-PIPE_S = 5.0
-"""Longest wait for what is left in the pipe; a process that the job left behind may hold it."""
-PARENT = "AGENTTRAIN_SWEEP_PROCESS"
-"""Environment of a job: the process that started it."""
-WATCH_S = 1.0
-"""Seconds between two checks that the sweep lives, where the kernel does not say."""
-TOLD = 4096
-"""Bytes of the end of a job's messages that are read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEnd:
-    """How a job's process ended."""
-
-    code: int
-    """Exit code as shells have it: 130 after Ctrl-C, 128 + n after signal n."""
-    signalled: bool
-    """True if this process was told to stop meanwhile, and told the job."""
-    last_words: str
-    """The last line of its messages."""
-
-
-@dataclass(slots=True)
-class _Forward:
-    """Passes signals on, those that come before there is a process too."""
-
-    process: subprocess.Popen[bytes] | None = None
-    seen: list[int] = field(default_factory=list)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.seen.append(number)
-        leave_terminal()
-        self._send(number)
-
-    def started(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        for number in list(self.seen):
-            self._send(number)
-
-    def _send(self, number: int) -> None:
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                self.process.send_signal(number)
-
-
-def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Kill this process, a job, as soon as the one that started it is gone, however.
-
-    On Linux the kernel does it, without delay; elsewhere a thread checks every `WATCH_S`.
-    """
-    number = environment.pop(PARENT, None)
-    if number is None:
-        return
-    parent = int(number)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if sys.platform == "linux":
-        from agenttrain.tools.sandbox import system
-
-        system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        Thread(target=watch, daemon=True).start()
-    if os.getppid() != parent:  # it was gone before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run(arguments: Sequence[str], output: Path | None, *, sweep: int | None = None) -> JobEnd:
-    """Run `agenttrain <arguments>` in a fresh interpreter; it is killed if this process ends first.
-
-    `output`: a file for all that it prints; None: it prints to the terminal. `sweep`: the process
-    of the whole sweep. Where this is a child of that (joblib's workers), the job is killed with it.
-    """
-    command = [sys.executable, "-m", "agenttrain.cli", *arguments]
-    with ExitStack() as stack:
-        file = None if output is None else stack.enter_context(output.open("ab"))
-        forward = stack.enter_context(_forwarding())
-        # A group of its own: Ctrl-C reaches it once, through this process, and not twice.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.PIPE if file is None else file,
-            process_group=0,
-            env={**os.environ, PARENT: str(os.getpid())},
-        )
-        stack.callback(_stop, process)
-        forward.started(process)
-        words = _Words(process.stderr)
-        code = _wait(process, sweep)
-        end = words.last() if output is None else output.read_bytes()[-TOLD:]
-    lines = [line.strip() for line in end.decode(errors="replace").splitlines()]
-    return JobEnd(
-        code=128 - code if code < 0 else code,
-        signalled=bool(forward.seen),
-        last_words=next((line for line in reversed(lines) if line), ""),
-    )
-
-
-def _wait(process: subprocess.Popen[bytes], sweep: int | None) -> int:
-    """Wait for a job; it is killed when `sweep`, this process's parent, is gone."""
-    if os.getppid() != sweep:
-        return process.wait()
-    while True:
-        try:
-            return process.wait(WATCH_S)
-        except subprocess.TimeoutExpired:
-            if os.getppid() != sweep:
-                process.kill()
-
-
-@contextmanager
-def _forwarding() -> Iterator[_Forward]:
-    """Pass this process's signals on to a job."""
-    forward = _Forward()
-    if current_thread() is not main_thread():  # signals are the main thread's
-        yield forward
-        return
-    # A job inherits that nohup ignores SIGHUP; to forward it would end the sweep with its terminal.
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
-        yield forward
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process behind, whatever ended the wait for it."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-class _Words:
-    """Passes a job's messages on and keeps their end."""
-
-    def __init__(self, pipe: IO[bytes] | None) -> None:
-        self._end = b""
-
-        def pass_on() -> None:
-            assert pipe is not None
-            with pipe:
-                while chunk := pipe.read1():  # type: ignore[attr-defined]
-                    self._end = (self._end + chunk)[-TOLD:]
-                    with suppress(OSError, ValueError):
-                        sys.stderr.buffer.write(chunk)
-                        sys.stderr.buffer.flush()
-
-        self._thread = Thread(target=pass_on, daemon=True)
-        if pipe is not None:
-            self._thread.start()
-
-    def last(self) -> bytes:
-        """Return the end of the messages."""
-        if self._thread.ident is not None:
-            self._thread.join(PIPE_S)
-        return self._end
+    return code or (exit_codes.FAILED if unfinished else exit_codes.DONE)

@@ -1,0 +1,220 @@
+"""Trials of a sweep: values out of ranges and choices, which Optuna's samplers ask for.
+
+There is no study on disk. Each question makes one out of the trials so far, which the sweep's
+record and the folders of its jobs hold, with a seed of its own: a sweep that goes on asks the same
+question as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from agenttrain.commands.sweep.config import Direction, Sampler
+from agenttrain.types import ConfigError
+from agenttrain.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+DIGITS = 4
+"""Significant digits of a number out of a range of floats."""
+ATTEMPTS = 1000
+"""Questions per trial until the answer is one that was not given before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One configuration of a search, with what became of it.
+
+    Example: ``Trial(values=("0.0003", "grpo"), result=0.5, failed=False)``.
+    """
+
+    values: tuple[str, ...]
+    """One for each axis, as an override has it."""
+    result: float | None = None
+    """The objective, the mean over the seeds; None while it runs, and after it failed."""
+    failed: bool = False
+
+
+def check_space(axes: Mapping[str, Override], trials: int) -> None:
+    """Raise ConfigError for axes that do not have so many configurations, or that mean nothing."""
+    if find_spec("optuna") is None:
+        raise ConfigError(f"sweep.trials={trials}: needs Optuna; pip install 'agenttrain[sweep]'")
+    if trials < 1:
+        raise ConfigError(f"sweep.trials={trials}: must be at least 1")
+    if not axes:
+        raise ConfigError(
+            f"sweep.trials={trials}: nothing varies; leave it out, or add values or ranges"
+        )
+    for axis in axes.values():
+        _check(axis)
+    most = math.prod(_size(axis) for axis in axes.values())
+    if trials > most:
+        raise ConfigError(
+            f"sweep.trials={trials}: there are only {most} combinations; leave it out, or add "
+            "values or ranges"
+        )
+
+
+def _check(axis: Override) -> None:
+    line, sweep = axis.input_line, axis.value()
+    tags: set[str] = getattr(sweep, "tags", set())
+    if unknown := sorted(tags - {"log"}):
+        raise ConfigError(
+            f"{line}: the tag {unknown[0]!r} means nothing; the only one is log, "
+            "tag(log, interval(…))"
+        )
+    if not isinstance(sweep, IntervalSweep):
+        if tags:
+            raise ConfigError(f"{line}: the tag log is for interval(…); leave it out")
+        return
+    start, end = sweep.start, sweep.end
+    assert start is not None and end is not None
+    finite = math.isfinite(start) and math.isfinite(end)
+    if not finite or start >= end or (tags and start <= 0):
+        raise ConfigError(f"{line}: must rise between finite numbers, and with log from above 0")
+
+
+def _size(axis: Override) -> float:
+    sweep = axis.value()
+    if isinstance(sweep, IntervalSweep):
+        return sweep.end - sweep.start + 1 if isinstance(sweep.start, int) else math.inf
+    return len(_choices(axis))
+
+
+def _choices(axis: Override) -> list[str]:
+    return list(dict.fromkeys(axis.sweep_string_iterator()))
+
+
+def drawn(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
+    """Return the values of so many trials at random, no two the same. Raises ConfigError."""
+    values = list(islice(_asked(axes, Sampler.random, seed, Direction.maximize, ()), trials))
+    if len(values) < trials:
+        raise ConfigError(
+            f"sweep.trials={trials}: the ranges are too narrow for so many, at {DIGITS} digits a "
+            "number; lower it, or widen them"
+        )
+    return values
+
+
+def next_trial(
+    axes: Mapping[str, Override], seed: int, direction: Direction, trials: Sequence[Trial]
+) -> tuple[str, ...] | None:
+    """Return the values to try next, by all trials so far; None if no new ones come up."""
+    own_seed = derive_seed(seed, len(trials)) % 2**32
+    return next(_asked(axes, Sampler.tpe, own_seed, direction, trials), None)
+
+
+def _asked(
+    axes: Mapping[str, Override],
+    sampler: Sampler,
+    seed: int,
+    direction: Direction,
+    trials: Sequence[Trial],
+) -> Iterator[tuple[str, ...]]:
+    """Yield values that none of the trials has, each but once."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    chooser: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed)
+    if sampler is Sampler.tpe:
+        with warnings.catch_warnings():  # Optuna 4 warns of the argument, which is 5's default
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            # A trial that runs counts as a bad one, or those beside it would be its neighbours.
+            chooser = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    study = optuna.create_study(sampler=chooser, direction=direction.value)
+    distributions = {key: _distribution(axis) for key, axis in axes.items()}
+    state = optuna.trial.TrialState
+    for trial in trials:
+        running = state.FAIL if trial.failed else state.RUNNING
+        study.add_trial(
+            optuna.trial.create_trial(
+                params={
+                    key: _parameter(text, distribution)
+                    for text, (key, distribution) in zip(
+                        trial.values, distributions.items(), strict=True
+                    )
+                },
+                distributions=distributions,
+                value=trial.result,
+                state=running if trial.result is None else state.COMPLETE,
+            )
+        )
+    known, repeated = {trial.values for trial in trials}, 0
+    while repeated < ATTEMPTS:
+        params = study.ask(distributions).params
+        values = tuple(_text(params[key], distributions[key]) for key in axes)
+        repeated += 1
+        if values not in known:
+            known.add(values)
+            repeated = 0
+            yield values
+
+
+def _distribution(axis: Override) -> BaseDistribution:
+    """Return Optuna's form of an axis; both ends of an interval of whole numbers belong to it.
+
+    Example: `tag(log, interval(1e-4, 1e-2))` -> ``FloatDistribution(1e-4, 1e-2, log=True)``.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    sweep = axis.value()
+    if isinstance(sweep, IntervalSweep):
+        start, end, log = sweep.start, sweep.end, "log" in sweep.tags
+        assert start is not None and end is not None
+        if isinstance(start, int) and isinstance(end, int):
+            return IntDistribution(start, end, log=log)
+        return FloatDistribution(start, end, log=log)
+    texts = _choices(axis)
+    if isinstance(sweep, RangeSweep) and isinstance(sweep.step, int) and len(texts) > 1:
+        numbers = sorted(map(int, texts))
+        return IntDistribution(numbers[0], numbers[-1], step=abs(sweep.step))
+    return CategoricalDistribution(texts)
+
+
+def _text(value: Any, distribution: BaseDistribution) -> str:
+    """Write a value as an override has it; a float of a range in DIGITS, and within its range."""
+    from optuna.distributions import FloatDistribution
+
+    if isinstance(distribution, FloatDistribution):
+        value = min(max(float(f"{value:.{DIGITS}g}"), distribution.low), distribution.high)
+    return str(value)
+
+
+def _parameter(text: str, distribution: BaseDistribution) -> Any:
+    """Read a value that `_text` wrote."""
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    if isinstance(distribution, IntDistribution):
+        return int(text)
+    return float(text) if isinstance(distribution, FloatDistribution) else text
+
+
+def corners(axes: Mapping[str, Override]) -> list[tuple[str, ...]]:
+    """Return values that have every choice and both ends of every range, one axis at a time.
+
+    Example: `seed=interval(1, 9)` and `algorithm=grpo,rloo` -> ``[("1.0", "grpo"), ("9.0", "grpo"),
+    ("1.0", "rloo")]``.
+    """
+    ends = list[list[str]]()
+    for axis in axes.values():
+        sweep = axis.value()
+        if isinstance(sweep, IntervalSweep):
+            ends.append([str(sweep.start), str(sweep.end)])
+        else:
+            ends.append(_choices(axis))
+    first = tuple(values[0] for values in ends)
+    others = [
+        (*first[:position], value, *first[position + 1 :])
+        for position, values in enumerate(ends)
+        for value in values[1:]
+    ]
+    return [first, *others]
