@@ -20,6 +20,9 @@ from agenttrain.utils.signals import listening
 
 TOLD = "signal.txt"
 """File of the exchange: which signal the launcher passes on, always as the same one."""
+RECORD_S = 2.0
+"""Seconds for a rank whose launcher is gone, and the store with it, to record in summary.json that
+the run failed."""
 
 
 def main() -> int:
@@ -34,7 +37,7 @@ def main() -> int:
             return None
 
     # Nobody would pass signals on, or notice a dead rank.
-    end_with_parent("the launcher of this process is gone: it stops")
+    end_with_parent("the launcher of this process is gone: it stops", after_s=RECORD_S)
     with listening() as stop:  # before anything is imported that takes its time
         stop.passed_on = signal_passed_on
         try:

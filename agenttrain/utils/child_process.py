@@ -167,8 +167,8 @@ class ChildProcess:
                 self._tail = (self._tail + piece)[-MAX_TAIL:]
 
 
-def end_with_parent(message: str = "") -> None:
-    """Kill this process's group as soon as its parent is gone, however that ended.
+def end_with_parent(message: str = "", *, after_s: float = 0.0) -> None:
+    """Kill this process's group `after_s` seconds after its parent is gone, however that ended.
 
     Call it in the child, first. Not the kernel's PR_SET_PDEATHSIG, which also strikes when the
     thread ends that has started the child.
@@ -182,6 +182,7 @@ def end_with_parent(message: str = "") -> None:
             poller.poll()
         while os.getppid() == parent:
             time.sleep(WATCH_S)
+        time.sleep(after_s)
         if message:
             print(message, file=sys.stderr, flush=True)
         os.killpg(os.getpgid(0), signal.SIGKILL)
