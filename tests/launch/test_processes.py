@@ -27,7 +27,7 @@ from agenttrain.launch.orders import (
 )
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import parse
-from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunPart
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
@@ -263,7 +263,7 @@ def test_two_nodes_meet(tmp_path):
 
 def composed(*overrides: str):
     with hydra_session(Source()):
-        return compose_run(list(overrides), Source())
+        return compose_run(open_keys(overrides), Source())
 
 
 def test_an_order_is_what_was_composed():
