@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -162,8 +163,10 @@ def _unknown(key: str, value: Any, known: list[str], engine: str) -> Iterator[st
     if owners:
         yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
         return
-    hint = did_you_mean(f"engine.{key}", [f"engine.{name}" for name in known])
-    yield f"{typed}: unknown key{hint or f'; the keys of {engine} are: ' + ', '.join(known)}"
+    hint = f"; the keys of {engine} are: {', '.join(known)}"
+    if near := get_close_matches(key, known, n=1):
+        hint = f" (did you mean 'engine.{near[0]}'?)"
+    yield f"{typed}: unknown key{hint}"
 
 
 def _path_problems(path: object) -> Iterator[str]:

@@ -14,7 +14,7 @@ import yaml
 
 from agenttrain.cli import main
 from agenttrain.data.bundled import shop
-from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.machine import Machine, machine_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking.run_folder import read_summary
@@ -201,7 +201,7 @@ def machine(gpus: int) -> Machine:
 
 def run_with(*overrides: str) -> RunConfig:
     with hydra_session(Source()):
-        return compose_run(overrides, Source()).config
+        return compose_run(open_keys(overrides), Source()).config
 
 
 def test_a_machine_is_looked_at_only_where_settings_depend_on_it() -> None:

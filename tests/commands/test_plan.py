@@ -15,7 +15,7 @@ from agenttrain.commands.plan.estimate import GIB, PlannedHardware, Sizes, estim
 from agenttrain.commands.plan.remedies import Planner
 from agenttrain.engines.config import EngineDtype
 from agenttrain.engines.memory import When
-from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.settings.run_config import RunConfig
 
 QWEN3_06B = {
@@ -273,7 +273,7 @@ def engines(tmp_path_factory) -> dict[str, tuple[RunConfig, Sizes]]:
             *("distributed.rendezvous=first:29500", "training.gradient_checkpointing=true"),
         )
         with hydra_session(Source()):
-            config = compose_run(run, Source()).config
+            config = compose_run(open_keys(run), Source()).config
         made[name] = config, Untraced(config.model)
     return made
 

@@ -26,7 +26,7 @@ from agenttrain.launch.processes import (
 )
 from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import parse
-from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.types import ConfigError
 from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED
 
@@ -261,7 +261,7 @@ def test_two_nodes_meet(tmp_path):
 
 def composed(*overrides: str):
     with hydra_session(Source()):
-        return compose_run(list(overrides), Source())
+        return compose_run(open_keys(overrides), Source())
 
 
 @pytest.mark.parametrize(
