@@ -28,7 +28,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.algorithms.objectives.config import KEY, chosen, registered
+from agenttrain.algorithms.objectives.config import KEY, all_objectives, chosen
 from agenttrain.settings.checks import validate
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -65,7 +65,7 @@ OF_OBJECTIVES = {
 BASES = [
     config(objective=chosen(name), beta=beta, **correction)
     for name, beta, correction in product(
-        registered(),
+        all_objectives(),
         (0.0, 0.3),
         (
             {},
@@ -145,7 +145,7 @@ def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
         "behaviour",
     }
     assert outside | set(CHANGED) == {field.name for field in fields(AlgorithmConfig)}
-    keys = {field.name for one in registered().values() for field in fields(one.settings)}
+    keys = {field.name for one in all_objectives().values() for field in fields(one.settings)}
     assert keys == set(OF_OBJECTIVES)
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
-from agenttrain.algorithms.objectives.config import chosen, objective, registered
+from agenttrain.algorithms.objectives.config import all_objectives, chosen, objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
@@ -201,7 +201,7 @@ def test_one_file_of_a_folder_of_the_users_chooses_it(folder: Path) -> None:
 def test_every_bundled_objective_is_an_option_and_the_other_way_round() -> None:
     files = sorted((conf_folder() / "algorithm" / "objective").glob("*.yaml"))
     names = {yaml.safe_load(file.read_text()).get("name") for file in files} - {None}
-    assert names == {file.stem for file in files} & names == set(registered())
+    assert names == {file.stem for file in files} & names == set(all_objectives())
 
 
 PRESETS = sorted(file.stem for file in (conf_folder() / "algorithm").glob("*.yaml"))
