@@ -31,3 +31,18 @@ def test_the_scripted_test_of_ones_own_tool_and_reward(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+def test_the_objective_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "my_objectives.py").write_text(block("Put it into `my_objectives.py`"))
+    command = re.search(r"agenttrain (algorithm/objective=own .*)", README)
+    assert command is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", "check", *command.group(1).split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "objective my_objectives.band(width=0.3)" in done.stdout

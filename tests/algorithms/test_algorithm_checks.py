@@ -28,7 +28,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.algorithms.objectives.config import KEY, chosen, registered
+from agenttrain.algorithms.objectives.config import KEY, all_objectives, chosen
 from agenttrain.settings.checks import validate
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -37,7 +37,7 @@ from agenttrain.utils.sections import validated
 # Two rollouts in which every bound is crossed on both sides.
 BEHAVIOUR = torch.tensor([-1.0, -0.9, -0.5, -0.4, -1.2, -1.0, -0.6], dtype=torch.float64)
 NEW = BEHAVIOUR + torch.tensor([0.4, -0.1, 0.05, -0.5, -0.4, 0.5, 0.15], dtype=torch.float64)
-ENGINE = BEHAVIOUR - torch.tensor([1.2, -0.5, 0.1, 0.05, -0.8, 0.95, 0.02], dtype=torch.float64)
+ENGINE = BEHAVIOUR - torch.tensor([1.2, -0.5, 0.1, 0.05, -0.8, 0.45, 0.02], dtype=torch.float64)
 REF = NEW + torch.tensor([0.1, -0.2, 0.3, 0.0, -0.1, 0.2, 0.1], dtype=torch.float64)
 ROW = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 
@@ -46,7 +46,7 @@ CHANGED = {
     "kl_bias_correction": True,
     "correction_mode": CorrectionMode.mask,
     "correction_max": 1.1,
-    "correction_min": 1.3,
+    "correction_min": 0.9,
     "beta": 0.2,
     "off_policy_threshold": -0.5,
 }
@@ -65,7 +65,7 @@ OF_OBJECTIVES = {
 BASES = [
     config(objective=chosen(name), beta=beta, **correction)
     for name, beta, correction in product(
-        registered(),
+        all_objectives(),
         (0.0, 0.3),
         (
             {},
@@ -110,16 +110,13 @@ def name(settings: AlgorithmConfig) -> str:
 
 @pytest.mark.parametrize("base", BASES, ids=name)
 def test_what_is_accepted_acts_and_what_is_refused_does_not(base: AlgorithmConfig) -> None:
-    acting, refused = [], []
     for key, value in CHANGED.items():
         lines = problems(**{**sections(base), key: value}).splitlines()
         unread = [line for line in lines if line.startswith(f"algorithm.{key}=")]
-        (refused if unread else acting).append(key)
         if unread:
             assert "has no effect here" in unread[0]
         else:
             assert abs(loss(replace(base, **{key: value})) - loss(base)) > 1e-9, key
-    assert acting and refused
 
 
 @pytest.mark.parametrize("base", BASES, ids=name)
@@ -148,7 +145,7 @@ def test_every_setting_of_the_loss_is_in_the_matrix() -> None:
         "behaviour",
     }
     assert outside | set(CHANGED) == {field.name for field in fields(AlgorithmConfig)}
-    keys = {field.name for one in registered().values() for field in fields(one.settings)}
+    keys = {field.name for one in all_objectives().values() for field in fields(one.settings)}
     assert keys == set(OF_OBJECTIVES)
 
 

@@ -52,7 +52,7 @@ ADDED: dict[str, dict] = {
         "correction_max": 1.2,
         "correction_min": 0.8,
     },
-    "masked": {"off_policy_threshold": 0.1, "top_entropy": 0.5, "entropy_bonus": 0.1},
+    "masked": {"off_policy_threshold": 0.1, "entropy_bonus": 0.1},
 }
 
 numbers = st.floats(-2, 0, allow_nan=False, width=32)

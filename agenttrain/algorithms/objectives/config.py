@@ -72,7 +72,7 @@ class Registered:
 
 
 REGISTRY: dict[str, Registered] = {}
-"""Name -> objective: those of this folder once `registered` was called, and of imported modules."""
+"""Name -> objective: those of imported modules; `all_objectives` imports this folder's first."""
 
 
 def objective(
@@ -105,7 +105,7 @@ def objective(
             applies_correction=applies_correction,
         )
         if not function.__module__.startswith(f"{__package__}."):
-            registered()  # whichever is imported first, a bundled name is taken
+            all_objectives()  # whichever is imported first, a bundled name is taken
         other = REGISTRY.get(new.name)
         if other is not None and other.path != new.path:
             raise ValueError(
@@ -124,7 +124,7 @@ def _import_bundled() -> None:
         import_module(f"{__package__}.{module.name}")
 
 
-def registered() -> Mapping[str, Registered]:
+def all_objectives() -> Mapping[str, Registered]:
     """Return the objectives of this folder, and those of modules that were imported, by name."""
     _import_bundled()
     return REGISTRY
@@ -133,17 +133,17 @@ def registered() -> Mapping[str, Registered]:
 def _settings_class(function: Callable[..., Any]) -> type:
     """Return the annotation of the second parameter; raises ValueError unless it is a dataclass."""
     parameters = list(signature(function).parameters.values())
-    found = parameters[1].annotation if len(parameters) > 1 else None
-    if isinstance(found, str):  # from __future__ import annotations
+    annotation = parameters[1].annotation if len(parameters) > 1 else None
+    if isinstance(annotation, str):  # from __future__ import annotations
         # Only this one: the first may name what is imported for type checkers alone.
-        found = function.__globals__.get(found)
-    if not isinstance(found, type) or not is_dataclass(found):
+        annotation = function.__globals__.get(annotation)
+    if not isinstance(annotation, type) or not is_dataclass(annotation):
         name = function.__name__
         raise ValueError(
             f"{name}: the second parameter of an objective is annotated with its settings, a "
             f"dataclass of the module: def {name}(inputs: ObjectiveInputs, settings: MySettings)"
         )
-    return found
+    return annotation
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Objective:
     def registered(self) -> Registered:
         """The function; raises ConfigError where `_target_` names none."""
         if not self.is_own:
-            return registered()[self.section["name"]]
+            return all_objectives()[self.section["name"]]
         key, path = f"{KEY}._target_", self.section["_target_"]
         if (problem := look_up(path).problem) is not None:  # before the module imports torch
             raise ConfigError(f"{key}={shown(path)}: {problem}")
@@ -202,7 +202,7 @@ class Objective:
         for key in (key for key in keys if key not in names):
             owners = [
                 one.name
-                for one in registered().values()
+                for one in all_objectives().values()
                 if key in [field.name for field in fields(one.settings)]
             ]
             hint = did_you_mean(key, names)
@@ -248,7 +248,7 @@ def _resolve(section: Any) -> Objective:
                 f"{shown(section['name'])}; add algorithm/objective=own, which has no name"
             )
         return Objective(section)
-    known, name = registered(), section.get("name", DEFAULT)
+    known, name = all_objectives(), section.get("name", DEFAULT)
     if name not in known:
         raise InvalidSettings(
             f"{KEY}.name={shown(name)}: no such objective{did_you_mean(str(name), known)}; they "

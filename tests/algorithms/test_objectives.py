@@ -1,0 +1,295 @@
+"""Objectives as an open door: bundled ones by name, one of the user's by `_target_`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from agenttrain.algorithms.config import AlgorithmConfig
+from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
+from agenttrain.algorithms.objectives.config import all_objectives, chosen, objective
+from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
+from agenttrain.types import ConfigError
+from agenttrain.utils.files import conf_folder
+from agenttrain.utils.moved import in_this_layout, moved_key, override_in_this_layout
+from agenttrain.utils.sections import validated
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+import torch  # a user's module may: nothing imports it before it is asked for
+from dataclasses import dataclass
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as settings
+
+from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
+from agenttrain.algorithms.objectives.config import objective
+
+print("own_objectives is imported")
+
+@settings
+class BandSettings:
+    width: float = Field(0.1, gt=0)
+    soft: bool = False
+
+@objective(metrics=("band/inside",))
+def band(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput:
+    inside_S = inputs.log_ratio_S.detach().abs() <= settings.width
+    return ObjectiveOutput(
+        loss_S=-inside_S.float() * inputs.advantages_S * inputs.logprobs_S,
+        metrics={"band/inside": inside_S},
+    )
+
+@dataclass
+class Nothing:
+    pass
+
+def plain(inputs, settings: Nothing):
+    return ObjectiveOutput(loss_S=-inputs.advantages_S * inputs.logprobs_S)
+
+def mean(inputs, settings: Nothing):
+    return ObjectiveOutput(loss_S=-(inputs.advantages_S * inputs.logprobs_S).mean())
+
+@objective(single_update=True)
+def once(inputs: ObjectiveInputs, settings: Nothing) -> ObjectiveOutput:
+    return plain(inputs, settings)
+
+def unannotated(inputs, settings): ...
+"""
+TINY = ("debug=tiny", "tracker=none", "algorithm.group_size=4")
+
+
+def own(name: str, *settings: str) -> list[str]:
+    return [
+        "algorithm/objective=own",
+        f"algorithm.objective._target_=own_objectives.{name}",
+        *(f"algorithm.objective.{setting}" for setting in settings),
+    ]
+
+
+def agenttrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own_objectives.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_run_trains_with_an_objective_from_outside_the_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTTRAIN_KEY", str(folder / "key"))
+    done = agenttrain(folder, *TINY, *own("band", "width=0.5"), "hydra.run.dir=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+    assert written["algorithm"]["objective"] == {
+        "_target_": "own_objectives.band",
+        "width": 0.5,
+        "soft": False,
+    }
+    steps = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().split("\n")[:2]
+    ]
+    assert all("band/inside" in step for step in steps)
+    # The run is the user's own: it goes on without being asked, and with the same words.
+    again = agenttrain(folder, "resume=run", "steps=3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    words = [*TINY, *own("band", "width=0.5"), "steps=3", "resume=auto", "hydra.run.dir=run"]
+    assert "finished after 3 steps" in agenttrain(folder, *words).stdout
+    # What reads its rollouts asks nothing of the objective, nor does anything of the module.
+    for words in (["view", "run", "step=1", "to=page.html"], ["--help"], ["replay", "run"]):
+        shown = agenttrain(folder, *words)
+        assert shown.returncode == 0, shown.stderr
+        assert "own_objectives is imported" not in shown.stdout
+    # To somebody else it is a stranger's code.
+    monkeypatch.setenv("AGENTTRAIN_KEY", str(folder / "another_key"))
+    refused = agenttrain(folder, "resume=run", "steps=4")
+    evaluated = agenttrain(folder, "eval", "run=run", "hydra.run.dir=evaluation")
+    assert refused.returncode == 2
+    assert "algorithm.objective._target_=own_objectives.band" in refused.stderr
+    assert "own_objectives is imported" not in refused.stdout
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "own_objectives is imported" not in evaluated.stdout
+
+
+REFUSED = {
+    "a wrong value": (own("band", "width=-1"), "algorithm.objective.width=-1: must be more than 0"),
+    "a wrong key": (
+        own("band", "widht=1"),
+        "algorithm.objective.widht=1: no key of own_objectives.band (did you mean 'width'?); its "
+        "keys are: width, soft",
+    ),
+    "another objective's key": (
+        own("band", "tau_pos=1"),
+        "no key of own_objectives.band; sapo has it: algorithm/objective=sapo",
+    ),
+    "a name that is not there": (
+        own("bend"),
+        "own_objectives has no 'bend' (did you mean 'band'?)",
+    ),
+    "no settings": (
+        own("unannotated"),
+        "the second parameter of an objective is annotated with its settings",
+    ),
+    "several updates": (
+        [*own("once"), "algorithm.num_epochs=2"],
+        "algorithm.num_epochs=2: algorithm.objective=own_objectives.once has no ratio",
+    ),
+    "an error elsewhere comes first": ([*own("band", "width=-1"), "steps=0"], "steps=0: must be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_in_it_is_refused(case: str, folder: Path) -> None:
+    words, expected = REFUSED[case]
+    done = agenttrain(folder, "check", *TINY, *words)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    imported = "own_objectives is imported" in done.stdout
+    assert imported is (case not in ("a name that is not there", "an error elsewhere comes first"))
+
+
+def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
+    file = folder / "own_objectives.py"
+    file.write_text(file.read_text().replace("def band(", "def clip("))
+    done = agenttrain(folder, "check", *TINY, *own("clip"))
+    assert done.returncode == 2
+    assert (
+        "algorithm.objective._target_='own_objectives.clip': importing it failed: ValueError: two "
+        "objectives have the name clip: agenttrain.algorithms.objectives.clip.clip and "
+        "own_objectives.clip; rename the second"
+    ) in done.stderr
+
+
+def test_a_loss_that_is_no_loss_of_tokens_ends_the_run(folder: Path) -> None:
+    done = agenttrain(folder, *TINY, *own("mean"), "hydra.run.dir=run")
+    assert done.returncode == 1
+    assert (
+        "algorithm.objective: own_objectives.mean returned a loss_S of shape []; return the loss "
+        "of each sampled token"
+    ) in done.stderr
+
+
+def test_one_file_of_a_folder_of_the_users_chooses_it(folder: Path) -> None:
+    group = folder / "my_conf" / "algorithm" / "objective"
+    group.mkdir(parents=True)
+    (group / "band.yaml").write_text("_target_: own_objectives.band\nwidth: 0.5\n")
+    source = Source(extra=str(folder / "my_conf"))
+    assert "band" in source.groups()["algorithm/objective"]
+    with hydra_session(source):
+        words = open_keys(["algorithm=rloo", "algorithm/objective=band"])
+        settings = compose_run(words, source).config.algorithm
+    assert settings.objective.section == {"_target_": "own_objectives.band", "width": 0.5}
+
+
+def test_every_bundled_objective_is_an_option_and_the_other_way_round() -> None:
+    files = sorted((conf_folder() / "algorithm" / "objective").glob("*.yaml"))
+    names = {yaml.safe_load(file.read_text()).get("name") for file in files} - {None}
+    assert names == {file.stem for file in files} & names == set(all_objectives())
+
+
+PRESETS = sorted(file.stem for file in (conf_folder() / "algorithm").glob("*.yaml"))
+OPTIONS = {
+    file.stem: yaml.safe_load(file.read_text())
+    for file in sorted((conf_folder() / "algorithm" / "objective").glob("*.yaml"))
+    if file.stem != "own"
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_objective_over_a_preset_has_no_key_of_the_presets_own(preset: str) -> None:
+    """A preset selects its objective and does not write its keys, which would stay."""
+    with hydra_session(Source()):
+        for option, section in OPTIONS.items():
+            words = [f"algorithm={preset}", f"algorithm/objective={option}"]
+            if section["name"] == "reinforce":
+                words.append("algorithm.behaviour=engine")
+            composed = compose_run(words, Source())
+            expected = chosen(**section)
+            assert composed.config.algorithm.objective == expected
+            assert composed.plain["algorithm"]["objective"] == expected.section
+            assert composed.config.algorithm.name == preset
+
+
+def test_two_objectives_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"two objectives have the name clip: .*\.clip\.clip and "):
+
+        @objective()
+        def clip(inputs: ObjectiveInputs, settings: AlgorithmConfig) -> ObjectiveOutput: ...
+
+
+def test_inputs_sum_over_sequences() -> None:
+    inputs = ObjectiveInputs(
+        logprobs_S=torch.tensor([-1.0, -2.0, -5.0]),
+        behaviour_S=torch.tensor([-1.5, -1.0, -5.0]),
+        advantages_S=torch.tensor([0.5, 0.5, -1.0]),
+        sequence_S=torch.tensor([0, 0, 2]),
+        sequences=3,
+    )
+    assert inputs.log_ratio_S.tolist() == [0.5, -1.0, 0.0]
+    assert inputs.sum(inputs.log_ratio_S).tolist() == [-0.5, 0.0, 0.0]
+    assert inputs.mean(inputs.log_ratio_S).tolist() == [-0.25, 0.0, 0.0]
+    assert inputs.advantages_B.tolist() == [0.5, 0.0, -1.0]
+
+
+OLD = {
+    "clip": {"low": 0.1, "high": 0.3, "dual": 2.0, "ratio": "sequence_mean"},
+    "cispo": {"high": 0.3, "ratio": "sequence_mean"},
+    "sapo": {"tau_pos": 1.5, "tau_neg": 1.05, "ratio": "sequence_mean"},
+    "vespo": {"k_pos": 2.5, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "geometric_mean": {"low": 0.1, "high": 0.3},
+    "reinforce": {},
+}
+
+
+@pytest.mark.parametrize("surrogate", OLD)
+def test_the_flat_keys_of_earlier_runs_become_the_objectives(surrogate: str) -> None:
+    flat = {
+        **{"name": "grpo", "surrogate": surrogate, "ratio": "sequence_mean", "clip_low": 0.1},
+        **{"clip_high": 0.3, "clip_dual": 2.0, "tau_pos": 1.5, "tau_neg": 1.05},
+        **{"vespo_k_pos": 2.5, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0},
+        "vespo_lambda_neg": 2.0,
+    }
+    settings = in_this_layout({"algorithm": flat})["algorithm"]
+    assert settings == {"name": "grpo", "objective": {"name": surrogate, **OLD[surrogate]}}
+    assert validated(AlgorithmConfig, settings).objective.plain() == settings["objective"]
+
+
+def test_old_keys_have_their_new_names() -> None:
+    assert moved_key("algorithm.vespo_lambda_neg=2") == "algorithm.objective.lambda_neg"
+    assert moved_key("algorithm.surrogate=cispo") == "algorithm/objective=cispo"
+    assert moved_key("algorithm.clip_high (in algorithm/mine.yaml)") == "algorithm.objective.high"
+    assert moved_key("rollout.ratio") is None
+    recorded = ["algorithm.surrogate=cispo", "algorithm.clip_high=4", "seed=1"]
+    assert [override_in_this_layout(text) for text in recorded] == [
+        "algorithm/objective=cispo",
+        "algorithm.objective.high=4",
+        "seed=1",
+    ]
+
+
+def test_an_old_key_in_a_file_of_the_users_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\nclip_high: 0.3\n")
+    source = Source(extra=str(tmp_path))
+    with pytest.raises(ConfigError) as caught, hydra_session(source):
+        compose_run(["algorithm=mine"], source)
+    assert str(caught.value) == (
+        "algorithm.clip_high (in algorithm/mine.yaml): is algorithm.objective.high now"
+    )
