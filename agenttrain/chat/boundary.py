@@ -248,32 +248,28 @@ def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
 
 def fill(blocks: Sequence[tuple[int, ...] | Open], texts: Sequence[str], encoder: Encoder) -> Spans:
     """The ids of `blocks` with the replies' texts in their places."""
-    spans: Spans = []
+    unmerged: Spans = []
     for block in blocks:
-        if isinstance(block, Open):
-            filled = _fill_open(block, texts, encoder)
-        else:
-            filled = [(Origin.template, list(block))]
-        for origin, ids in filled:
-            if spans and spans[-1][0] is origin:
-                spans[-1][1].extend(ids)
-            elif ids:
-                spans.append((origin, ids))
-    return spans
-
-
-def _fill_open(block: Open, texts: Sequence[str], encoder: Encoder) -> Spans:
-    """Tokens that hold any character of a reply are the tool's, the others the template's."""
-    pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
-    ids, offsets = encoder.encode_plain_offsets("".join(pieces))
-    spans: Spans = []
-    done = position = 0
-    for part, piece in zip(block.parts, pieces, strict=True):
-        position += len(piece)
-        if isinstance(part, str) or not piece:
+        if not isinstance(block, Open):
+            unmerged.append((Origin.template, list(block)))
             continue
-        first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
-        last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-        spans += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
-        done = last
-    return [*spans, (Origin.template, ids[done:])]
+        # A token that holds any character of a reply is the tool's, every other the template's.
+        pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
+        ids, offsets = encoder.encode_plain_offsets("".join(pieces))
+        done = position = 0
+        for part, piece in zip(block.parts, pieces, strict=True):
+            position += len(piece)
+            if isinstance(part, str) or not piece:
+                continue
+            first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
+            last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
+            unmerged += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
+            done = last
+        unmerged.append((Origin.template, ids[done:]))
+    spans: Spans = []
+    for origin, ids in unmerged:
+        if spans and spans[-1][0] is origin:
+            spans[-1][1].extend(ids)
+        elif ids:
+            spans.append((origin, ids))
+    return spans

@@ -76,23 +76,16 @@ class Chat:
         self.eos_token_ids = tuple(eos_token_ids)
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
-
-        def render_raw(messages: Sequence[Message], generation_prompt: bool) -> str:
-            # `render` adapts messages to the behaviour, which is not known yet.
-            return render(
-                tokenizer,
-                template,
-                messages,
-                generation_prompt=generation_prompt,
-                kwargs=self.kwargs,
+        # Not `self.render`, which adapts messages to the behaviour that is measured only now.
+        self._behaviour = behaviour(
+            lambda messages, opened: render(
+                tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
             )
-
-        def render_marked(messages: Sequence[Message], generation_prompt: bool) -> str:
-            return self.render(messages, generation_prompt=generation_prompt)
-
-        self._behaviour = behaviour(render_raw)
+        )
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._seam = Seam(render_marked, self.encoder)
+        self._seam = Seam(
+            lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
+        )
         self._reply_text = ReplyTexts(self._seam, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
         self._marks = response.marks(self.encoder.control)

@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Tokenizer
 from agenttrain.types import AgenttrainError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-KNOWN_PIECES = 256
-"""Pieces between control tokens whose ids are kept."""
+CACHED_PIECES = 256
+"""Pieces between control tokens whose ids are cached."""
 BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
@@ -105,7 +105,7 @@ class Encoder:
             if token.lstrip or token.rstrip
         }
         self._control_ids = frozenset(self.control.values())
-        self._known: dict[tuple[bool, str], tuple[int, ...]] = {}
+        self._cached_ids: dict[tuple[bool, str], tuple[int, ...]] = {}
         self._by_piece = self._encodes_by_piece()
 
     def encode(self, rendering: str) -> list[int]:
@@ -121,18 +121,15 @@ class Encoder:
                 return ids
         ids = []
         for control, piece in self.pieces(rendering):
-            ids += self._piece_ids(control, piece)
-        return ids
-
-    def _piece_ids(self, control: bool, piece: str) -> tuple[int, ...]:
-        """Return the ids of a piece, from the cache for what all prompts share (tools, system)."""
-        ids = self._known.get((control, piece))
-        if ids is None:
-            encode = self._full.encode if control else self._plain.encode
-            ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
-            if len(self._known) >= KNOWN_PIECES:
-                self._known.clear()
-            self._known[control, piece] = ids
+            # All prompts of a run share pieces: the tools and the system message.
+            piece_ids = self._cached_ids.get((control, piece))
+            if piece_ids is None:
+                encode = self._full.encode if control else self._plain.encode
+                piece_ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
+                if len(self._cached_ids) >= CACHED_PIECES:
+                    self._cached_ids.clear()
+                self._cached_ids[control, piece] = piece_ids
+            ids += piece_ids
         return ids
 
     def _encodes_by_piece(self) -> bool:

@@ -22,6 +22,7 @@ FEATURES = (
 RENDERINGS = 8
 """Renderings of one conversation that are compared with each other."""
 SYSTEM_TEXT = "Be brief, please."
+QUESTION: tuple[Message, ...] = ({"role": "user", "content": USER_TEXT},)
 _CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
 _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
@@ -90,7 +91,7 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
     name = "tools in the prompt"
     try:
-        text = chat.decode(chat.prompt_ids(_user(), schemas))
+        text = chat.decode(chat.prompt_ids(QUESTION, schemas))
     except ChatError as error:
         probes.append(refused(name, str(error)))
     else:
@@ -108,16 +109,12 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     return [*probes, _control_tokens(chat, schemas)]
 
 
-def _user() -> list[Message]:
-    return [{"role": "user", "content": USER_TEXT}]
-
-
 def _generation_prompt(chat: Chat) -> Probe:
     """The header of an assistant's turn is the template's to write, never the model's to sample."""
     name = "generation prompt"
     try:
-        bare, opened = chat.render(_user()), chat.render(_user(), generation_prompt=True)
-        answered = chat.render([*_user(), {"role": "assistant", "content": "ok"}])
+        bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
+        answered = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
     except ChatError as error:
         return refused(name, str(error))
     header = answered.removeprefix(bare).partition("ok")[0]
@@ -135,7 +132,7 @@ def _same_each_time(chat: Chat) -> Probe:
             "is rendered twice: take it out, or leave the date alone",
         )
     try:
-        renderings = {chat.render(_user(), generation_prompt=True) for _ in range(RENDERINGS)}
+        renderings = {chat.render(QUESTION, generation_prompt=True) for _ in range(RENDERINGS)}
     except ChatError as error:
         return refused(name, str(error))
     if len(renderings) > 1:
@@ -151,7 +148,7 @@ def clock_formats(template: str) -> list[str]:
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
     """Why the template cannot show a system message before a user's; None where it can."""
     try:
-        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *_user()], schemas)
+        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *QUESTION], schemas)
     except ChatError as error:
         return f"the template refuses system messages ({error.__cause__ or error})"
     return None if SYSTEM_TEXT in text else "the template leaves out system messages"
@@ -180,9 +177,9 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
             [{"role": "user", "content": text}], schemas
         ),
         "a system message": lambda text: chat.prompt_ids(
-            [{"role": "system", "content": text}, *_user()], schemas
+            [{"role": "system", "content": text}, *QUESTION], schemas
         ),
-        "a tool's description": lambda text: chat.prompt_ids(_user(), described(text)),
+        "a tool's description": lambda text: chat.prompt_ids(QUESTION, described(text)),
         "a reply": replied,
     }
     name = "control tokens in prompts"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -172,13 +172,11 @@ def _source(
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
     """Check that a template shows the assistant's tool calls."""
-
-    def rendering(messages: Sequence[Message], generation_prompt: bool) -> str:
-        return render(
-            tokenizer, template, messages, generation_prompt=generation_prompt, kwargs=kwargs
+    return behaviour(
+        lambda messages, opened: render(
+            tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
         )
-
-    return behaviour(rendering).renders_calls
+    ).renders_calls
 
 
 def reads_back(
@@ -327,7 +325,27 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
     to set.
     """
-    spec = _chosen_spec(tokenizer, config, family)
+    if (config.path is not None) != (config.name == "file"):
+        raise ChatError(
+            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
+            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
+        )
+    if config.path is not None:
+        spec = read_spec(Path(config.path))
+    elif config.spec:
+        spec = spec_of(config.spec, source=f"{GROUP}={config.name}")
+    elif config.name != "auto":
+        spec = load_spec(config.name)
+    elif (carried := carried_spec(tokenizer)) is not None:
+        spec = carried
+    elif family is not None:
+        spec = load_spec(family)
+    else:
+        raise ChatError(
+            f"{GROUP}=auto: the tokenizer carries no response schema, and the chat template "
+            f"renders tool calls in no known format; set {GROUP} to one of "
+            f"{', '.join(spec_names())}, or to a file with `{GROUP}=file {GROUP}.path=<file.yaml>`"
+        )
     if not config.lenient:
         return spec
     try:
@@ -335,30 +353,6 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     except ValueError as error:
         raise ChatError(f"{GROUP}.lenient=true: {error}") from error
     return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
-
-
-def _chosen_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    if (config.path is not None) != (config.name == "file"):
-        raise ChatError(
-            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
-            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
-        )
-    if config.path is not None:
-        return read_spec(Path(config.path))
-    if config.spec:
-        return spec_of(config.spec, source=f"{GROUP}={config.name}")
-    if config.name != "auto":
-        return load_spec(config.name)
-    carried = carried_spec(tokenizer)
-    if carried is not None:
-        return carried
-    if family is None:
-        raise ChatError(
-            f"{GROUP}=auto: the tokenizer carries no response schema, and the chat template "
-            f"renders tool calls in no known format; set {GROUP} to one of "
-            f"{', '.join(spec_names())}, or to a file with `{GROUP}=file {GROUP}.path=<file.yaml>`"
-        )
-    return load_spec(family)
 
 
 def carried_spec(tokenizer: Any) -> ResponseSpec | None:

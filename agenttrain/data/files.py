@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -203,29 +202,20 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
-    import datasets
-
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-
-
 def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
     """Return what `function` loads; its errors become a ValueError with the text of `message`."""
+    import datasets
     from datasets.exceptions import DatasetsError
 
+    shows_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # they would tear up our own output
     try:
-        with quiet():
-            return function()
+        return function()
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
         raise ValueError(message(error)) from error
+    finally:
+        if shows_bars:
+            datasets.enable_progress_bars()
 
 
 def reason(error: Exception) -> str:

@@ -71,7 +71,8 @@ class EnvironmentKind:
         self.resets, self.rewards, self.answers = (
             callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
         )
-        self._episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, Episode] = {}
+        """Episodes of the rollouts in flight, by rollout id."""
         self._idle: list[Instance] = []
         self._left: list[Instance] = []
         """Closed ones in which a call that was given up still runs."""
@@ -91,32 +92,28 @@ class EnvironmentKind:
     @property
     def live(self) -> int:
         """Instances that are not closed."""
-        return len(self._episodes) + len(self._idle)
+        return len(self.episodes) + len(self._idle)
 
     @property
     def stuck(self) -> tuple[str, ...]:
         """One label for each call that was given up and still runs."""
-        return tuple(label for instance in self._used() for label in instance.stuck)
+        return tuple(label for instance in self._used() for label in instance.threads.stuck)
 
     @property
     def overdue(self) -> tuple[str, ...]:
         """The labels of those that had all the time that a call may take."""
-        return tuple(label for instance in self._used() for label in instance.overdue)
+        return tuple(label for instance in self._used() for label in instance.threads.overdue)
 
     def _used(self) -> list[Instance]:
-        self._left = [instance for instance in self._left if instance.stuck]
-        return [*(episode.instance for episode in self._episodes.values()), *self._left]
-
-    def episode(self, rollout_id: str) -> Episode:
-        """Return the episode of a rollout in flight."""
-        return self._episodes[rollout_id]
+        self._left = [instance for instance in self._left if instance.threads.stuck]
+        return [*(episode.instance for episode in self.episodes.values()), *self._left]
 
     async def start(self, start: Start) -> Episode:
         """Give the rollout an instance of its own, made or taken from the pool, and reset.
 
         Raises ToolUnavailable, with the instance closed, when it cannot be made or reset.
         """
-        if start.rollout_id in self._episodes:
+        if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
         if self._idle:
             instance = self._idle.pop()
@@ -125,7 +122,7 @@ class EnvironmentKind:
             instance = Instance(f"environment {self.name}", limit_s)
         doing = ["its constructor"]
         episode = Episode(self, instance, start.rollout_id)
-        self._episodes[start.rollout_id] = episode
+        self.episodes[start.rollout_id] = episode
         try:
             await bounded(self._begin(episode, start, doing), self.settings.hook_timeout_s)
         except BaseException as error:
@@ -163,7 +160,7 @@ class EnvironmentKind:
 
     async def finish(self, episode: Episode, *, again: bool) -> None:
         """End an episode: its instance goes back to the pool, or is closed."""
-        self._episodes.pop(episode.rollout_id, None)
+        self.episodes.pop(episode.rollout_id, None)
         instance = episode.instance
         if again and self.pooled and instance.fit:
             self._idle.append(instance)
@@ -172,12 +169,12 @@ class EnvironmentKind:
 
     async def aclose(self) -> None:
         """Close every instance that there is: the run is over."""
-        live = [*self._idle, *(episode.instance for episode in self._episodes.values())]
-        self._idle, self._episodes = [], {}
+        live = [*self._idle, *(episode.instance for episode in self.episodes.values())]
+        self._idle, self.episodes = [], {}
         await asyncio.gather(*(self._close(instance) for instance in live))
 
     async def _close(self, instance: Instance) -> None:
-        if instance.stuck:
+        if instance.threads.stuck:
             self._left.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
@@ -348,7 +345,7 @@ class Instance:
         self._given_up = False
         self._running = 0
         self._label = label
-        self._threads = DaemonThreads(idle_s=IDLE_S)
+        self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
         self._lock = threading.Lock()
         self._closing = False
@@ -357,16 +354,6 @@ class Instance:
     def fit(self) -> bool:
         """True while it may be used again: no call runs, and none was given up half-way."""
         return not (self._running or self._given_up)
-
-    @property
-    def stuck(self) -> tuple[str, ...]:
-        """The label, once for each call that was given up and still runs."""
-        return self._threads.stuck
-
-    @property
-    def overdue(self) -> tuple[str, ...]:
-        """The label, once for each of those that had all the time that a call may take."""
-        return self._threads.overdue
 
     async def make(self, make: Callable[[], object]) -> None:
         """Construct the object; one that comes into being after `close` is closed at once."""
@@ -409,13 +396,13 @@ class Instance:
                 # Shielded, so that a second Ctrl-C does not take it back.
                 await asyncio.shield(asyncio.ensure_future(bounded(self._close(close), seconds)))
         finally:
-            self._threads.close()
+            self.threads.close()
 
     async def _close(self, close: Callable[[], Any]) -> None:
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
-        value = _value(await self._threads.run(close, label=self._label))
+        value = _value(await self.threads.run(close, label=self._label))
         if inspect.isawaitable(value):
             await self._on_loop(value)
 
@@ -423,7 +410,7 @@ class Instance:
         deadline = time.monotonic() + 0.9 * self._limit_s
         return _value(
             await attempt_async(
-                awaitable, threads=self._threads, label=self._label, deadline=deadline
+                awaitable, threads=self.threads, label=self._label, deadline=deadline
             )
         )
 
@@ -437,7 +424,7 @@ class Instance:
                 return None if given_up.is_set() else function()
 
         try:
-            return _value(await self._threads.run(work, label=self._label, deadline=deadline))
+            return _value(await self.threads.run(work, label=self._label, deadline=deadline))
         except asyncio.CancelledError:
             given_up.set()
             raise

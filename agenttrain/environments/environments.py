@@ -14,7 +14,7 @@ from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.tools.config import HOOKS
 from agenttrain.tools.structured import built
-from agenttrain.tools.tool import Tool, method_builders, method_schema, public_methods
+from agenttrain.tools.tool import Tool, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import locate_section
@@ -42,7 +42,19 @@ class Environments:
         Raises ValueError, quoting what to add, for a method that no schema can be made of.
         """
         self.kinds = dict(kinds or {})
-        self.toolboxes = {name: _toolbox(kind, stop_tools) for name, kind in self.kinds.items()}
+        self.toolboxes: dict[str, Toolbox] = {}
+        for name, kind in self.kinds.items():
+            try:
+                tools: dict[str, Tool] = {
+                    method: _Method(kind, method) for method in public_methods(kind.cls, HOOKS)
+                }
+            except ValueError as error:
+                raise ValueError(f"environment.{name}: {error}") from error
+            self.toolboxes[name] = Toolbox(
+                tools,
+                limits=dict.fromkeys(tools, kind.settings),
+                stop_tools=[stop for stop in stop_tools if stop in tools],
+            )
         self._empty = Toolbox({})
         self._max_stuck = max_stuck
         self._told = False
@@ -125,30 +137,15 @@ class _Method:
 
     def __init__(self, kind: EnvironmentKind, name: str) -> None:
         self.name = name
-        self.schema, self._takes_context = method_schema(kind.cls, name)
-        self._builders = method_builders(kind.cls, name)
-        self._kind = kind
+        self._kind, self._method = kind, describe_method(kind.cls, name)
+        self.schema = self._method.schema
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        extra = {"context": context} if self._takes_context else {}
-        episode = self._kind.episode(context.rollout_id)
-        if self._builders:
-            arguments = await episode.instance.call(built, self._builders, arguments)
+        extra = {"context": context} if self._method.takes_context else {}
+        episode = self._kind.episodes[context.rollout_id]
+        if self._method.builders:
+            arguments = await episode.instance.call(built, self._method.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
-
-
-def _toolbox(kind: EnvironmentKind, stop_tools: Sequence[str]) -> Toolbox:
-    try:
-        tools: dict[str, Tool] = {
-            name: _Method(kind, name) for name in public_methods(kind.cls, HOOKS)
-        }
-    except ValueError as error:
-        raise ValueError(f"environment.{kind.name}: {error}") from error
-    return Toolbox(
-        tools,
-        limits=dict.fromkeys(tools, kind.settings),
-        stop_tools=[name for name in stop_tools if name in tools],
-    )
 
 
 def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:

@@ -65,7 +65,7 @@ class Collector(RolloutContext):
     def waiting(self) -> list[Waiting]:
         """The rollouts on their way and what each waits for; any thread may ask."""
         boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return self.in_flight.waiting(call for box in boxes for call in box.running.calls)
+        return self.in_flight.waiting(call for box in boxes for call in box.running_calls)
 
     def blocking(self, limit_s: float) -> str | None:
         """The async tool that has held the event loop for longer than `limit_s`; any thread."""

@@ -77,7 +77,8 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
     if origin in (Annotated, typing.Required, typing.NotRequired):
         inner = structure_of(parts[0], within=within)
         words = [part for part in parts[1:] if isinstance(part, str)]
-        return dataclasses.replace(inner, schema={**inner.schema, **_described(words)})
+        description = {"description": words[0]} if words else {}
+        return dataclasses.replace(inner, schema={**inner.schema, **description})
     if hasattr(hint, "__pydantic_validator__"):
         from pydantic import TypeAdapter
 
@@ -148,10 +149,6 @@ def _caller(make: Callable[..., Any]) -> Build:
     return build
 
 
-def _described(words: list[str]) -> dict[str, str]:
-    return {"description": words[0]} if words else {}
-
-
 def _enum(values: list[Any], name: str) -> dict[str, Any]:
     if any(type(value) not in (str, int, float, bool, type(None)) for value in values):
         raise ValueError(f"{name}: its values {values} are not all plain JSON")
@@ -198,7 +195,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
     properties = {
         name: {
             **structure.schema,
-            **_described([words[name]] if name in words else []),
+            **({"description": words[name]} if name in words else {}),
             **({"default": defaults[name]} if type(defaults.get(name)) in _SCALARS else {}),
         }
         for name, structure in inner.items()

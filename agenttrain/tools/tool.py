@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
 from agenttrain.tools.config import LIFE_CYCLE
@@ -141,26 +142,29 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
     ]
 
 
-def method_schema(cls: type, name: str) -> tuple[dict[str, Any], bool]:
-    """Return the schema of a method that is a tool, and True if it takes the ToolContext.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSpec:
+    """A public method of a class as a tool, without an instance."""
 
-    Raises ValueError that quotes what to add.
-    """
+    schema: dict[str, Any]
+    takes_context: bool
+    builders: dict[str, Build]
+    """By the names of structured arguments."""
+
+
+def describe_method(cls: type, name: str) -> MethodSpec:
+    """Describe a method as a tool. Raises ValueError that quotes what to add."""
     method = getattr(cls, name)
     static = isinstance(inspect.getattr_static(cls, name), staticmethod)
     this = [] if static else list(inspect.signature(method).parameters)[:1]
     try:
-        return function_schema(method, name=name, hidden=this), takes_context(method)
+        return MethodSpec(
+            schema=function_schema(method, name=name, hidden=this),
+            takes_context=takes_context(method),
+            builders=argument_builders(method, hidden=this),
+        )
     except ValueError as error:
         raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
-
-
-def method_builders(cls: type, name: str) -> dict[str, Build]:
-    """Builders of a method's structured arguments, by name."""
-    method = getattr(cls, name)
-    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
-    this = [] if static else list(inspect.signature(method).parameters)[:1]
-    return argument_builders(method, hidden=this)
 
 
 def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
@@ -176,7 +180,7 @@ def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
         )
     tools: dict[str, FunctionTool] = {}
     for name in names:
-        method_schema(type(made), name)  # its error says how a method is kept from being a tool
+        describe_method(type(made), name)  # its error says how a method is kept from being a tool
         tools[name] = FunctionTool(getattr(made, name), name=name)
     tools[names[0]].owner = made  # the first one alone: an object is released and closed once
     return tools

@@ -12,8 +12,8 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,18 @@ class Toolbox:
         self._thread_limit = threads
         self._max_stuck = max_stuck
         self._max_chars = max_result_chars
-        self._endings = Endings()
+        self._cleanup = Cleanup()
         self._warned: set[str] = set()
-        self._steps = Steps()
-        self.running = Running()
+        self._steps = StepTracker()
+        self._running: dict[int, RunningCall] = {}
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
+
+    @property
+    def running_calls(self) -> tuple[RunningCall, ...]:
+        """Calls that have no answer yet, oldest first; any thread may read them."""
+        return tuple(self._running.values())
 
     @property
     def stuck(self) -> tuple[str, ...]:
@@ -142,12 +147,12 @@ class Toolbox:
     async def release(self, rollout_id: str) -> None:
         """Let every tool free what it holds for a rollout that is over; faults are warned of."""
         for entry in self._entries.values():
-            await self._endings.release(entry.tool, rollout_id, entry.limits.timeout_s)
+            await self._cleanup.run(entry.tool, "release", entry.limits.timeout_s, rollout_id)
 
     async def aclose(self) -> None:
         """Close tools that can be closed, cancel what still runs, end idle threads."""
         for entry in self._entries.values():
-            await self._endings.close(entry.tool, entry.limits.timeout_s)
+            await self._cleanup.run(entry.tool, "close", entry.limits.timeout_s)
         tasks = list(self._abandoned)
         for task in tasks:
             task.cancel()
@@ -206,8 +211,17 @@ class Toolbox:
             except InvalidArguments as error:
                 return _refuse(call, ToolError.invalid_arguments, str(error))
             context = context_of(call)
-            with self.running.noted(context):
+            running = RunningCall(
+                rollout_id=context.rollout_id,
+                tool=context.tool,
+                call_id=context.call_id,
+                since=time.monotonic(),
+            )
+            self._running[id(running)] = running
+            try:
                 reply, seconds = await self._attempt(entry, arguments, context)
+            finally:
+                del self._running[id(running)]
             if reply.error is not ToolError.unavailable:
                 break
         return ToolResult(
@@ -282,44 +296,39 @@ class Toolbox:
         context: ToolContext,
         deadline: float,
     ) -> Reply:
+        """Run the call and make its reply; the text of a result is made in a thread."""
+        function = _blocks(tool)
+        max_chars = self._max_chars
         try:
-            outcome = await self._outcome(tool, arguments, context, deadline)
+            if function is None:
+                # Inside a coroutine, so that what the tool raises at once counts as its error.
+                async def called() -> object:
+                    return await tool(arguments, context)
+
+                outcome = await self._on_loop(tool, called(), deadline)
+            else:
+
+                def work() -> object:
+                    value = function.call(arguments, context)
+                    waits = inspect.isawaitable(value)
+                    return value if waits else reply_of(value, max_chars=max_chars)
+
+                outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
+                if inspect.isawaitable(outcome.value):
+                    outcome = await self._on_loop(tool, outcome.value, deadline)
+            value = outcome.value
+            plain = isinstance(value, Reply) or has_plain_text(value)
+            if outcome.error is None and not plain:
+                # The text may be large, and made by the value's own code: not on the event loop.
+                outcome = await self._threads.run(
+                    lambda: reply_of(value, max_chars=max_chars), label=tool.name, deadline=deadline
+                )
         except RuntimeError as error:  # "can't start new thread": what the tool raises is returned
             outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
         if outcome.error is not None:
-            return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
-        value = outcome.value
-        return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
-
-    async def _outcome(
-        self, tool: Tool, arguments: dict[str, Any], context: ToolContext, deadline: float
-    ) -> Outcome:
-        """Run the call: its Reply, a value whose text no code of a user's makes, or an error."""
-        function = _blocks(tool)
-        if function is None:
-
-            async def called() -> object:  # what it raises before there is anything to await, too
-                return await tool(arguments, context)
-
-            outcome = await self._on_loop(tool, called(), deadline)
-        else:
-
-            def work() -> object:
-                value = function.call(arguments, context)
-                # A result's text is made here and not on the event loop.
-                waits = inspect.isawaitable(value)
-                return value if waits else reply_of(value, max_chars=self._max_chars)
-
-            outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
-            if inspect.isawaitable(outcome.value):
-                outcome = await self._on_loop(tool, outcome.value, deadline)
-        value = outcome.value
-        if outcome.error is not None or isinstance(value, Reply) or has_plain_text(value):
-            return outcome
-        # The text of a result may be large, and made by code of its own.
-        return await self._threads.run(
-            lambda: reply_of(value, max_chars=self._max_chars), label=tool.name, deadline=deadline
-        )
+            return failure(outcome.error, max_chars=max_chars, faults=entry.faults)
+        reply = outcome.value
+        return reply if isinstance(reply, Reply) else reply_of(reply, max_chars=max_chars)
 
     async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
         steps = self._steps.run(tool.name, awaitable)
@@ -377,37 +386,7 @@ class RunningCall:
     """On the clock of time.monotonic."""
 
 
-class Running:
-    """The calls of a toolbox that run, for reports of what rollouts wait for.
-
-    The event loop writes, any thread may read.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[int, RunningCall] = {}
-
-    @property
-    def calls(self) -> tuple[RunningCall, ...]:
-        """Calls that have no answer yet, the oldest first."""
-        return tuple(self._calls.values())
-
-    @contextmanager
-    def noted(self, context: ToolContext) -> Iterator[None]:
-        """Count a call as running within the context."""
-        call = RunningCall(
-            rollout_id=context.rollout_id,
-            tool=context.tool,
-            call_id=context.call_id,
-            since=time.monotonic(),
-        )
-        self._calls[id(call)] = call
-        try:
-            yield
-        finally:
-            del self._calls[id(call)]
-
-
-class Steps:
+class StepTracker:
     """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
 
     An async tool that blocks stalls every rollout; this names it.
@@ -450,37 +429,30 @@ class Steps:
                 error = thrown
 
 
-class Endings:
+class Cleanup:
     """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
 
     A failure is a warning.
     """
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
+        self._threads = DaemonThreads()  # not the calls': a cleanup that hangs is no stuck call
         self._warned: set[tuple[str, str]] = set()
 
-    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
-        """Have `tool` free what it holds for a rollout."""
-        await self._end(tool, "release", limit_s, rollout_id)
-
-    async def close(self, tool: Tool, limit_s: float) -> None:
-        """Close `tool`."""
-        await self._end(tool, "close", limit_s)
-
-    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+    async def run(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+        """Call the method of a tool, if it has one, for at most `limit_s` seconds."""
         owner = tool.owner if isinstance(tool, FunctionTool) else tool
         hook = getattr(owner, method, None)
         if hook is None:
             return
-        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
-        await asyncio.wait({ending}, timeout=limit_s)
-        if not ending.done():
-            ending.cancel()
+        task = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            task.cancel()
             self._warn(tool.name, method, f"did not end within {limit_s:g} s")
-        elif ending.cancelled():
+        elif task.cancelled():
             self._warn(tool.name, method, "was cancelled")
-        elif (error := ending.result().error) is not None:
+        elif (error := task.result().error) is not None:
             self._warn(tool.name, method, f"{type(error).__name__}: {error}")
 
     async def _call(

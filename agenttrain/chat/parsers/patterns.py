@@ -79,11 +79,12 @@ class Pattern:
 
     def match(self, text: str, start: int = 0) -> Any:
         """The library's own match object, for groups without names."""
-
-        def work(seconds: float) -> Any:
-            return self._compiled.search(text, start, timeout=seconds)
-
-        return self._limited(work, "search", text, start)
+        return self._limited(
+            lambda seconds: self._compiled.search(text, start, timeout=seconds),
+            "search",
+            text,
+            start,
+        )
 
     def starts(self, text: str) -> list[int]:
         """Positions at which the matches begin, as `matches` returns them."""
@@ -110,11 +111,12 @@ class Pattern:
 
     def substitute(self, replacement: str, text: str) -> str:
         """`text` with every match replaced; unchanged when that takes too long."""
-
-        def work(seconds: float) -> str:
-            return self._compiled.sub(replacement, text, timeout=seconds)
-
-        replaced = self._limited(work, replacement, text, 0)
+        replaced = self._limited(
+            lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
+            replacement,
+            text,
+            0,
+        )
         return text if replaced is None else cast(str, replaced)
 
     def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:

@@ -161,8 +161,18 @@ class SchemaSpec:
             calls += self._unread(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
-            calls += self._item(match, schemas)
-            at = match.end()
+            at, span = match.end(), match.group()
+            call = self._call(match, span, schemas)
+            inside = span.rfind(self._opener, 1) if self._opener else -1
+            if call.problem is not None and inside > 0 and self._iterator is not None:
+                # The match of a call that is not closed may run over the next one, which is good.
+                again = self._iterator.match(span[inside:])
+                second = again and self._call(again, span[inside:], schemas)
+                if second and second.problem is None:
+                    head, problem = span[:inside], "the call is not closed"
+                    calls += [Found(text=head, name=written_name(head), problem=problem), second]
+                    continue
+            calls.append(call)
         calls += self._unread(text[at:], outside)
         return calls, "".join(outside)
 
@@ -176,22 +186,6 @@ class SchemaSpec:
         for inside in opened:
             text = self._opener + inside
             yield Found(text=text, name=written_name(inside), problem="the call is not closed")
-
-    def _item(self, match: Any, schemas: Schemas) -> list[Found]:
-        """The call of one match; an opening inside it that is better read alone is a second."""
-        text = match.group()
-        call = self._call(match, text, schemas)
-        inside = text.rfind(self._opener, 1) if self._opener else -1
-        if call.problem is None or inside <= 0 or self._iterator is None:
-            return [call]
-        again = self._iterator.match(text[inside:])
-        if again is None:
-            return [call]
-        second = self._call(again, text[inside:], schemas)
-        if second.problem is not None:
-            return [call]
-        name = written_name(text[:inside])
-        return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
 
     def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
         given = groups(match)
@@ -381,9 +375,17 @@ class Node:
             return None
         if self.type == "object":
             return self._object(value, raw=raw)
-        if self.type == "array":
-            return self._array(value, raw=raw)
-        return _scalar(self.type, value)
+        if self.type != "array":
+            return _scalar(self.type, value)
+        if not isinstance(value, list) and len(self.prefix_items) == 1:
+            value = [value]
+        if not isinstance(value, list):
+            raise ContentError(f"expected a JSON array, found {kind(value)}")
+        if self.items is not None:
+            return [self.items.value(item, raw=raw) for item in value]
+        if len(value) != len(self.prefix_items):
+            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
+        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
         if isinstance(value, str):
@@ -404,17 +406,6 @@ class Node:
         if missing:
             raise ContentError(f"the call has no {', '.join(missing)}")
         return fields
-
-    def _array(self, value: Any, *, raw: bool) -> list[Any]:
-        if not isinstance(value, list):
-            value = [value] if len(self.prefix_items) == 1 else value
-        if not isinstance(value, list):
-            raise ContentError(f"expected a JSON array, found {kind(value)}")
-        if self.items is not None:
-            return [self.items.value(item, raw=raw) for item in value]
-        if len(value) != len(self.prefix_items):
-            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
-        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
 
 def groups(match: Any) -> Any:

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
 from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
@@ -90,15 +90,10 @@ class TemplateSpec:
     anchor: Pattern
     source: Mapping[str, Any]
     """The `response_template` that it was made from."""
+    inside: bool = False
+    """A mark of the calls captures what stands inside an object's braces."""
     call_id: str = CALL_ID
     lenient: bool = False
-
-    @cached_property
-    def _inside(self) -> bool:
-        """Check that a mark captures the inside of an object's braces."""
-        calls = (field for field in self.fields if field.name == CALLS)
-        marks = (mark for field in calls for mark in (field.open, field.close))
-        return any(mark is not None and captures_inside(mark.source) for mark in marks)
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -138,7 +133,7 @@ class TemplateSpec:
             values = region.value if isinstance(region.value, list) else [region.value]
             types = known if field.content in ("xml-inline", "kv-lines") else {}
             for value in values[: MAX_CALLS + 1]:  # `capped` reports what is beyond
-                call = call_of(value, span, types, inside=self._inside)
+                call = call_of(value, span, types, inside=self.inside)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
         return Parts(
@@ -199,14 +194,10 @@ class _Marks:
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
         for field, pattern in self._searches:
-            hit = self._hit(pattern, at)
+            hit = self.search(pattern, at)
             if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
                 best = (field, hit)
         return best
-
-    def close(self, field: _Field, at: int) -> Hit | None:
-        """The field's first closing mark from `at` on."""
-        return None if field.close is None else self._hit(field.close, at)
 
     def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
         """Positions where the next `count` calls open, from `at` on."""
@@ -215,7 +206,8 @@ class _Marks:
         first = bisect_left(self._openings, at)
         return self._openings[first : first + count]
 
-    def _hit(self, pattern: Pattern, at: int) -> Hit | None:
+    def search(self, pattern: Pattern, at: int) -> Hit | None:
+        """Return the first match of a mark from `at` on."""
         hit = self._hits.get(pattern)
         if pattern not in self._hits or (hit is not None and hit.start < at):
             self._hits[pattern] = hit = pattern.search(self.text, at)
@@ -229,7 +221,7 @@ def _close(region: _Region, marks: _Marks) -> _Region:
     where the next one opens.
     """
     field = region.field
-    hit = None if field.close is None else marks.close(field, region.body)
+    hit = None if field.close is None else marks.search(field.close, region.body)
     region.closed = hit is not None or field.close is None
     region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
     region.captures = {**region.captures, **(hit.groups if hit else {})}
@@ -289,7 +281,8 @@ def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) ->
     if not isinstance(inner, dict):
         return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
     name, arguments = inner.get("name"), inner.get("arguments")
-    arguments = with_braces(arguments) if inside else arguments
+    if inside and isinstance(arguments, str) and arguments.strip():
+        arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
     known = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and known:
         arguments = {
@@ -315,7 +308,9 @@ def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     anchor = _anchor(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
-    return TemplateSpec(fields=fields, anchor=anchor, source=template)
+    marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
+    inside = any(mark is not None and captures_inside(mark.source) for mark in marks)
+    return TemplateSpec(fields=fields, anchor=anchor, source=template, inside=inside)
 
 
 def _only(settings: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
@@ -389,25 +384,21 @@ def captures_inside(pattern: str) -> bool:
     return _CAPTURED_INSIDE.search(pattern) is not None
 
 
-def with_braces(arguments: Any) -> Any:
-    """Add to the captured inside of an object its braces, where the text has none."""
-    if isinstance(arguments, str) and arguments.strip() and not arguments.lstrip().startswith("{"):
-        return f"{{{arguments}}}"
-    return arguments
-
-
-def _content_text(text: str, args: Mapping[str, Any]) -> str:
+def parse_text(text: str, args: Mapping[str, Any]) -> str:
+    """Return the text, without the blanks around it unless `strip` is false."""
     return text.strip() if args.get("strip", True) else text
 
 
-def _number(text: str, args: Mapping[str, Any]) -> int | float:
+def parse_number(text: str, args: Mapping[str, Any]) -> int | float:
+    """Read a JSON number. Raises ContentError."""
     value, _, problem, _ = read_json(text.strip())
     if problem is not None or isinstance(value, bool) or not isinstance(value, int | float):
         raise ContentError(f"not a number: {excerpt(text)}")
     return value
 
 
-def _json(text: str, args: Mapping[str, Any]) -> Any:
+def parse_json(text: str, args: Mapping[str, Any]) -> Any:
+    """Read a JSON value, or the near-JSON that the arguments describe. Raises ContentError."""
     quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
@@ -432,14 +423,13 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:
     raise ContentError(problem, cut=cut)
 
 
-@cache
-def _tags(source: str) -> Pattern:
-    return Pattern(source, "tag_pattern")
+_tag_pattern = cache(partial(Pattern, key="tag_pattern"))
 
 
-def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Read parameters that `tag_pattern` finds: ``<a>1</a><b>2</b>`` is {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
-    for tag in _tags(args["tag_pattern"]).matches(text):
+    for tag in _tag_pattern(args["tag_pattern"]).matches(text):
         value = _inner(tag["value"] or "", args.get("value_parser"))
         _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
     return parameters
@@ -455,13 +445,14 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
     parameters[key] = [*(held if isinstance(held, list) else [held]), value]
 
 
-def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Read parameters of a line each: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
-        key, separator, value = _content_text(line, args).partition(args.get("kv_sep", ":"))
+        key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
         if separator:
-            value = _inner(_content_text(value, args), args.get("value_parser"))
-            _put(parameters, _content_text(key, args), value, merge=False)
+            value = _inner(parse_text(value, args), args.get("value_parser"))
+            _put(parameters, parse_text(key, args), value, merge=False)
     return parameters
 
 
@@ -472,13 +463,13 @@ def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
 
 
 CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
-    "text": _content_text,
-    "int": _number,
-    "float": _number,
+    "text": parse_text,
+    "int": parse_number,
+    "float": parse_number,
     "bool": lambda text, args: text.strip().lower() in ("true", "1"),
-    "json": _json,
-    "xml-inline": _xml_inline,
-    "kv-lines": _kv_lines,
+    "json": parse_json,
+    "xml-inline": parse_xml_inline,
+    "kv-lines": parse_kv_lines,
 }
 """By the names that a field's `content` takes: (text, `content_args`) -> value, or ContentError."""
 

@@ -77,23 +77,25 @@ class Person:
     town: Town
 
 
-def _facts() -> tuple[tuple[River, ...], tuple[Town, ...], tuple[Person, ...]]:
-    rng = random.Random("encyclopedia")
-    rivers = tuple(River(name, rng.randint(35, 420), rng.choice(SEAS)) for name in RIVERS)
-    products = rng.sample(PRODUCTS, len(TOWNS))
-    towns = tuple(
-        Town(name, rng.randint(870, 1790), 100 * rng.randint(9, 640), product, rng.choice(rivers))
-        for name, product in zip(TOWNS, products, strict=True)
-    )
-    trades = rng.sample(TRADES, len(PEOPLE))
-    people = tuple(
-        Person(name, rng.randint(1795, 1955), trade, rng.choice(towns))
-        for name, trade in zip(PEOPLE, trades, strict=True)
-    )
-    return rivers, towns, people
+_rng = random.Random("encyclopedia")
+# The order of these statements is part of the data: each draws where the one before stopped.
+ALL_RIVERS = tuple(River(name, _rng.randint(35, 420), _rng.choice(SEAS)) for name in RIVERS)
 
+ALL_TOWNS = tuple(
+    Town(
+        name=name,
+        founded=_rng.randint(870, 1790),
+        people=100 * _rng.randint(9, 640),
+        product=product,
+        river=_rng.choice(ALL_RIVERS),
+    )
+    for name, product in zip(TOWNS, _rng.sample(PRODUCTS, len(TOWNS)), strict=True)
+)
 
-ALL_RIVERS, ALL_TOWNS, ALL_PEOPLE = _facts()
+ALL_PEOPLE = tuple(
+    Person(name, _rng.randint(1795, 1955), trade, _rng.choice(ALL_TOWNS))
+    for name, trade in zip(PEOPLE, _rng.sample(TRADES, len(PEOPLE)), strict=True)
+)
 
 Ask = Callable[[Any], tuple[str, object]]
 """Makes of a person, town or river a question and its answer."""

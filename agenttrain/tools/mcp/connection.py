@@ -170,7 +170,14 @@ class Connection:
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         reason = ""
         for attempt in range(ATTEMPTS):
-            link = await self._live()
+            link = self._link
+            if link is None or not link.alive:
+                # All calls wait for the same attempt to connect.
+                if self._connecting is None or self._connecting.done():
+                    self._connecting = asyncio.create_task(self._reconnect())
+                    # Its error is read here: every caller may have given up by then.
+                    self._connecting.add_done_callback(lambda t: t.cancelled() or t.exception())
+                link = await asyncio.shield(self._connecting)
             try:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
@@ -182,16 +189,6 @@ class Connection:
                     raise
                 reason = _reason(error)
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
-
-    async def _live(self) -> _Link:
-        """Return the session, made again if it is broken; all calls wait for the same attempt."""
-        if self._link is not None and self._link.alive:
-            return self._link
-        if self._connecting is None or self._connecting.done():
-            self._connecting = asyncio.create_task(self._reconnect())
-            # The callers may all have given up by then.
-            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._connecting)
 
     async def _reconnect(self) -> _Link:
         loop = asyncio.get_running_loop()

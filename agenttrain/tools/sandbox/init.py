@@ -91,7 +91,7 @@ class InitProcess:
         """Follow one message of the parent; return False when it is gone."""
         message, files, *_ = socket.recv_fds(self._control, 64, 2)
         if message.startswith(b"start "):
-            self._start(message.split()[1].decode(), *files)
+            self._start_worker(message.split()[1].decode(), *files)
         elif message == b"go":
             self._running = True
             self._signal_all(signal.SIGCONT)
@@ -121,7 +121,7 @@ class InitProcess:
                     exited = os.waitstatus_to_exitcode(status)
                     self._control.send(f"exit {kind} {exited}".encode())
 
-    def _start(self, kind: str, channel: int, output: int) -> None:
+    def _start_worker(self, kind: str, channel: int, output: int) -> None:
         try:
             worker = os.fork()
         except OSError:
@@ -129,14 +129,14 @@ class InitProcess:
             return
         if worker == 0:
             try:
-                self._become_worker(kind, channel, output)
+                self._exec_worker(kind, channel, output)
             finally:
                 os._exit(1)
         self._workers[worker] = kind
         os.close(channel)
         os.close(output)
 
-    def _become_worker(self, kind: str, channel: int, output: int) -> None:
+    def _exec_worker(self, kind: str, channel: int, output: int) -> None:
         """Leave everything of the first process behind and run `kind`."""
         os.setsid()
         signal.set_wakeup_fd(-1)

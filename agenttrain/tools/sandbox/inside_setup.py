@@ -137,7 +137,17 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
-    _disk(disk_mb)
+    # Memory as the folders that can be written to, under one budget for all of them.
+    os.mkdir(DISK)
+    options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
+    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path in ("/work", "/tmp", "/dev/shm"):
+        inner = DISK + "/" + os.path.basename(path)
+        os.mkdir(inner)
+        os.chmod(inner, 0o1777)
+        _bind(inner, path, 0)
+    unmount(DISK)
+    os.rmdir(DISK)
     for path in folders:  # last: they may lie in /tmp
         _show(path)
     os.mkdir("/proc")
@@ -167,17 +177,3 @@ def _bind(source: str, path: str, attributes: int) -> None:
     mount(source, path, None, MS_BIND | MS_REC)
     if attributes:
         restrict_mount(path, attributes)
-
-
-def _disk(disk_mb: int) -> None:
-    """Mount memory as the folders that can be written to, under one budget for all."""
-    os.mkdir(DISK)
-    options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
-    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for path in ("/work", "/tmp", "/dev/shm"):
-        inner = DISK + "/" + os.path.basename(path)
-        os.mkdir(inner)
-        os.chmod(inner, 0o1777)
-        _bind(inner, path, 0)
-    unmount(DISK)
-    os.rmdir(DISK)
