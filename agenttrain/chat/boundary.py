@@ -1,11 +1,11 @@
 """The boundary between a completion and the next one: its place in a rendering, and its tokens.
 
-`Seam` finds the boundary in the rendering of a minimal conversation that has the shape of the real
+`TurnBoundary` finds the boundary in the rendering of a minimal conversation that has the shape of the real
 one: calls named and numbered as the real ones, a placeholder at the end of the assistant's text and
 one for each reply. Nothing counts end-of-turn tokens, so it does not matter which they are, or
 whether there are any.
 
-`build` and `fill` make the text behind the boundary into tokens. What surrounds the placeholders is
+`build_suffix` and `fill_suffix` make the text behind the boundary into tokens. What surrounds the placeholders is
 constant and is tokenised once; per call only the replies are, each from the nearest control token
 before it to the nearest one after it, so that merges across its edges are those of the full
 rendering::
@@ -51,7 +51,7 @@ def placeholder(index: int) -> str:
     return f"\ufdd3{index}\ufdd4"
 
 
-class Seam:
+class TurnBoundary:
     """Splits the text behind an assistant's own into the end of its turn and what follows that.
 
     An answer's end is known from an answer that nothing follows. A turn with calls ends the same
@@ -150,8 +150,8 @@ def _after_body(rendering: str) -> str:
 class ReplyTexts:
     """Texts of replies as the template writes them; most leave them alone, which is probed once."""
 
-    def __init__(self, seam: Seam, encoder: Encoder) -> None:
-        self._seam = seam
+    def __init__(self, seam: TurnBoundary, encoder: Encoder) -> None:
+        self._boundary = seam
         self._encoder = encoder
         self._frames: dict[str, tuple[str, str]] = {}
         self._verbatim: dict[str, bool] = {}
@@ -166,12 +166,12 @@ class ReplyTexts:
         return clean(content) if self._verbatim[role] else self._transformed(role, content)
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """`Seam.split` of a turn that gets one reply of `role`."""
+        """`TurnBoundary.split` of a turn that gets one reply of `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
             reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
-        return self._seam.split(turn, [reply], generation_prompt=True)
+        return self._boundary.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
         """Return what stands between the constant text before and after a reply."""
@@ -195,7 +195,7 @@ _REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class ReplyBlock:
     """Text between two control tokens that holds replies: literals, and replies by position.
 
     Example: ``Open(parts=("\\n", 0, "\\n"))``
@@ -210,7 +210,7 @@ class Suffix:
 
     end_ids: tuple[int, ...]
     """The end of the turn, up to its control token; empty where the template writes none."""
-    blocks: tuple[tuple[int, ...] | Open, ...]
+    blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
     glue_length: int
     """Tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
@@ -218,14 +218,14 @@ class Suffix:
     `end_ids`."""
 
 
-def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise the constant part of `Seam.split`, whose text holds `replies` placeholders."""
+def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
+    """Tokenise the constant part of `TurnBoundary.split`, whose text holds `replies` placeholders."""
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
             f"the chat template does not show each of {replies} replies once and in order: "
             f"{_REPLY.sub('<reply>', unmark(text))!r}; set chat_template"
         )
-    blocks: list[tuple[int, ...] | Open] = []
+    blocks: list[tuple[int, ...] | ReplyBlock] = []
     constant = ""
     for control, piece in encoder.pieces(text):
         if control or not _REPLY.search(piece):
@@ -236,21 +236,23 @@ def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
         # re.split with a group: literal, index, literal, index, …, literal
         parts = _REPLY.split(piece)
         blocks.append(
-            Open(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
+            ReplyBlock(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
         )
     blocks += [tuple(encoder.encode(constant))] if constant else []
     return Suffix(
         end_ids=tuple(encoder.encode(end)),
         blocks=tuple(blocks),
-        glue_length=sum(len(ids) for _, ids in fill(blocks, [""] * replies, encoder)),
+        glue_length=sum(len(ids) for _, ids in fill_suffix(blocks, [""] * replies, encoder)),
     )
 
 
-def fill(blocks: Sequence[tuple[int, ...] | Open], texts: Sequence[str], encoder: Encoder) -> Spans:
+def fill_suffix(
+    blocks: Sequence[tuple[int, ...] | ReplyBlock], texts: Sequence[str], encoder: Encoder
+) -> Spans:
     """The ids of `blocks` with the replies' texts in their places."""
     unmerged: Spans = []
     for block in blocks:
-        if not isinstance(block, Open):
+        if not isinstance(block, ReplyBlock):
             unmerged.append((Origin.template, list(block)))
             continue
         # A token that holds any character of a reply is the tool's, every other the template's.

@@ -21,10 +21,10 @@ from agenttrain.chat.features import (
     Probe,
     Status,
     clock_formats,
-    features,
-    refused,
+    feature_probes,
+    refused_probe,
 )
-from agenttrain.chat.loading import formats
+from agenttrain.chat.loading import fitting_schemas
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message, ToolCall
 
@@ -156,13 +156,13 @@ class Certificate:
             if not probe.passed:
                 names.setdefault(probe.reason, []).append(probe)
         if names:
-            refused = [
+            refused_probe = [
                 f"- {', '.join(probe.name for probe in probes)}: {probes[0].why}"
                 for probes in names.values()
             ]
             raise CertificateError(
                 "the model's chat template does not fit the token-concatenating loop:\n"
-                + "\n".join(refused)
+                + "\n".join(refused_probe)
                 + f"\n{self.remedy}"
             )
 
@@ -211,7 +211,7 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
-        stock = _probes(chat.stock(), schemas)
+        stock = _probes(chat.with_stock_template(), schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
         for index, (now, before) in enumerate(zip(probes, stock, strict=True)):
             if now.passed and not before.passed:
@@ -241,16 +241,16 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    probes = features(chat, schemas)
+    probes = feature_probes(chat, schemas)
     for name, steps in conversations(chat, schemas):
         try:
             ids, remarks = _ledger(chat, schemas, steps)
-        except _Refused as error:
-            probe = refused(name, error.reason, error.detail)
+        except _Mismatch as error:
+            probe = refused_probe(name, error.reason, error.detail)
             probes.append(replace(probe, misfit=error.misfit))
             continue
         except ChatError as error:
-            probes.append(refused(name, str(error)))
+            probes.append(refused_probe(name, str(error)))
             continue
         if name == "parallel calls" and chat.one_call_per_turn:
             remarks.append("one call per turn: the first is rendered, and all replies as its reply")
@@ -276,7 +276,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         variable = "date_string" in chat.template
         how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
         yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
-    if ends := _two_ends(chat):
+    if ends := _answer_end_texts(chat):
         last, followed = ends
         yield (
             f"an answer is sampled with {last} at its end, where the template writes {followed} "
@@ -292,19 +292,19 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         yield "the template renders one call per turn: rollout.on_parallel_calls decides on more"
 
 
-def _two_ends(chat: Chat) -> tuple[str, str] | None:
+def _answer_end_texts(chat: Chat) -> tuple[str, str] | None:
     """Return how the template ends the last answer and an earlier one, where these differ."""
     with suppress(ChatError):
-        last, followed = chat.answer_ends()
+        last, followed = chat.answer_end_ids()
         return (chat.decode(last), chat.decode(followed)) if last != followed else None
     return None
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
-    refused = [probe for probe in probes if not probe.passed]
-    names = {probe.name for probe in refused}
-    if refused and all(probe.misfit is Misfit.response_schema for probe in refused):
-        fitting = formats(chat)
+    refused_probe = [probe for probe in probes if not probe.passed]
+    names = {probe.name for probe in refused_probe}
+    if refused_probe and all(probe.misfit is Misfit.response_schema for probe in refused_probe):
+        fitting = fitting_schemas(chat)
         if fitting:
             return f"Set response_schema={fitting[0]}, which reads the template's calls."
         return (
@@ -323,7 +323,7 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
-class _Refused(Exception):
+class _Mismatch(Exception):
     """A difference between the two ways of rendering, in general and in this conversation."""
 
     def __init__(self, reason: str, detail: str, misfit: Misfit = Misfit.chat_template) -> None:
@@ -342,10 +342,10 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
     remarks: dict[str, None] = {}
     for wanted, answered in steps:
         after = messages[-1]["role"]
-        turn, replies = chat.shown(as_parsed(chat, wanted, after), answered)
+        turn, replies = chat.as_rendered(as_parsed(chat, wanted, after), answered)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, schemas)
-        _compare(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
+        _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
@@ -354,13 +354,13 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
         # A finished completion is what stands between the prompt and the suffix.
         length = max(len(full) - len(ours) - len(ledger), 0)
         sampled = full[len(ledger) :][:length]
-        _compare(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
-        _compare(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
+        _require_equal(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
+        _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         parsed = chat.parse(sampled, schemas, turn=0, after=after)
         calls = [(call.name, call.arguments) for call in turn.calls]
         read = [(call.name, call.arguments) for call in parsed.calls]
         if calls != read or any(call.malformed for call in parsed.calls):
-            raise _Refused(
+            raise _Mismatch(
                 "the response schema does not read the calls that the template renders",
                 f"{_short(chat.decode(sampled))} parses to {_short(read)} "
                 f"instead of {_short(calls)}",
@@ -372,7 +372,7 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
             ] = None
         if turn.reasoning and turn.reasoning != parsed.reasoning:
             remarks["the template leaves out reasoning; the ledger keeps what was sampled"] = None
-        if not turn.calls and answered and (ends := _two_ends(chat)):
+        if not turn.calls and answered and (ends := _answer_end_texts(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         context += ours
         ledger = full
@@ -391,12 +391,12 @@ def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
     return replace(turn, reasoning=THOUGHT) if opened else turn
 
 
-def _compare(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) -> None:
+def _require_equal(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) -> None:
     if list(full) == list(ours):
         return
     pairs = enumerate(zip(full, ours, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(full), len(ours)))
-    raise _Refused(
+    raise _Mismatch(
         what,
         f"the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
         f"{chat.decode(ours[at:][:12])!r}",

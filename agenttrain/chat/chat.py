@@ -13,17 +13,17 @@ from agenttrain.chat.boundary import (
     BODY,
     CALL,
     ReplyTexts,
-    Seam,
     Suffix,
-    build,
-    fill,
+    TurnBoundary,
+    build_suffix,
+    fill_suffix,
     placeholder,
 )
 from agenttrain.chat.encoding import ChatError, Encoder, clip
 from agenttrain.chat.fixes import Fix
 from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
-from agenttrain.chat.probing import REASONING_KEYS, USER, adapted, behaviour, render
+from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_behaviour, render
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 CACHED_SHAPES = 4096
@@ -77,16 +77,16 @@ class Chat:
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
         # Not `self.render`, which adapts messages to the behaviour that is measured only now.
-        self._behaviour = behaviour(
+        self._behaviour = probe_behaviour(
             lambda messages, opened: render(
                 tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
             )
         )
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._seam = Seam(
+        self._boundary = TurnBoundary(
             lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
         )
-        self._reply_text = ReplyTexts(self._seam, self.encoder)
+        self._reply_text = ReplyTexts(self._boundary, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
@@ -121,7 +121,7 @@ class Chat:
         """Check that a completion after a message of the role `after` begins inside reasoning."""
         return self._in_reasoning.get(after, self._in_reasoning["user"])
 
-    def stock(self) -> Chat:
+    def with_stock_template(self) -> Chat:
         """The same with the model's own template, before fixes."""
         return Chat(
             self.tokenizer,
@@ -166,7 +166,7 @@ class Chat:
         return render(
             self.tokenizer,
             self.template,
-            [adapted(message, self._behaviour) for message in messages],
+            [adapt_message(message, self._behaviour) for message in messages],
             schemas,
             generation_prompt=generation_prompt,
             kwargs=self.kwargs,
@@ -201,7 +201,7 @@ class Chat:
         """
         if self._grammar is None:
             self._grammar = CallGrammar(self.response, self.render)
-        return self._grammar.of(schemas, in_reasoning=self.opens_reasoning(after))
+        return self._grammar.grammar_for(schemas, in_reasoning=self.opens_reasoning(after))
 
     def suffix(
         self,
@@ -217,9 +217,11 @@ class Chat:
         They hold the end of the turn if the completion lacks it, the replies as the template
         writes them, and the next generation prompt. The cost grows with the replies only.
         """
-        turn, replies = self.shown(turn, replies)
+        turn, replies = self.as_rendered(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
-        spans = fill(suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder)
+        spans = fill_suffix(
+            suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder
+        )
         missing = list(_missing_end(suffix, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
             spans[0][1][:0] = missing
@@ -227,7 +229,7 @@ class Chat:
             spans.insert(0, (Origin.template, missing))
         return spans
 
-    def shown(
+    def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
     ) -> tuple[AssistantTurn, Sequence[Message]]:
         """The turn and replies that the template is given: one call where it renders only one.
@@ -247,10 +249,10 @@ class Chat:
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[int, ...]:
         """Ids that the template ends this turn by; empty where it writes no control token."""
-        turn, replies = self.shown(turn, replies)
+        turn, replies = self.as_rendered(turn, replies)
         return self._suffix(turn, replies, generation_prompt).end_ids
 
-    def answer_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """How the template ends an answer that nothing follows, and one that a user's message
         follows. They differ in harmony: ``<|return|>``, rendered as ``<|end|>`` from then on."""
         suffix = self._suffix(ANSWER, [USER], True)
@@ -266,7 +268,7 @@ class Chat:
         generation_prompt: bool,
     ) -> int:
         """Tokens of `suffix` with empty replies."""
-        suffix = self._suffix(*self.shown(turn, replies), generation_prompt)
+        suffix = self._suffix(*self.as_rendered(turn, replies), generation_prompt)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
@@ -314,13 +316,13 @@ class Chat:
             {**mark({**reply, "content": None}), "content": placeholder(index)}
             for index, reply in enumerate(replies)
         ]
-        end, text = self._seam.split(
+        end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        suffix = build(end, text, self.encoder, replies=len(replies))
+        suffix = build_suffix(end, text, self.encoder, replies=len(replies))
         if not end or calls:
             return suffix
-        last = tuple(self.encoder.encode(self._seam.answer_end()))
+        last = tuple(self.encoder.encode(self._boundary.answer_end()))
         # Phi-3 ends the last answer as any other, and then the text.
         same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
         return replace(suffix, last_end_ids=() if same else last)

@@ -71,13 +71,13 @@ class Probe:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
-def refused(name: str, reason: str, detail: str = "") -> Probe:
+def refused_probe(name: str, reason: str, detail: str = "") -> Probe:
     """A probe that the template fails."""
     misfit = Misfit.chat_template
     return Probe(name=name, status=Status.refused, reason=reason, detail=detail, misfit=misfit)
 
 
-def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     """The probes of FEATURES, in that order."""
     probes = [_generation_prompt(chat), _same_each_time(chat)]
 
@@ -87,18 +87,18 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         stops = chat.stop_token_ids
         probes.append(Probe(name=name, status=Status.passed, reason=reason, token_ids=stops))
     else:
-        probes.append(refused(name, "no end-of-turn token"))
+        probes.append(refused_probe(name, "no end-of-turn token"))
 
     name = "tools in the prompt"
     try:
         text = chat.decode(chat.prompt_ids(QUESTION, schemas))
     except ChatError as error:
-        probes.append(refused(name, str(error)))
+        probes.append(refused_probe(name, str(error)))
     else:
         tools = [schema.get("function", schema)["name"] for schema in schemas]
         if missing := [tool for tool in tools if tool not in text]:
             reason = f"the template does not show the tools {', '.join(missing)}"
-            probes.append(refused(name, reason))
+            probes.append(refused_probe(name, reason))
         else:
             probes.append(Probe(name=name, status=Status.passed))
 
@@ -116,17 +116,19 @@ def _generation_prompt(chat: Chat) -> Probe:
         bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
         answered = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
     except ChatError as error:
-        return refused(name, str(error))
+        return refused_probe(name, str(error))
     header = answered.removeprefix(bare).partition("ok")[0]
     if opened == bare and answered.startswith(bare) and header.strip():
-        return refused(name, f"the template writes none, though a turn begins with {header!r}")
+        return refused_probe(
+            name, f"the template writes none, though a turn begins with {header!r}"
+        )
     return Probe(name=name, status=Status.passed)
 
 
 def _same_each_time(chat: Chat) -> Probe:
     name = "same each time"
     if times := [text for text in clock_formats(chat.template) if _TIME_OF_DAY.search(text)]:
-        return refused(
+        return refused_probe(
             name,
             f"the template writes the time of day, strftime_now({times[0]!r}), so that no prompt "
             "is rendered twice: take it out, or leave the date alone",
@@ -134,9 +136,9 @@ def _same_each_time(chat: Chat) -> Probe:
     try:
         renderings = {chat.render(QUESTION, generation_prompt=True) for _ in range(RENDERINGS)}
     except ChatError as error:
-        return refused(name, str(error))
+        return refused_probe(name, str(error))
     if len(renderings) > 1:
-        return refused(name, "the template renders the same messages differently each time")
+        return refused_probe(name, "the template renders the same messages differently each time")
     return Probe(name=name, status=Status.passed)
 
 
@@ -193,7 +195,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         for token_id in control:
             if ids[token_id] != harmless[token_id]:
                 token = chat.decode([token_id])
-                return refused(name, f"the text {token!r} in {place} becomes a control token")
+                return refused_probe(name, f"the text {token!r} in {place} becomes a control token")
     special = len(chat.encoder.control) - len(chat.encoder.unspecial)
     reason = f"{special} special tokens and {len(chat.encoder.unspecial)} other added ones"
     for why, count in Counter(chat.encoder.ordinary.values()).items():

@@ -43,6 +43,17 @@ class Edit:
     why: str = ""
     """Purpose of the edit, given once per fix."""
 
+    def apply(self, template: str) -> str | None:
+        """Return the edited template; None where the edit does not apply."""
+        if not self.find:
+            return template if self.put in template else self.put + template
+        find = pattern(self.find)
+        has_it = bool(self.put) and pattern(self.put).search(template) is not None
+        if has_it and find.search(self.put):
+            return template
+        edited, count = find.subn(lambda _: self.put, template)
+        return edited if count else template if has_it else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
@@ -179,7 +190,7 @@ class Fix:
         return "\n".join([heading, *diff, ""])
 
 
-def fixed(name: str, family: Family, stock: str) -> Fix:
+def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """`stock` with the first of the family's fixes whose every edit applies.
 
     An edit that a template holds already is left out. Raises ChatError when no fix applies.
@@ -191,7 +202,7 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
         template = stock
         changes: dict[str, None] = {}
         for edit in fix:
-            edited = _apply(edit, template)
+            edited = edit.apply(template)
             if edited is None:
                 text = " ".join(edit.find.split())
                 text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
@@ -214,18 +225,6 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
     raise ChatError(f"chat_template={name}: {problem}; {REMEDY}")
 
 
-def _apply(edit: Edit, template: str) -> str | None:
-    """Return the template with the edit; None where it does not apply."""
-    if not edit.find:
-        return template if edit.put in template else edit.put + template
-    find = pattern(edit.find)
-    held = bool(edit.put) and pattern(edit.put).search(template) is not None
-    if held and find.search(edit.put):
-        return template
-    edited, count = find.subn(lambda _: edit.put, template)
-    return edited if count else template if held else None
-
-
 def recognise(
     source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
 ) -> str | None:
@@ -236,14 +235,14 @@ def recognise(
     taken. A template that none describes has the first family without fixes whose calls it
     renders; None where there is no such family.
     """
-    names = [name for name, family in known.items() if described(source, family)]
+    names = [name for name, family in known.items() if matches_source(source, family)]
     names.sort(key=lambda name: -sum(map(len, known[name].marks)))
     for name in names:
         family = known[name]
         if not family.tools or reads_back(family, source):
             return name
         with suppress(ChatError):
-            if reads_back(family, fixed(name, family, source).template):
+            if reads_back(family, apply_fix(name, family, source).template):
                 return name
     for name, family in known.items():
         if family.tools and not family.marks and reads_back(family, source):
@@ -251,7 +250,7 @@ def recognise(
     return None
 
 
-def described(source: str, family: Family) -> bool:
+def matches_source(source: str, family: Family) -> bool:
     """Check that a template holds all marks of a family, and nothing that it must not hold."""
     if not family.marks or any(pattern(mark).search(source) is None for mark in family.marks):
         return False

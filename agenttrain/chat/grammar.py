@@ -31,7 +31,7 @@ Format = dict[str, Any]
 KEY = "rollout.structured_calls=true"
 BLANKS = 8
 """Most blanks in a row inside a call's arguments: enough to indent, too few to never end."""
-MOST_KNOWN = 1024
+CACHED_GRAMMARS = 1024
 """Grammars that are kept."""
 NAME, ID = "a_tool", "abcdefgh1"
 ARGUMENTS = {"x": 1}
@@ -77,22 +77,23 @@ class CallGrammar:
             )
         self._spec = spec
         self._glue = _glue(spec, render([USER, CALL]))
-        self._known: dict[tuple[str, bool], str] = {}
+        self._cache: dict[tuple[str, bool], str] = {}
 
-    def of(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
+    def grammar_for(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
         """Return the grammar, JSON, of a completion that may call these tools.
 
         `in_reasoning`: it begins inside the reasoning.
         """
         key = json.dumps(schemas), in_reasoning
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
+        if key not in self._cache:
+            if len(self._cache) >= CACHED_GRAMMARS:
+                self._cache.clear()
             tag = {"type": "structural_tag", "format": self._completion(schemas, in_reasoning)}
-            self._known[key] = json.dumps(tag)
-        return self._known[key]
+            self._cache[key] = json.dumps(tag)
+        return self._cache[key]
 
     def _completion(self, schemas: Sequence[Mapping[str, Any]], in_reasoning: bool) -> Format:
+        """Return the format of a whole completion: reasoning, free text and calls."""
         spec, glue = self._spec, self._glue
         calls = []
         for schema in schemas:

@@ -31,9 +31,9 @@ from agenttrain.chat.fixes import (
     REMEDY,
     Family,
     Fix,
-    described,
+    apply_fix,
     families,
-    fixed,
+    matches_source,
     parse_family,
     recognise,
 )
@@ -42,9 +42,9 @@ from agenttrain.chat.parsers.calls import READERS
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.chat.parsers.harmony import HarmonySpec
 from agenttrain.chat.parsers.marked import MarkedSpec
-from agenttrain.chat.parsers.response_schema import schema_spec
-from agenttrain.chat.parsers.response_template import TemplateSpec, template_spec
-from agenttrain.chat.probing import USER, behaviour, render, syntax_problem
+from agenttrain.chat.parsers.response_schema import make_schema_spec
+from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
+from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
 from agenttrain.types import Message
 from agenttrain.utils.files import conf_folder
 
@@ -80,9 +80,9 @@ def load_chat(
     known = dict(families())
     if template.family:
         known[template.name] = parse_family(template.name, template.family)
-    source, chosen = _source(tokenizer, template, known, tools=tools)
+    source, chosen = _template_source(tokenizer, template, known, tools=tools)
     fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
-    _read_by(fix.template, template.kwargs)
+    _check_variables(fix.template, template.kwargs)
     family = known.get(fix.family or "")
     # The tokenizer's end of sequence, then those of the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -92,7 +92,7 @@ def load_chat(
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
     # Ordinary tokens of the family, and of those whose template the model has where another's
     # tools were added to it.
-    taken = [other for other in known.values() if other == family or described(source, other)]
+    taken = [other for other in known.values() if other == family or matches_source(source, other)]
     make = partial(
         Chat,
         tokenizer,
@@ -134,7 +134,7 @@ def make_fix(
         # A family of no model in particular has nothing to add to a template that behaves so.
         return Fix(family=name, stock=source, template=source)
     try:
-        fix = fixed(name, family, source)
+        fix = apply_fix(name, family, source)
         if family.tools and reads(family, source) and not reads(family, fix.template):
             # A fork may hold what an edit looks for and not the variables that it writes with.
             raise ChatError(
@@ -148,7 +148,7 @@ def make_fix(
         return Fix(family=name, stock=source, template=source, problem=str(error))
 
 
-def _source(
+def _template_source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
     """Return the template before fixes, the user's file or what the tokenizer carries, and in
@@ -167,12 +167,12 @@ def _source(
         )
     if config.path is not None:
         return read_template(config.path), None
-    return carried_template(getattr(tokenizer, "chat_template", None), tools=tools)
+    return template_of_tokenizer(getattr(tokenizer, "chat_template", None), tools=tools)
 
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
     """Check that a template shows the assistant's tool calls."""
-    return behaviour(
+    return probe_behaviour(
         lambda messages, opened: render(
             tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
         )
@@ -212,7 +212,7 @@ def reads_back(
     return False
 
 
-def formats(chat: Chat) -> list[str]:
+def fitting_schemas(chat: Chat) -> list[str]:
     """Names of the response schemas that read the calls of a chat's template."""
     return [
         name
@@ -221,7 +221,7 @@ def formats(chat: Chat) -> list[str]:
     ]
 
 
-def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
+def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
     """Raise ChatError for a variable that the template does not read: it would change nothing."""
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
@@ -242,7 +242,7 @@ FILE_REMEDY = "set `chat_template=file chat_template.path=<file.jinja>`"
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
-def carried_template(carried: Any, *, tools: bool) -> tuple[str, str | None]:
+def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None]:
     """The template that a tokenizer carries, and in words which one, where it carries several.
 
     `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As transformers
@@ -316,7 +316,7 @@ def load_spec(name: str) -> ResponseSpec:
         names = ", ".join(sorted([*CHOICES, *known]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
     content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
-    return spec_of(content.get("spec") or {}, source=f"{GROUP}={name}")
+    return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
@@ -333,10 +333,10 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     if config.path is not None:
         spec = read_spec(Path(config.path))
     elif config.spec:
-        spec = spec_of(config.spec, source=f"{GROUP}={config.name}")
+        spec = make_spec(config.spec, source=f"{GROUP}={config.name}")
     elif config.name != "auto":
         spec = load_spec(config.name)
-    elif (carried := carried_spec(tokenizer)) is not None:
+    elif (carried := spec_of_tokenizer(tokenizer)) is not None:
         spec = carried
     elif family is not None:
         spec = load_spec(family)
@@ -355,13 +355,13 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
 
 
-def carried_spec(tokenizer: Any) -> ResponseSpec | None:
+def spec_of_tokenizer(tokenizer: Any) -> ResponseSpec | None:
     """The schema that a tokenizer's own configuration holds, in either dialect."""
     own = getattr(tokenizer, "init_kwargs", None) or {}
     for key in ("response_template", "response_schema"):
         carried = getattr(tokenizer, key, None) or own.get(key)
         if carried:
-            return spec_of(carried, source=f"the tokenizer's {key}")
+            return make_spec(carried, source=f"the tokenizer's {key}")
     return None
 
 
@@ -372,7 +372,7 @@ def read_spec(path: Path) -> ResponseSpec:
     inner = content.get("spec", content)
     for key in ("response_template", "response_schema"):  # a whole tokenizer_config.json
         inner = content.get(key) or inner
-    return spec_of(inner, source=source)
+    return make_spec(inner, source=source)
 
 
 def _load(path: Path, source: str) -> dict[str, Any]:
@@ -386,21 +386,21 @@ def _load(path: Path, source: str) -> dict[str, Any]:
     return content
 
 
-def spec_of(content: Any, *, source: str) -> ResponseSpec:
+def make_spec(content: Any, *, source: str) -> ResponseSpec:
     """The schema that a mapping describes, in whichever of the forms. Raises ChatError."""
     if not isinstance(content, Mapping):
         raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
     try:
         if "fields" in content:
-            return template_spec(content)
+            return make_template_spec(content)
         if "properties" in content or any(str(key).startswith("x-") for key in content):
-            return schema_spec(content)
-        return _ours(dict(content))
+            return make_schema_spec(content)
+        return _own_format(dict(content))
     except (ValueError, re.error) as error:  # the latter: our own patterns
         raise ChatError(f"{source}: {error}") from error
 
 
-def _ours(settings: dict[str, Any]) -> ResponseSpec:
+def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     form = settings.pop("format", "marked")
     call_id: Any = settings.get("call_id", CALL_ID)
     # Twice as many ids as there may be calls: those with ids of the model's are skipped.
@@ -412,13 +412,13 @@ def _ours(settings: dict[str, Any]) -> ResponseSpec:
     if not distinct:
         raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
     if form == "harmony":
-        _known_spec(settings, ["call_id", "lenient"])
+        _check_keys(settings, ["call_id", "lenient"])
         if not isinstance(settings.get("lenient", False), bool):
             raise ValueError(f"lenient: must be true or false, not {settings['lenient']!r}")
         return HarmonySpec(**settings)
     if form != "marked":
         raise ValueError(f"format: {form!r} is not known: it is marked or harmony")
-    _known_spec(settings, [field.name for field in fields(MarkedSpec)])
+    _check_keys(settings, [field.name for field in fields(MarkedSpec)])
     for key, value in settings.items():
         kind, word = _KINDS.get(key, (str, "text"))
         if not isinstance(value, kind) and (value is not None or key not in _OPTIONAL):
@@ -444,7 +444,7 @@ def _ours(settings: dict[str, Any]) -> ResponseSpec:
     return spec
 
 
-def _known_spec(keys: Iterable[str], known: Iterable[str]) -> None:
+def _check_keys(keys: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for key in keys:
         if key not in known:

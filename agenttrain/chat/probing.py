@@ -93,7 +93,7 @@ class TemplateBehaviour:
     """The ids of calls appear."""
 
 
-def behaviour(render: Render) -> TemplateBehaviour:
+def probe_behaviour(render: Render) -> TemplateBehaviour:
     """Find out how a template behaves."""
     calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
     short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
@@ -162,7 +162,7 @@ def short_id(call_id: str) -> str:
     return sha256(plain.encode()).hexdigest()[:9]
 
 
-def adapted(message: Message, behaviour: TemplateBehaviour) -> Message:
+def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
     """Return a message as the template reads it: reasoning under its key too, ids in its form."""
     changes: Message = {}
     key = behaviour.reasoning_key

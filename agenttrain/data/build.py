@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
-from agenttrain.data.tasks import LOOKED_AT, GeneratedRows, Rows, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
-    Change,
-    ChangedRows,
-    SomeRows,
-    left_out,
-    look_through,
-    split_off,
+    RowSubset,
+    RowTransform,
+    TransformedRows,
+    check_rows,
+    hold_out,
+    report_bad_rows,
 )
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
@@ -44,7 +44,7 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
     Raises ValueError with key, value and remedy; for rows that cannot be tasks with the place and
     the reason of the first ten.
     """
-    change = Change(config)
+    change = RowTransform(config)
     notes: list[str] = []
     train_rows = build_rows(config.train, "data.train")
     train: Rows
@@ -55,12 +55,12 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
                 f"data.test_fraction={config.test_fraction}: a share of rows without end is none; "
                 "leave it out"
             )
-        changed = ChangedRows(train_rows, change)
-        usable = look_through(changed, change, "data.train", needs_prompt=needs_prompt)
-        if note := left_out(usable, len(train_rows), "data.train", config.on_bad_row):
+        changed = TransformedRows(train_rows, change)
+        usable = check_rows(changed, change, "data.train", needs_prompt=needs_prompt)
+        if note := report_bad_rows(usable, len(train_rows), "data.train", config.on_bad_row):
             notes.append(note)
-        trained, held_out = split_off(usable, config.test_fraction, config.test_seed)
-        train, test = SomeRows(changed, trained), SomeRows(changed, held_out)
+        trained, held_out = hold_out(usable, config.test_fraction, config.test_seed)
+        train, test = RowSubset(changed, trained), RowSubset(changed, held_out)
         notes.append(
             f"data.test_fraction={config.test_fraction}: {len(test)} of {len(usable.good)} rows "
             "are held out for evaluation"
@@ -108,25 +108,25 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
 
 def _usable(
     rows: Rows,
-    change: Change,
+    change: RowTransform,
     config: DataConfig,
     key: str,
     notes: list[str],
     needs_prompt: bool,
 ) -> Rows:
-    changed = ChangedRows(rows, change)
+    changed = TransformedRows(rows, change)
     if isinstance(rows, GeneratedRows):  # without end: its rows are met one by one
         return changed
-    usable = look_through(changed, change, key, needs_prompt=needs_prompt)
-    if note := left_out(usable, len(rows), key, config.on_bad_row):
+    usable = check_rows(changed, change, key, needs_prompt=needs_prompt)
+    if note := report_bad_rows(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
-    return SomeRows(changed, usable.good)
+    return RowSubset(changed, usable.good)
 
 
 def column_names(source: TaskSource) -> list[str]:
     """Return the columns of the first rows; single rows may lack some."""
     known: dict[str, None] = {}
-    for task in source.tasks(0, min(len(source), LOOKED_AT)):
+    for task in source.tasks(0, min(len(source), COLUMN_SAMPLE)):
         known.update(dict.fromkeys(task.columns))
     return list(known)
 

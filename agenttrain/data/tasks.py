@@ -16,7 +16,7 @@ from agenttrain.types import Message, RowTool, Task
 from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns")
-LOOKED_AT = 20
+COLUMN_SAMPLE = 20
 """Rows from which the columns of a dataset are read; single rows may lack some."""
 
 
@@ -113,7 +113,7 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
         if name is None:
             continue
         known: dict[str, None] = {}
-        for position in range(min(len(source), LOOKED_AT)):
+        for position in range(min(len(source), COLUMN_SAMPLE)):
             known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
             if name in known:
                 break

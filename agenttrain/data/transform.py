@@ -1,6 +1,6 @@
 """Rows of a dataset on their way to tasks: changed by the settings, tried, split.
 
-`Change` applies `data.map`, `data.prompt` and `data.system` to a row; `look_through` separates the
+`RowTransform` applies `data.map`, `data.prompt` and `data.system` to a row; `check_rows` separates the
 rows that can become tasks from the others, with reasons.
 """
 
@@ -19,7 +19,7 @@ from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
 
-class Change:
+class RowTransform:
     """row -> row: columns mapped, the prompt filled in, the system message put before it.
 
     Example: with ``map: {answer: "split(solution, '#### ')[-1]"}``, ``prompt: "{{ question }}
@@ -110,14 +110,14 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-TOLD = 10
+MAX_LISTED = 10
 """Bad rows that are named."""
 
 
-class ChangedRows:
+class TransformedRows:
     """Rows after `data.map`, `data.prompt` and `data.system`."""
 
-    def __init__(self, rows: Rows, change: Change) -> None:
+    def __init__(self, rows: Rows, change: RowTransform) -> None:
         self._rows, self._change = rows, change
         self._fills_missing = bool(getattr(rows, "fills_missing", False))
 
@@ -133,10 +133,10 @@ class ChangedRows:
         return f"row {index + 1}" if where is None else where(index)
 
 
-class SomeRows:
+class RowSubset:
     """Some of the rows of a dataset; a row without a `task_id` is named by its number in it."""
 
-    def __init__(self, rows: ChangedRows, indices: Sequence[int]) -> None:
+    def __init__(self, rows: TransformedRows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class SomeRows:
 
 
 @dataclass(slots=True)
-class Usable:
+class RowCheck:
     """Rows of a dataset that can become tasks, and reasons of the others."""
 
     good: list[int] = field(default_factory=list)
@@ -162,12 +162,14 @@ class Usable:
     """Question of each good row; equal ones ask the same."""
 
 
-def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: bool) -> Usable:
+def check_rows(
+    rows: TransformedRows, change: RowTransform, key: str, *, needs_prompt: bool
+) -> RowCheck:
     """Try every row of the dataset at `key`; without `needs_prompt` a row may ask nothing.
 
     Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
     """
-    usable, seen = Usable(), set[str]()
+    usable, seen = RowCheck(), set[str]()
     for index in range(len(rows)):
         try:
             row = rows[index]
@@ -190,13 +192,13 @@ def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: b
     return usable
 
 
-def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
+def report_bad_rows(usable: RowCheck, total: int, key: str, policy: OnBadRow) -> str | None:
     """Return a message on the bad rows left out; raise ValueError where they are not left out."""
     if not usable.bad:
         return None
-    shown = [f"  {line}" for line in usable.bad[:TOLD]]
-    if len(usable.bad) > TOLD:
-        shown.append(f"  … and {len(usable.bad) - TOLD} more")
+    shown = [f"  {line}" for line in usable.bad[:MAX_LISTED]]
+    if len(usable.bad) > MAX_LISTED:
+        shown.append(f"  … and {len(usable.bad) - MAX_LISTED} more")
     listed = "\n".join(shown)
     if policy is OnBadRow.skip and usable.good:
         count = f"{len(usable.bad)} of {total} rows"
@@ -207,7 +209,7 @@ def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | No
     raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{listed}")
 
 
-def split_off(usable: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], list[int]]:
     """Return rows for training, and those held out: a share of `fraction`, whatever their order.
 
     A row's side depends on what it asks alone: rows that ask the same stay together, and one that

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import sys
 import threading
@@ -68,18 +67,18 @@ class EnvironmentKind:
         self.settings = settings or EnvironmentSettings()
         pooled = self.settings.pooled
         self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
-        self.resets, self.rewards, self.answers = (
+        self.has_reset, self.has_reward, self.has_user = (
             callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
         )
         self.episodes: dict[str, Episode] = {}
         """Episodes of the rollouts in flight, by rollout id."""
         self._idle: list[Instance] = []
-        self._left: list[Instance] = []
+        self._closed_busy: list[Instance] = []
         """Closed ones in which a call that was given up still runs."""
         self._warned = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
-        self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
-        if self.pooled and not self.resets:
+        self._reset_arguments = _reset_arguments(cls, where) if self.has_reset else ()
+        if self.pooled and not self.has_reset:
             raise ValueError(
                 f"{where}: it is pooled and has no reset, so an instance would begin where another "
                 f"rollout left it; add a reset, or set environment.{name}.pooled=false"
@@ -105,8 +104,8 @@ class EnvironmentKind:
         return tuple(label for instance in self._used() for label in instance.threads.overdue)
 
     def _used(self) -> list[Instance]:
-        self._left = [instance for instance in self._left if instance.threads.stuck]
-        return [*(episode.instance for episode in self.episodes.values()), *self._left]
+        self._closed_busy = [instance for instance in self._closed_busy if instance.threads.stuck]
+        return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
 
     async def start(self, start: Start) -> Episode:
         """Give the rollout an instance of its own, made or taken from the pool, and reset.
@@ -134,18 +133,18 @@ class EnvironmentKind:
 
     async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
         instance = episode.instance
-        if instance.made is None:
+        if instance.obj is None:
             # Copies: what one rollout does to a bound list or to its row, no other one sees.
             await instance.make(lambda: self.cls(**copy.deepcopy(self.bound)))
-        if self.resets:
+        if self.has_reset:
             doing[0] = "its reset"
             row = copy.deepcopy(dict(start.row))
             given = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
             asked = {name: given[name] for name in self._reset_arguments}
-            prompt = await instance.call(instance.made.reset, **asked)
+            prompt = await instance.call(instance.obj.reset, **asked)
             # In its thread: an error quotes the prompt, whose text may be made by its own code.
-            episode.messages = () if prompt is None else await instance.call(_messages, prompt)
-        if await instance.call(lambda: getattr(instance.made, "done", False)):
+            episode.messages = () if prompt is None else await instance.call(_to_messages, prompt)
+        if await instance.call(lambda: getattr(instance.obj, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
 
     def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
@@ -162,7 +161,7 @@ class EnvironmentKind:
         """End an episode: its instance goes back to the pool, or is closed."""
         self.episodes.pop(episode.rollout_id, None)
         instance = episode.instance
-        if again and self.pooled and instance.fit:
+        if again and self.pooled and instance.reusable:
             self._idle.append(instance)
         else:
             await self._close(instance)
@@ -175,7 +174,7 @@ class EnvironmentKind:
 
     async def _close(self, instance: Instance) -> None:
         if instance.threads.stuck:
-            self._left.append(instance)
+            self._closed_busy.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
         except Exception as error:
@@ -201,31 +200,31 @@ class Episode:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the instance; raises what it raises."""
-        function = getattr(self.instance.made, method)
-        runs = self._async_call if inspect.iscoroutinefunction(function) else self._call
-        return await self.instance.call(runs, functools.partial(function, *args, **kwargs))
+        made = self.instance.obj
+        function = getattr(made, method)
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        finally:
-            self._read_done()
+        # `done` may be a property with code of its own: it is read where the method runs.
+        def call_and_read_done() -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.done = bool(getattr(made, "done", False))
 
-    async def _async_call(self, function: Callable[[], Any]) -> Any:
-        try:
-            return await function()
-        finally:
-            self._read_done()
+        async def await_and_read_done() -> Any:
+            try:
+                return await function(*args, **kwargs)
+            finally:
+                self.done = bool(getattr(made, "done", False))
 
-    def _read_done(self) -> None:
-        self.done = bool(getattr(self.instance.made, "done", False))
+        is_async = inspect.iscoroutinefunction(function)
+        return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
     async def user(self, message: Message) -> str | None:
         """Ask the class's `user` for its message to an answer without a call; None: no message.
 
         Raises ToolUnavailable when the hook fails, or gives something else.
         """
-        if not self.kind.answers:
+        if not self.kind.has_user:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
@@ -246,11 +245,11 @@ class Episode:
         Both run in the instance's thread: a value may be an object with code of its own. Raises
         what they raise; ToolUnavailable when that takes too long.
         """
-        if not self.kind.rewards:
+        if not self.kind.has_reward:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            made = self.instance.made
+            made = self.instance.obj
             value = await bounded(self.instance.call(made.reward, rollout), limit)
             return await bounded(self.instance.call(read, value), limit)
         except TookTooLong as error:
@@ -263,7 +262,7 @@ class Episode:
             await self.kind.finish(self, again=again)
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
+def _to_messages(given: Any) -> tuple[Message, ...]:
     """Make messages of the value of `reset`; a text is a user message."""
     if given is None:
         return ()
@@ -341,8 +340,8 @@ class Instance:
     def __init__(self, label: str, limit_s: float) -> None:
         """`limit_s` is what a call may take: one that was given up counts as overdue after it."""
         self._limit_s = limit_s
-        self.made: Any = None
-        self._given_up = False
+        self.obj: Any = None
+        self._abandoned_call = False
         self._running = 0
         self._label = label
         self.threads = DaemonThreads(idle_s=IDLE_S)
@@ -351,9 +350,9 @@ class Instance:
         self._closing = False
 
     @property
-    def fit(self) -> bool:
+    def reusable(self) -> bool:
         """True while it may be used again: no call runs, and none was given up half-way."""
-        return not (self._running or self._given_up)
+        return not (self._running or self._abandoned_call)
 
     async def make(self, make: Callable[[], object]) -> None:
         """Construct the object; one that comes into being after `close` is closed at once."""
@@ -361,7 +360,7 @@ class Instance:
         def work() -> None:
             made = make()
             with self._lock:
-                self.made, late = made, self._closing
+                self.obj, late = made, self._closing
             if late:
                 attempt(lambda: _close_in_thread(made))
 
@@ -376,7 +375,7 @@ class Instance:
             value = await self._in_thread(lambda: function(*args, **kwargs))
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
-            self._given_up = True
+            self._abandoned_call = True
             raise
         finally:
             self._running -= 1
@@ -389,7 +388,7 @@ class Instance:
         with self._lock:
             if self._closing:
                 return
-            self._closing, made = True, self.made
+            self._closing, made = True, self.obj
         close = getattr(made, "close", None)
         try:
             if close is not None:
@@ -402,13 +401,13 @@ class Instance:
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
-        value = _value(await self.threads.run(close, label=self._label))
+        value = _unwrap(await self.threads.run(close, label=self._label))
         if inspect.isawaitable(value):
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         deadline = time.monotonic() + 0.9 * self._limit_s
-        return _value(
+        return _unwrap(
             await attempt_async(
                 awaitable, threads=self.threads, label=self._label, deadline=deadline
             )
@@ -424,13 +423,13 @@ class Instance:
                 return None if given_up.is_set() else function()
 
         try:
-            return _value(await self.threads.run(work, label=self._label, deadline=deadline))
+            return _unwrap(await self.threads.run(work, label=self._label, deadline=deadline))
         except asyncio.CancelledError:
             given_up.set()
             raise
 
 
-def _value(outcome: Any) -> Any:
+def _unwrap(outcome: Any) -> Any:
     if outcome.error is None:
         return outcome.value
     if isinstance(outcome.error, Exception):

@@ -13,7 +13,7 @@ from typing import Any
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.tools.config import HOOKS
-from agenttrain.tools.structured import built
+from agenttrain.tools.structured import build_instances
 from agenttrain.tools.tool import Tool, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
@@ -57,7 +57,7 @@ class Environments:
             )
         self._empty = Toolbox({})
         self._max_stuck = max_stuck
-        self._told = False
+        self._warned = False
 
     @property
     def tool_names(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Environments:
     @property
     def rewards(self) -> tuple[str, ...]:
         """The environments that have a `reward`."""
-        return tuple(name for name, kind in self.kinds.items() if kind.rewards)
+        return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
         """The task's environment; None where the run has none.
@@ -114,10 +114,10 @@ class Environments:
         """The methods of an environment; an empty toolbox for None."""
         return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
-    def tell_uneven(self, groups: int, total: int) -> None:
+    def warn_uneven_prompts(self, groups: int, total: int) -> None:
         """Say once, on stderr, that groups began with different prompts."""
-        if groups and not self._told:
-            self._told = True
+        if groups and not self._warned:
+            self._warned = True
             print(
                 f"note: in {groups} of {total} groups the environment's reset gave the rollouts of "
                 "one task different prompts, and their rewards are compared with each other; take "
@@ -144,7 +144,9 @@ class _Method:
         extra = {"context": context} if self._method.takes_context else {}
         episode = self._kind.episodes[context.rollout_id]
         if self._method.builders:
-            arguments = await episode.instance.call(built, self._method.builders, arguments)
+            arguments = await episode.instance.call(
+                build_instances, self._method.builders, arguments
+            )
         return await episode.call(self.name, **arguments, **extra)
 
 

@@ -185,7 +185,7 @@ async def collect(
     groups = _whole_groups(attempts, results)
     collected.groups, collected.places = list(groups.values()), list(groups)
     collected.uneven_prompts = sum(map(_uneven, collected.groups))
-    collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
+    collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     collected.dropped = len(attempts) - len(usable)
     if attempts and not usable and not may_be_empty:
@@ -271,7 +271,7 @@ def _plan(
 def _shared_prompt(collector: Collector, task: Task) -> list[int] | None:
     """The prompt of a task's rollouts; None where their environments add to it."""
     kind = collector.environments.kind_of(task)
-    if kind is not None and kind.resets:
+    if kind is not None and kind.has_reset:
         return None
     tools = RowTools(task, collector.toolbox, collector.environments)
     prompt_ids = collector.chat.prompt_ids(task.messages, tools.schemas)

@@ -51,7 +51,7 @@ async def score(rollout: Rollout, episode: Episode | None) -> None:
     about NaN says the rubric, as with theirs.
     """
     unscored = (StopReason.error, StopReason.aborted)
-    if episode is None or not episode.kind.rewards:
+    if episode is None or not episode.kind.has_reward:
         return
     if not rollout.turns or rollout.stop_reason in unscored:
         return

@@ -41,13 +41,13 @@ class ArgumentSchema:
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """Raises ValueError when `parameters` is not a JSON schema."""
-        self._schema = plain_schema(parameters)
-        self._validator = validator_of(self._schema)
+        self._schema = without_nullable(parameters)
+        self._validator = make_validator(self._schema)
         try:
             self._validator.check_schema(self._schema)
         except SchemaError as error:
             raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
-        self._typed_only = typed_only(self._schema)
+        self._checks_types_only = checks_types_only(self._schema)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deep copy of the arguments, coerced to the schema.
@@ -57,7 +57,7 @@ class ArgumentSchema:
         """
         try:
             # Copied after the coercion, which passes on nested values that no schema describes.
-            values = _copied(coerce(dict(arguments), self._schema))
+            values = _deep_copy(coerce(dict(arguments), self._schema))
             problems = self._problems(values)
         except (RecursionError, ValueError):
             problems = ["nested too deeply, or a number of too many digits"]
@@ -87,7 +87,7 @@ class ArgumentSchema:
             for name in schema.get("required", [])
             if name not in arguments
         ]
-        if problems or (self._typed_only and fits(arguments, schema)):
+        if problems or (self._checks_types_only and fits(arguments, schema)):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
@@ -104,11 +104,11 @@ class ArgumentSchema:
         return problems
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     """Copy a JSON value deeply."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return [_deep_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _quote(value: Any) -> str:
@@ -124,22 +124,22 @@ NOTHING = object()
 PYTHON_BOOLEANS = {"True": "true", "False": "false"}
 
 
-def validator_of(schema: Schema) -> Draft202012Validator:
+def make_validator(schema: Schema) -> Draft202012Validator:
     """A validator that never fetches a schema that `$ref` names from the network."""
     return Draft202012Validator(schema, registry=Registry())
 
 
-def plain_schema(schema: Any) -> Any:
+def without_nullable(schema: Any) -> Any:
     """The schema with transformers' ``nullable: true`` in JSON schema's own words.
 
     Example: ``{"type": "integer", "nullable": True}`` -> ``{"type": ["integer", "null"]}``
     """
     if isinstance(schema, list):
-        return [plain_schema(item) for item in schema]
+        return [without_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     plain = {
-        key: value if key in ("enum", "const", "default", "examples") else plain_schema(value)
+        key: value if key in ("enum", "const", "default", "examples") else without_nullable(value)
         for key, value in schema.items()
         # A property may be called `nullable`; the keyword's value is a boolean.
         if not (key == "nullable" and isinstance(value, bool))
@@ -161,7 +161,7 @@ _SAYS_TYPE = {"type", "title", "description", "default", "examples"}
 _SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
 
 
-def typed_only(schema: Schema) -> bool:
+def checks_types_only(schema: Schema) -> bool:
     """Return True where `fits` checks as much as a validator does.
 
     That is an object whose properties have types alone.
@@ -213,11 +213,11 @@ def _types(schema: Schema) -> list[str]:
 def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
     """Fit the first option that takes the value as it is, else the first that takes it coerced."""
     for option in options:
-        if validator_of(option).is_valid(value):
+        if make_validator(option).is_valid(value):
             return coerce(value, option)
     for option in options:
         candidate = coerce(value, option)
-        if validator_of(option).is_valid(candidate):
+        if make_validator(option).is_valid(candidate):
             return candidate
     return value
 

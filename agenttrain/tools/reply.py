@@ -25,17 +25,19 @@ class Reply:
     """The tool returned `Done`."""
 
 
-def reply_of(value: object, *, max_chars: int) -> Reply:
+def make_reply(value: object, *, max_chars: int) -> Reply:
     """Make a reply of a tool's return value; a value without a text becomes an error reply."""
     done = isinstance(value, Done)
     try:
-        text = result_text(value.content if isinstance(value, Done) else value, max_chars=max_chars)
+        text = result_to_text(
+            value.content if isinstance(value, Done) else value, max_chars=max_chars
+        )
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
-        return failure(with_fixed_text(error), max_chars=max_chars)
+        return error_reply(with_fixed_text(error), max_chars=max_chars)
     return Reply(content=text, done=done)
 
 
-def failure(
+def error_reply(
     error: BaseException,
     *,
     max_chars: int,
@@ -56,12 +58,12 @@ def failure(
 
 
 def has_plain_text(value: object) -> bool:
-    """Return True where `reply_of` makes the text of a value without any code of a user's."""
+    """Return True where `make_reply` makes the text of a value without any code of a user's."""
     content = value.content if type(value) is Done else value
     return content is None or type(content) in (str, int, float, bool)
 
 
-def result_text(value: object, *, max_chars: int) -> str:
+def result_to_text(value: object, *, max_chars: int) -> str:
     """Make the text of a result: a string as it is, anything else as JSON, str() where JSON cannot.
 
     None is ``null``, a not-a-number ``NaN``, bytes are read as UTF-8, arrays and tensors as

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from agenttrain.tools.arguments import InvalidArguments, plain_schema, validator_of
+from agenttrain.tools.arguments import InvalidArguments, make_validator, without_nullable
 from agenttrain.types import AgenttrainError
 
 Build = Callable[[Any, str], Any]
@@ -64,18 +64,18 @@ class Structure:
     build: Build
 
 
-def structured(hint: Any) -> bool:
-    """Return True if `structure_of` makes this annotation's values: they are no plain JSON."""
-    return _is_class(hint) or any(structured(part) for part in get_args(hint))
+def is_structured(hint: Any) -> bool:
+    """Return True if `describe_type` makes this annotation's values: they are no plain JSON."""
+    return _is_class(hint) or any(is_structured(part) for part in get_args(hint))
 
 
-def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
+def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
     """Describe an annotation and what makes its instances; ValueError for one without JSON."""
     if hint in within:
         raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Annotated, typing.Required, typing.NotRequired):
-        inner = structure_of(parts[0], within=within)
+        inner = describe_type(parts[0], within=within)
         words = [part for part in parts[1:] if isinstance(part, str)]
         description = {"description": words[0]} if words else {}
         return dataclasses.replace(inner, schema={**inner.schema, **description})
@@ -84,15 +84,15 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
 
         adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, which validates by itself
         schema = adapter.json_schema()
-        plain = _inlined(schema, schema.get("$defs", {}), ())
-        return Structure(schema=plain, build=_caller(adapter.validate_python))
+        plain = _inline_references(schema, schema.get("$defs", {}), ())
+        return Structure(schema=plain, build=_constructor_call(adapter.validate_python))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         values = [member.value for member in hint]
-        return Structure(schema=_enum(values, hint.__name__), build=_caller(hint))
+        return Structure(schema=_enum(values, hint.__name__), build=_constructor_call(hint))
     if _is_class(hint):
         return _object(hint, (*within, hint))
     if origin is Literal:
-        return Structure(schema=_enum(list(parts), str(hint)), build=_as_it_is)
+        return Structure(schema=_enum(list(parts), str(hint)), build=_unchanged)
     if origin in (Union, types.UnionType):
         return _union(parts, within)
     if (kind := origin or hint) in SEQUENCES and parts:
@@ -101,10 +101,10 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
         return _mapping(parts, within)
     if hint not in TYPES:
         raise ValueError(f"{hint!r} has no JSON; use one of str, int, float, bool, list, dict")
-    return Structure(schema=dict(TYPES[hint]), build=_as_it_is)
+    return Structure(schema=dict(TYPES[hint]), build=_unchanged)
 
 
-def built(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Put instances into the arguments; raises InvalidArguments with what their classes say."""
     return {
         name: builders[name](value, name) if name in builders else value
@@ -124,11 +124,11 @@ def _is_class(hint: Any) -> bool:
     )
 
 
-def _as_it_is(value: Any, where: str) -> Any:
+def _unchanged(value: Any, where: str) -> Any:
     return value
 
 
-def _caller(make: Callable[..., Any]) -> Build:
+def _constructor_call(make: Callable[..., Any]) -> Build:
     """Call `make`, which may refuse: its reason is for the model."""
 
     def build(value: Any, where: str) -> Any:
@@ -189,7 +189,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
     inner: dict[str, Structure] = {}
     for name in names:
         try:
-            inner[name] = structure_of(hints[name], within=within)
+            inner[name] = describe_type(hints[name], within=within)
         except ValueError as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
     properties = {
@@ -209,7 +209,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
 
     def build(value: Any, where: str) -> Any:
         parts = {name: inner[name].build(part, f"{where}.{name}") for name, part in value.items()}
-        return _caller(lambda keywords: make(**keywords))(parts, where)
+        return _constructor_call(lambda keywords: make(**keywords))(parts, where)
 
     return Structure(schema=schema, build=build)
 
@@ -218,13 +218,13 @@ _SCALARS = (str, int, float, bool)
 
 
 def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
-    structures = [structure_of(one, within=within) for one in options if one is not type(None)]
+    structures = [describe_type(one, within=within) for one in options if one is not type(None)]
     schema: dict[str, Any] = {"anyOf": [one.schema for one in structures]}
     if len(structures) == 1:
         schema = dict(structures[0].schema)
     if type(None) in options:
         schema["nullable"] = True  # as transformers has it
-    validators = [validator_of(plain_schema(one.schema)) for one in structures]
+    validators = [make_validator(without_nullable(one.schema)) for one in structures]
 
     def build(value: Any, where: str) -> Any:
         if value is None and type(None) in options:
@@ -244,12 +244,12 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
 def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     make = SEQUENCES[kind]
     if kind is tuple and (len(parts) != 2 or parts[1] is not Ellipsis):
-        items = [structure_of(part, within=within) for part in parts]
+        items = [describe_type(part, within=within) for part in parts]
         size = len(items)
         prefix = [item.schema for item in items]
         schema = {"type": "array", "prefixItems": prefix, "minItems": size, "maxItems": size}
     else:
-        items = [structure_of(parts[0], within=within)]
+        items = [describe_type(parts[0], within=within)]
         schema = {"type": "array", "items": items[0].schema}
         if make in (set, frozenset):
             schema["uniqueItems"] = True
@@ -259,7 +259,7 @@ def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Str
             items[min(place, len(items) - 1)].build(part, f"{where}[{place}]")
             for place, part in enumerate(value)
         ]
-        return _caller(make)(each, where)
+        return _constructor_call(make)(each, where)
 
     return Structure(schema=schema, build=build)
 
@@ -267,7 +267,7 @@ def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Str
 def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     if parts[0] is not str:
         raise ValueError(f"a mapping from {parts[0]!r}: the keys of JSON are strings; use str")
-    inner = structure_of(parts[1], within=within)
+    inner = describe_type(parts[1], within=within)
 
     def build(value: Any, where: str) -> Any:
         return {key: inner.build(part, f"{where}.{key}") for key, part in value.items()}
@@ -276,10 +276,10 @@ def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     return Structure(schema=schema, build=build)
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+def _inline_references(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
     """Return the schema without references, and without titles that pydantic makes of names."""
     if isinstance(schema, list):
-        return [_inlined(item, definitions, within) for item in schema]
+        return [_inline_references(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):
         return schema
     name = str(schema.get("$ref", "")).rpartition("/")[2]
@@ -287,15 +287,15 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...
         raise ValueError(f"{name} holds itself, and a model is shown the whole schema")
     if name:
         siblings = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
+        return {**_inline_references(definitions[name], definitions, (*within, name)), **siblings}
     plain = {}
     for key, value in schema.items():
         if key in ("$defs", "title", "discriminator"):
             continue
         if key == "properties":  # one may be called `title`
-            plain[key] = {n: _inlined(s, definitions, within) for n, s in value.items()}
+            plain[key] = {n: _inline_references(s, definitions, within) for n, s in value.items()}
         elif key in ("enum", "const", "default", "examples"):
             plain[key] = value
         else:
-            plain[key] = _inlined(value, definitions, within)
+            plain[key] = _inline_references(value, definitions, within)
     return plain

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
 from agenttrain.tools.config import LIFE_CYCLE
-from agenttrain.tools.structured import Build, Structure, built, structure_of, structured
+from agenttrain.tools.structured import (
+    Build,
+    Structure,
+    build_instances,
+    describe_type,
+    is_structured,
+)
 from agenttrain.types import ToolContext
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import blocks
@@ -100,7 +106,7 @@ class FunctionTool:
         """Call the function in this thread; an async one returns its awaitable."""
         extra = {"context": context} if self.takes_context else {}
         if self._builders:
-            arguments = built(self._builders, arguments)
+            arguments = build_instances(self._builders, arguments)
         return self.function(**self._bound, **extra, **arguments)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
@@ -254,8 +260,8 @@ def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
     structures = {}
     for name, hint in hints.items():
         try:
-            if structured(hint) and hint is not ToolContext:
-                structures[name] = structure_of(hint)
+            if is_structured(hint) and hint is not ToolContext:
+                structures[name] = describe_type(hint)
         except (ValueError, NameError) as error:
             raise ValueError(f"{where}: parameter {name!r}: {error}") from error
     return structures

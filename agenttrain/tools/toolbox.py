@@ -21,7 +21,7 @@ from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, has_plain_text, reply_of
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, has_plain_text, make_reply
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
@@ -245,7 +245,7 @@ class Toolbox:
                     reply = await self._run(entry, tool, arguments, context)
                     return reply, time.perf_counter() - started
             except ToolUnavailable as error:  # there is no worker to be had
-                return failure(error, max_chars=self._max_chars), 0.0
+                return error_reply(error, max_chars=self._max_chars), 0.0
 
     def _slot(self, name: str | None, limit: int) -> AbstractAsyncContextManager[None]:
         """Return a place among the calls of a tool, or (None) of all blocking tools."""
@@ -279,7 +279,7 @@ class Toolbox:
             text = f"Error: timed out after {entry.limits.timeout_s:g} s"
             return Reply(content=text, error=ToolError.timeout)
         if task.cancelled():  # by the tool itself
-            return failure(asyncio.CancelledError(), max_chars=self._max_chars)
+            return error_reply(asyncio.CancelledError(), max_chars=self._max_chars)
         return task.result()
 
     def _discard(self, task: asyncio.Task[Reply]) -> None:
@@ -311,7 +311,7 @@ class Toolbox:
                 def work() -> object:
                     value = function.call(arguments, context)
                     waits = inspect.isawaitable(value)
-                    return value if waits else reply_of(value, max_chars=max_chars)
+                    return value if waits else make_reply(value, max_chars=max_chars)
 
                 outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
                 if inspect.isawaitable(outcome.value):
@@ -321,14 +321,16 @@ class Toolbox:
             if outcome.error is None and not plain:
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
-                    lambda: reply_of(value, max_chars=max_chars), label=tool.name, deadline=deadline
+                    lambda: make_reply(value, max_chars=max_chars),
+                    label=tool.name,
+                    deadline=deadline,
                 )
         except RuntimeError as error:  # "can't start new thread": what the tool raises is returned
             outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
         if outcome.error is not None:
-            return failure(outcome.error, max_chars=max_chars, faults=entry.faults)
+            return error_reply(outcome.error, max_chars=max_chars, faults=entry.faults)
         reply = outcome.value
-        return reply if isinstance(reply, Reply) else reply_of(reply, max_chars=max_chars)
+        return reply if isinstance(reply, Reply) else make_reply(reply, max_chars=max_chars)
 
     async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
         steps = self._steps.run(tool.name, awaitable)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from agenttrain.tools.build import build_toolbox
-from agenttrain.tools.mcp.server import McpServer, inlined
+from agenttrain.tools.mcp.server import McpServer, inline_references
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Task, ToolCall, ToolContext, ToolError, ToolResult, ToolUnavailable
 
@@ -373,7 +373,7 @@ def test_references_are_put_in_place() -> None:
         },
     }
     address = {"type": "object", "properties": {"city": {"type": "string"}}}
-    assert inlined(schema) == {
+    assert inline_references(schema) == {
         "type": "object",
         "properties": {
             "$ref": {"type": "string"},
@@ -382,4 +382,4 @@ def test_references_are_put_in_place() -> None:
         },
     }
     endless = {"$defs": {"Tree": {"items": {"$ref": "#/$defs/Tree"}}}, "$ref": "#/$defs/Tree"}
-    assert inlined(endless) == endless
+    assert inline_references(endless) == endless

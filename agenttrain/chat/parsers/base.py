@@ -34,7 +34,7 @@ text that no call can be seen in            content
 calls beyond the 1,024th                    one malformed call
 ==========================================  ======================================================
 
-`ResponseSpec` is the protocol of the families' parsers, `Parts` their result; `parse_response`
+`ResponseSpec` is the protocol of the families' parsers, `ParsedCompletion` their result; `parse_response`
 makes the turn of it.
 """
 
@@ -58,7 +58,7 @@ TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ParsedCall:
     """A call as found in a completion, before its name and arguments are checked.
 
     Example: ``Found(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
@@ -80,23 +80,27 @@ class Found:
     """Only a lenient spec reads it."""
 
 
-def unread(text: str) -> Found:
+def overflow_call(text: str) -> ParsedCall:
     """Return the end of a completion of too many calls as one malformed call."""
-    return Found(text=text, problem=TOO_MANY)
+    return ParsedCall(text=text, problem=TOO_MANY)
 
 
-def capped(calls: Sequence[Found]) -> Sequence[Found]:
+def limit_calls(calls: Sequence[ParsedCall]) -> Sequence[ParsedCall]:
     """The calls, those over the limit as one malformed call."""
-    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], unread(calls[MAX_CALLS].text)]
+    return (
+        calls
+        if len(calls) <= MAX_CALLS
+        else [*calls[:MAX_CALLS], overflow_call(calls[MAX_CALLS].text)]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ParsedCompletion:
     """A completion taken apart."""
 
     content: str
     reasoning: str | None
-    calls: Sequence[Found] = ()
+    calls: Sequence[ParsedCall] = ()
     """In the order written."""
 
 
@@ -125,7 +129,9 @@ class ResponseSpec(Protocol):
         """Check that a completion of this prompt begins inside the reasoning."""
         ...
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """Take any text apart, in linear time; never raises."""
         ...
 
@@ -152,7 +158,7 @@ def parse_response(
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = capped(parts.calls)
+    written = limit_calls(parts.calls)
     ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
     for call, call_id in zip(written, ids, strict=True):
@@ -178,7 +184,7 @@ def parse_response(
     return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=tuple(calls))
 
 
-def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
+def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[str]:
     """Return an id for each call, no two the same, or one reply would answer two calls.
 
     An id that the model wrote once is kept; one that it wrote twice names neither call. Example:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agenttrain.chat.parsers.base import MAX_CALLS, Found, unread
+from agenttrain.chat.parsers.base import MAX_CALLS, ParsedCall, overflow_call
 from agenttrain.chat.parsers.values import (
     GEMMA,
     LENIENT,
@@ -48,7 +48,7 @@ class Syntax:
 class Read:
     """Calls that a syntax function has read at the beginning of a body."""
 
-    calls: Sequence[Found] = ()
+    calls: Sequence[ParsedCall] = ()
     """`text` is empty where the call is the whole body."""
     end: int = 0
     """Position in the body after what was read."""
@@ -62,7 +62,7 @@ Reader = Callable[[str, Syntax, Schemas], Read]
 
 
 def _problem(problem: str, *, name: Any = "", cut: bool = False) -> Read:
-    return Read(calls=[Found(text="", name=name, problem=problem)], cut=cut)
+    return Read(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
 
 
 def _value(body: str, at: int, syntax: Syntax) -> Json:
@@ -82,11 +82,11 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
 
 
-def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Found:
+def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> ParsedCall:
     if not isinstance(value, dict):
-        return Found(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
+        return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     written = value.get("id")
-    return Found(
+    return ParsedCall(
         text=text,
         name=value.get(syntax.name_key),
         arguments=value.get(syntax.arguments_key),
@@ -110,12 +110,12 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     calls = [
         _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
-        else Found(text=item.text, name=item.name, problem=item.problem)
+        else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
-        calls=calls or [Found(text="", problem="the array holds no call")], end=end, cut=cut
+        calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
     )
 
 
@@ -135,7 +135,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
-    call = Found(
+    call = ParsedCall(
         text="",
         name=name,
         arguments=value,
@@ -181,7 +181,7 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     if problem is not None:
         return _problem(problem, name=header["name"], cut=cut)
     label = "the text after call:"
-    call = Found(text="", name=header["name"], arguments=value, name_label=label)
+    call = ParsedCall(text="", name=header["name"], arguments=value, name_label=label)
     return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
 
 
@@ -257,9 +257,9 @@ class _Values:
             self.problem = f"the parameter {excerpt(key)} is given twice"
         self.values[key] = typed(text, self.schema.get(key))
 
-    def call(self) -> Found:
+    def call(self) -> ParsedCall:
         label = "the text of the call's head"
-        call = Found(text="", name=self.name, arguments=self.values, name_label=label)
+        call = ParsedCall(text="", name=self.name, arguments=self.values, name_label=label)
         return replace(call, problem=self.problem)
 
 
@@ -323,10 +323,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):
         return read_list(body, syntax, schemas)
-    calls: list[Found] = []
+    calls: list[ParsedCall] = []
     while not body.startswith("]", at):
         if len(calls) >= MAX_CALLS:
-            return Read(calls=[*calls, unread(body[at:])], end=len(body))
+            return Read(calls=[*calls, overflow_call(body[at:])], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
         if cut or end == len(body):
@@ -335,25 +335,25 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
         elif not body.startswith("]", at):
-            calls.append(Found(text=body[at:], problem="the list of calls is not closed"))
+            calls.append(ParsedCall(text=body[at:], problem="the list of calls is not closed"))
             return Read(calls=calls, end=len(body))
-    return Read(calls=calls or [Found(text="", problem="the list holds no call")], end=at + 1)
+    return Read(calls=calls or [ParsedCall(text="", problem="the list holds no call")], end=at + 1)
 
 
-def _python_call(body: str, at: int) -> tuple[Found, int, bool]:
+def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
     """(call, its end, whether the body ended inside a string); a bad call ends where it can."""
     header = _CALL.match(body, at)
     if header is None:
         end = _next_call(body, at)
         problem = f"expected NAME(KEY=VALUE, …), found {excerpt(body[at:end][:80])}"
-        return Found(text=body[at:end], problem=problem), end, False
+        return ParsedCall(text=body[at:end], problem=problem), end, False
     try:
         arguments, end = _python_arguments(body, header.end())
     except LiteralError as error:
         end = len(body) if error.cut else _next_call(body, header.end())
         problem = f"invalid arguments: {error}"
-        return Found(text=body[at:end], name=header["name"], problem=problem), end, error.cut
-    return Found(text=body[at:end], name=header["name"], arguments=arguments), end, False
+        return ParsedCall(text=body[at:end], name=header["name"], problem=problem), end, error.cut
+    return ParsedCall(text=body[at:end], name=header["name"], arguments=arguments), end, False
 
 
 def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:

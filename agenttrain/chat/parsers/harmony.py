@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.values import excerpt, read_json, read_loose
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -52,11 +52,13 @@ class HarmonySpec:
         """See ResponseSpec."""
         return prompt.endswith(ANALYSIS)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         content: list[str] = []
         reasoning: list[str] = []
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for message in _messages(ANALYSIS + text if in_reasoning else text):
             channel = _CHANNEL.search(message.header)
             if len(calls) > MAX_CALLS:
@@ -69,7 +71,7 @@ class HarmonySpec:
                 reasoning.append(message.body)
             else:
                 content.append(message.body)
-        return Parts(
+        return ParsedCompletion(
             content=_joined(content),
             reasoning=_joined(reasoning) if reasoning else None,
             calls=calls,
@@ -103,7 +105,7 @@ def _messages(text: str) -> Iterator[_Message]:
         start, body = end, None
 
 
-def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
+def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}
@@ -116,7 +118,7 @@ def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
         if problem is not None and lenient:
             arguments, _, problem, _ = read_loose(body)
             loose = problem is None
-    return Found(
+    return ParsedCall(
         text=message.text,
         name=name,
         arguments=arguments,

@@ -10,7 +10,13 @@ from typing import Any
 
 import regex
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts, unread
+from agenttrain.chat.parsers.base import (
+    CALL_ID,
+    MAX_CALLS,
+    ParsedCall,
+    ParsedCompletion,
+    overflow_call,
+)
 from agenttrain.chat.parsers.calls import READERS, Read, Schemas, Syntax
 from agenttrain.chat.parsers.values import excerpt, written_name
 
@@ -63,13 +69,15 @@ class MarkedSpec(Syntax):
         opening = self.reasoning_open.rstrip()
         return bool(opening) and prompt.rstrip().endswith(opening)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         reasoning, text = self._split_reasoning(text, in_reasoning)
         content, calls = self._split_calls(text, parameters(schemas))
         for mark in self.ignored:
             content = content.replace(mark, "")
-        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+        return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
         """(reasoning, all else); reasoning that is not closed reaches to the end."""
@@ -91,7 +99,7 @@ class MarkedSpec(Syntax):
     def _opens_call(self, text: str) -> bool:
         return any(mark["_open"] is not None for mark in self._marks.finditer(text))
 
-    def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[Found]]:
+    def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
         """(content outside calls, calls)."""
         marks: list[re.Match[str]] = []
         for mark in self._marks.finditer(text):
@@ -99,7 +107,7 @@ class MarkedSpec(Syntax):
             if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
                 marks.append(mark)
         content: list[str] = []
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         position = index = 0
         while index < len(marks):
             mark = marks[index]
@@ -108,7 +116,7 @@ class MarkedSpec(Syntax):
                 continue
             content.append(self._between(text[position : mark.start()], calls))
             if len(calls) >= MAX_CALLS:
-                return "".join(content), [*calls, unread(text[mark.start() :])]
+                return "".join(content), [*calls, overflow_call(text[mark.start() :])]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
@@ -123,13 +131,13 @@ class MarkedSpec(Syntax):
             match = self._partial.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
-                cut = Found(text=head, name=name, problem="the call is not closed")
+                cut = ParsedCall(text=head, name=name, problem="the call is not closed")
                 return "".join(content), [*calls, cut]
         return "".join([*content, behind]), calls
 
     def _region(
         self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
-    ) -> tuple[list[Found], int]:
+    ) -> tuple[list[ParsedCall], int]:
         """(calls of one region with the text that each came from, position behind the region).
 
         `start`: of the opening mark; `end`: of what was read; `following`: the next mark.
@@ -155,10 +163,10 @@ class MarkedSpec(Syntax):
         if problem is not None and calls[-1].problem is None:
             # Complete calls of a list that is cut stay good.
             behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
-            calls.append(Found(text=behind, problem=problem))
+            calls.append(ParsedCall(text=behind, problem=problem))
         return calls, position
 
-    def _between(self, text: str, calls: Sequence[Found]) -> str:
+    def _between(self, text: str, calls: Sequence[ParsedCall]) -> str:
         """Content beside calls, without the separator that stands alone there."""
         return "" if calls and self.separator and text.strip() == self.separator else text
 

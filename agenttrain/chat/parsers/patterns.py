@@ -11,29 +11,29 @@ from typing import Any, cast
 
 import regex
 
-SECONDS = 0.3
+LIMIT_S = 0.3
 """CPU time that one expression may take over one completion. Only those that backtrack without end
 come near it; such a one then finds nothing."""
-NOTED = 0.02
+SLOW_S = 0.02
 """Seconds from which a search is remembered, so that the same text is always read the same way."""
-REMEMBERED = 64
+MAX_SLOW = 64
 # `(?=[\s\S]*?X)` is tried at every position, which is quadratic where X is missing: one search for
 # X says the same.
 # A literal, with blanks behind it or none, cannot backtrack: it needs no limit.
 _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
-_LEFT: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
+_BUDGET: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
 _SLOW: dict[tuple, tuple[Any, float]] = {}
 
 
 @contextmanager
 def search_budget() -> Iterator[None]:
     """Within, each expression has SECONDS for all of its searches together."""
-    token = _LEFT.set({})
+    token = _BUDGET.set({})
     try:
         yield
     finally:
-        _LEFT.reset(token)
+        _BUDGET.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class Pattern:
 
     def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
         """Run `work` in the time that the expression has left; None when that is over."""
-        budget = _LEFT.get()
-        left = SECONDS if budget is None else budget.get(self.source, SECONDS)
+        budget = _BUDGET.get()
+        left = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
         if left <= 0:
             return None
         key = (self.source, *about)
@@ -134,8 +134,8 @@ class Pattern:
                 spent = time.thread_time() - started
             except TimeoutError:
                 result, spent = None, left
-            if spent > NOTED:
-                if len(_SLOW) >= REMEMBERED:
+            if spent > SLOW_S:
+                if len(_SLOW) >= MAX_SLOW:
                     _SLOW.pop(next(iter(_SLOW)))
                 _SLOW[key] = (result, spent)
         if budget is not None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jmespath
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import Schemas, typed
 from agenttrain.chat.parsers.marked import parameters
 from agenttrain.chat.parsers.patterns import Pattern
@@ -36,7 +36,7 @@ from agenttrain.chat.parsers.response_template import (
     LOOSE,
     REASONING,
     ContentError,
-    call_of,
+    call_from_item,
     captures_inside,
 )
 from agenttrain.chat.parsers.values import excerpt, kind, read_items, skip_blank, written_name
@@ -69,7 +69,9 @@ class SchemaSpec:
         opening = self._reasoning[0].rstrip()
         return bool(opening) and prompt.rstrip().endswith(opening)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         text = self._reasoning[0] + text if in_reasoning else text
         fields, beside = self.root.split(text), ""
@@ -89,7 +91,7 @@ class SchemaSpec:
         content = (self._text(fields, CONTENT_FIELD) or "") + beside
         thoughts = (self._text(fields, name) for name in REASONING)
         reasoning = next((text for text in thoughts if text is not None), None)
-        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+        return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
     def _patterns(self) -> str:
@@ -125,7 +127,7 @@ class SchemaSpec:
             return None
         return value.strip() if isinstance(value, str) else None
 
-    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[Found]:
+    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
@@ -144,21 +146,21 @@ class SchemaSpec:
                     raise
                 read, loose = self.loose.properties[CALLS].value(value), True
             except ContentError:
-                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+                return self._repaired(node, value) or [ParsedCall(text=value, problem=str(error))]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
-        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        values = values[: MAX_CALLS + 1]  # `limit_calls` reports what is beyond
+        calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
         return [replace(call, lenient=loose) for call in calls]
 
-    def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
+    def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
         """(calls, the text that is in none of them)."""
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0
         for match in self._iterator.matches(text) if self._iterator is not None else ():
-            calls += self._unread(text[at : match.start()], outside)
+            calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
             at, span = match.end(), match.group()
@@ -170,13 +172,16 @@ class SchemaSpec:
                 second = again and self._call(again, span[inside:], schemas)
                 if second and second.problem is None:
                     head, problem = span[:inside], "the call is not closed"
-                    calls += [Found(text=head, name=written_name(head), problem=problem), second]
+                    calls += [
+                        ParsedCall(text=head, name=written_name(head), problem=problem),
+                        second,
+                    ]
                     continue
             calls.append(call)
-        calls += self._unread(text[at:], outside)
+        calls += self._unclosed_calls(text[at:], outside)
         return calls, "".join(outside)
 
-    def _unread(self, text: str, outside: list[str]) -> Iterator[Found]:
+    def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
         """A malformed call for each opening in text that no match covers."""
         if not self._opener:
             outside.append(text)
@@ -185,9 +190,9 @@ class SchemaSpec:
         outside.append(before)
         for inside in opened:
             text = self._opener + inside
-            yield Found(text=text, name=written_name(inside), problem="the call is not closed")
+            yield ParsedCall(text=text, name=written_name(inside), problem="the call is not closed")
 
-    def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
+    def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         given = groups(match)
         loose = False
         try:
@@ -198,8 +203,8 @@ class SchemaSpec:
                     raise
                 value, loose = self._item_value(given, schemas, self.loose), True
             except ContentError:
-                return Found(text=text, name=written_name(text), problem=str(error))
-        return replace(call_of(value, text, {}, inside=self.inside), lenient=loose)
+                return ParsedCall(text=text, name=written_name(text), problem=str(error))
+        return replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
         """Read a call, with the parameters typed whose type the tool's schema tells."""
@@ -207,7 +212,7 @@ class SchemaSpec:
         if items is None:
             return given
         value = items.value(given)
-        name = call_of(value, "", {}).name
+        name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
         raw = items.value(given, raw=True)
@@ -226,7 +231,7 @@ class SchemaSpec:
         }
         return {**inner, "arguments": arguments | typed_arguments}
 
-    def _repaired(self, node: Node, value: str) -> list[Found]:
+    def _repaired(self, node: Node, value: str) -> list[ParsedCall]:
         try:
             inner = node.inner(value)
         except ContentError:
@@ -234,26 +239,26 @@ class SchemaSpec:
         if not isinstance(inner, str) or not inner.lstrip().startswith("["):
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
             if item.problem is not None:
-                calls.append(Found(text=item.text, name=item.name, problem=item.problem))
+                calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
                 read = node.parsed(f"[{item.text}]")
-                calls += [call_of(one, item.text, {}) for one in read or ()]
+                calls += [call_from_item(one, item.text, {}) for one in read or ()]
             except ContentError as error:
-                calls.append(Found(text=item.text, problem=str(error)))
+                calls.append(ParsedCall(text=item.text, problem=str(error)))
         return calls
 
 
-def schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
+def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
-    root = node_of(schema)
+    root = compile_node(schema)
     inside = any(captures_inside(source) for source in root.sources())
     spec = SchemaSpec(
-        root=node_of(schema, json_args={INSIDE: True}) if inside else root,
-        loose=node_of(schema, json_args={INSIDE: inside, LOOSE: True}),
+        root=compile_node(schema, json_args={INSIDE: True}) if inside else root,
+        loose=compile_node(schema, json_args={INSIDE: inside, LOOSE: True}),
         inside=inside,
     )
     if spec.root.type not in ("object", None) or not spec.root.properties:
@@ -431,7 +436,7 @@ def _scalar(name: str | None, value: Any) -> Any:
     raise ContentError(f"expected {name}, found {excerpt(json.dumps(value, default=str))}")
 
 
-def node_of(
+def compile_node(
     schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
 ) -> Node:
     """Compile a node and those below it, all with these `json_args`.
@@ -456,7 +461,7 @@ def node_of(
     def pattern(key: str) -> Pattern | None:
         return Pattern(schema[key], f"{scope}.{key}") if key in schema else None
 
-    below = partial(node_of, json_args=json_args)
+    below = partial(compile_node, json_args=json_args)
     args = given("x-parser-args", Mapping, "a mapping") or {}
     properties = given("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import Schemas, typed
 from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.parsers.patterns import Hit, Pattern
@@ -113,12 +113,14 @@ class TemplateSpec:
         last = self._regions(prompt[start:], inside=None)[-1:]
         return bool(last) and last[0].field.name in REASONING and not last[0].closed
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         inside = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._regions(text, inside=inside if in_reasoning else None)
         known = parameters(schemas)
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for region in regions:
             field = region.field
             if field.name != CALLS:
@@ -128,15 +130,15 @@ class TemplateSpec:
                 problem = "the call is not closed"
             if problem is not None:
                 name = region.captures.get("name") or written_name(span)
-                calls.append(Found(text=span, name=name, problem=problem))
+                calls.append(ParsedCall(text=span, name=name, problem=problem))
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
             types = known if field.content in ("xml-inline", "kv-lines") else {}
-            for value in values[: MAX_CALLS + 1]:  # `capped` reports what is beyond
-                call = call_of(value, span, types, inside=self.inside)
+            for value in values[: MAX_CALLS + 1]:  # `limit_calls` reports what is beyond
+                call = call_from_item(value, span, types, inside=self.inside)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
-        return Parts(
+        return ParsedCompletion(
             content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
             reasoning=_text(text, thoughts) if thoughts else None,
             calls=calls,
@@ -272,14 +274,14 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
     return regions[0].field.join.join(bodies).strip()
 
 
-def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> Found:
+def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
     """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
 
     `inside`: arguments that are text are what stands inside an object's braces.
     """
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
-        return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
+        return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
     name, arguments = inner.get("name"), inner.get("arguments")
     if inside and isinstance(arguments, str) and arguments.strip():
         arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
@@ -291,10 +293,10 @@ def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) ->
         }
     written = value.get("id") if isinstance(value, dict) else None
     written = written if isinstance(written, str) else None
-    return Found(text=text, name=name, arguments=arguments, id=written)
+    return ParsedCall(text=text, name=name, arguments=arguments, id=written)
 
 
-def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
+def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
     _only(template, _TEMPLATE_KEYS, "response_template")
     if template.get("version", 1) != 1:

@@ -21,7 +21,7 @@ from agenttrain.tools.config import without_password
 from agenttrain.types import AgenttrainError, ToolUnavailable
 
 T = TypeVar("T")
-Open = Callable[[], AbstractAsyncContextManager[Any]]
+OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes a fresh `mcp.Client`; entering it connects."""
 
 ATTEMPTS = 3
@@ -44,12 +44,12 @@ class _Link:
     Client and transport have to be left by the task that entered them.
     """
 
-    def __init__(self, open_client: Open) -> None:
+    def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
         self._over = asyncio.Event()
         self._ready = asyncio.Event()
         self._error: BaseException | None = None
-        self.task = asyncio.create_task(self._hold(open_client))
+        self.task = asyncio.create_task(self._run_session(open_client))
 
     @property
     def alive(self) -> bool:
@@ -64,7 +64,7 @@ class _Link:
             self.task.cancel()
             raise CannotConnect(f"no answer within {timeout_s:g} s") from None
         if self.client is None:
-            raise CannotConnect(_reason(self._error)) from self._error
+            raise CannotConnect(_describe_error(self._error)) from self._error
 
     def drop(self) -> None:
         """End the session."""
@@ -75,7 +75,7 @@ class _Link:
         self.drop()
         await asyncio.wait({self.task})
 
-    async def _hold(self, open_client: Open) -> None:
+    async def _run_session(self, open_client: OpenClient) -> None:
         try:
             async with open_client() as client:
                 self.client = client
@@ -90,7 +90,9 @@ class _Link:
 class Connection:
     """Calls to one server from any event loop; `close` it, or it is closed at exit."""
 
-    def __init__(self, open_client: Open, *, start_timeout_s: float, reconnect_s: float) -> None:
+    def __init__(
+        self, open_client: OpenClient, *, start_timeout_s: float, reconnect_s: float
+    ) -> None:
         """A first connection may take `start_timeout_s`, a broken one is tried for `reconnect_s`
         seconds."""
         # Without a handler of anybody's, Python prints the SDK's warnings into our display.
@@ -130,7 +132,7 @@ class Connection:
             self._closed = True
             atexit.unregister(self.close)
             with suppress(TimeoutError):
-                self._submit(self._shut()).result(CLOSE_S)
+                self._submit(self._close_session()).result(CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=1.0)
             if not self._thread.is_alive():
@@ -156,7 +158,7 @@ class Connection:
         except TimeoutError:
             raise CannotConnect(f"its tools are not listed within {self._start_s:g} s") from None
         except Exception as error:
-            raise CannotConnect(f"its tools cannot be listed: {_reason(error)}") from error
+            raise CannotConnect(f"its tools cannot be listed: {_describe_error(error)}") from error
 
     async def _connect(self, timeout_s: float) -> _Link:
         link = _Link(self._open)
@@ -181,13 +183,13 @@ class Connection:
             try:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
-                if _lost(error) or not link.alive:
+                if _session_failed(error) or not link.alive:
                     link.drop()
                 elif str(error) == HTTP_REFUSED:
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
                 else:
                     raise
-                reason = _reason(error)
+                reason = _describe_error(error)
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
 
     async def _reconnect(self) -> _Link:
@@ -208,7 +210,7 @@ class Connection:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
 
-    async def _shut(self) -> None:
+    async def _close_session(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
@@ -216,7 +218,7 @@ class Connection:
             await self._link.end()
 
 
-def _lost(error: Exception) -> bool:
+def _session_failed(error: Exception) -> bool:
     """Return True if the session failed, and not the call alone."""
     import anyio
     import httpx2
@@ -231,7 +233,7 @@ def _lost(error: Exception) -> bool:
     return isinstance(error, (*closed, ConnectionError))
 
 
-def _reason(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     """Put the first error of a group in a line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -239,7 +241,7 @@ def _reason(error: BaseException | None) -> str:
     return text or type(error).__name__
 
 
-KEPT_BYTES = 2000
+TAIL_BYTES = 2000
 """Bytes kept of the end of a server's stderr, for error messages."""
 CONNECT_S = 10.0
 
@@ -248,7 +250,7 @@ class StderrTail:
     """The end of what a process writes to stderr; everything before it is read and dropped."""
 
     def __init__(self) -> None:
-        self._kept = b""
+        self._tail = b""
         self._thread: threading.Thread | None = None
 
     def open(self) -> Any:
@@ -258,7 +260,7 @@ class StderrTail:
         def drain() -> None:
             with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
                 while chunk := stream.read(65536):
-                    self._kept = (self._kept + chunk)[-KEPT_BYTES:]
+                    self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 
         self._thread = threading.Thread(target=drain, daemon=True)
         self._thread.start()
@@ -268,7 +270,7 @@ class StderrTail:
         """The last line that is not empty, once it is there or a moment has passed."""
         if self._thread is not None:
             self._thread.join(timeout=0.5)
-        lines = self._kept.decode("utf-8", "replace").strip().splitlines()
+        lines = self._tail.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
 

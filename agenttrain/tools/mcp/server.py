@@ -121,7 +121,7 @@ class McpTool:
             "function": {
                 "name": self.name,
                 "description": tool.description or tool.title or "",
-                "parameters": inlined(tool.input_schema),
+                "parameters": inline_references(tool.input_schema),
             },
         }
         self._remote_name, self._connection = tool.name, connection
@@ -166,7 +166,7 @@ def result_value(result: Any) -> object:
     return result.structured_content if not texts else "\n".join(texts)
 
 
-def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema with each ``$ref`` into its own ``$defs`` replaced by what it names.
 
     Chat templates that list parameters one by one know no references. A schema that refers to

@@ -19,9 +19,9 @@ from typing import Any
 from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
 
-LOOK_MS = 50
+MEMORY_CHECK_MS = 50
 """Milliseconds between two checks of the memory in use."""
-REAPED = 100
+EXITS_AT_ONCE = 100
 """Ended processes that are seen to before the parent is listened to again."""
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 FREE_FILES, FILE_BYTES = 16, 212_992
@@ -31,7 +31,7 @@ CHANNEL = 9
 """The file under which bash has the channel to the parent."""
 
 
-def adopt(control: socket.socket) -> None:
+def close_other_files(control: socket.socket) -> None:
     """Keep the connection and no other file."""
     os.set_inheritable(control.fileno(), False)
     null = os.open("/dev/null", os.O_RDWR)
@@ -73,13 +73,13 @@ class InitProcess:
         try:
             while True:
                 watching = self._running and self._isolated
-                for number, _ in poller.poll(LOOK_MS if watching else None):
+                for number, _ in poller.poll(MEMORY_CHECK_MS if watching else None):
                     if number == self._pipe[0]:
                         with suppress(BlockingIOError):
                             os.read(number, 4096)
-                    elif not self._obey():
+                    elif not self._handle_message():
                         return
-                self._reap()
+                self._report_exits()
                 if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
@@ -87,7 +87,7 @@ class InitProcess:
             self._signal_all(signal.SIGKILL)
             os._exit(0)
 
-    def _obey(self) -> bool:
+    def _handle_message(self) -> bool:
         """Follow one message of the parent; return False when it is gone."""
         message, files, *_ = socket.recv_fds(self._control, 64, 2)
         if message.startswith(b"start "):
@@ -110,9 +110,9 @@ class InitProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker, number)
 
-    def _reap(self) -> None:
+    def _report_exits(self) -> None:
         with suppress(ChildProcessError):
-            for _ in range(REAPED):
+            for _ in range(EXITS_AT_ONCE):
                 number, status = os.waitpid(-1, os.WNOHANG)
                 if number == 0:
                     return

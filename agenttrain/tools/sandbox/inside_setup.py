@@ -48,7 +48,7 @@ def main() -> None:
         if settings["backend"] != "none":
             _isolate(settings, control)
         os.chdir(settings["work"])
-        init.adopt(control)
+        init.close_other_files(control)
     except (OSError, KeyError) as error:
         control.send(f"failed {error}".encode())
         os._exit(1)
@@ -121,7 +121,7 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     for path in (*PROGRAMS, *SETTINGS):
-        _show(path)
+        _expose(path)
     os.makedirs("/etc", exist_ok=True)
     for name, text in {
         "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:/work:/bin/sh\n",
@@ -149,7 +149,7 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     unmount(DISK)
     os.rmdir(DISK)
     for path in folders:  # last: they may lie in /tmp
-        _show(path)
+        _expose(path)
     os.mkdir("/proc")
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     restrict_mount("/proc", ATTR_RDONLY)
@@ -158,7 +158,7 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     restrict_mount("/", ATTR_RDONLY, recursive=False)
 
 
-def _show(path: str) -> None:
+def _expose(path: str) -> None:
     """Make a folder, file or link of the machine visible, read-only; nothing if it is not there."""
     source = HOST + path
     if os.path.islink(source):

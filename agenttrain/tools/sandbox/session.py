@@ -16,11 +16,11 @@ from enum import StrEnum
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, SandboxProcess
 
-BLAME_S = 0.5
+DEATH_REPORT_S = 0.5
 """Seconds within which the death of a sandbox is reported."""
-FLOOD = 4 << 20
+MAX_OUTPUT_BYTES = 4 << 20
 """Bytes of output after which a call is ended."""
-NOISE = 1 << 12
+MAX_NOISE_BYTES = 1 << 12
 """Bytes on the channel that are no answer, after which a call is ended."""
 CHUNK = 1 << 16
 PAUSE_S = 0.01
@@ -143,7 +143,7 @@ class _Call:
         self._watched: set[int] = set()
 
     async def run(self, code: str) -> CodeOutcome:
-        self._jail.interrupt = self._interrupted
+        self._jail.interrupt = self._on_interrupt
         if self._kind == "python":
             request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
         else:
@@ -157,7 +157,7 @@ class _Call:
         if sent != len(data):
             # The code closed it, or read nothing of what came before; unless the sandbox is
             # dying, which is reported within this time.
-            self._loop.call_later(BLAME_S, self._finish, End.broken)
+            self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
         self._watch(self._worker.output, self._read_output)
@@ -195,7 +195,7 @@ class _Call:
         for number in list(self._watched):
             self._unwatch(number)
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         """The sandbox is being ended by somebody else, who closes what is watched here."""
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
@@ -210,7 +210,7 @@ class _Call:
         data = os.read(number, CHUNK)
         self._output.add(data)
         self._unwatch(number)
-        if self._output.size > FLOOD:
+        if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
         elif data:  # without, nobody can print any more; how it ended comes from elsewhere
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
@@ -228,7 +228,7 @@ class _Call:
             if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
                 status = int(words[1][:3])
                 self._finish(End.failed if status else End.done, status)
-        if len(self._noise) > NOISE:
+        if len(self._noise) > MAX_NOISE_BYTES:
             self._finish(End.broken)
 
     def _read_control(self) -> None:
