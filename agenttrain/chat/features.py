@@ -1,4 +1,4 @@
-"""Probes of a certificate before any conversation: headers, ends, tools, system messages."""
+"""Probes of a template without a conversation: headers, ends of turn, tools, system messages."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Status(StrEnum):
     """Result of a probe."""
 
     passed = "passed"
-    """The ledger is what the template renders."""
+    """The loop's ids are those that the template renders."""
     fixed = "fixed"
-    """It is, thanks to the fix; the model's own template would not do."""
+    """The same, thanks to the fix; the model's own template fails."""
     refused = "refused"
-    """It is not."""
+    """The loop's ids differ from the template's rendering."""
 
 
 class Misfit(StrEnum):
-    """The configuration group that a refusal is about."""
+    """The configuration group to change after a refusal."""
 
     chat_template = "chat_template"
     response_schema = "response_schema"
@@ -47,38 +47,38 @@ class Misfit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One conversation that was rendered both ways."""
+    """The result of one probe."""
 
     name: str
     status: Status
     reason: str = ""
-    """Observation, cause of the refusal, or purpose of the fix."""
+    """An observation, the cause of the refusal, or the purpose of the fix."""
     detail: str = ""
-    """The texts in which it was seen."""
+    """The texts that show it."""
     misfit: Misfit | None = None
-    """The group to change where the probe is refused."""
+    """The group to change if the probe is refused."""
     token_ids: tuple[int, ...] = ()
-    """Ids that the template writes between turns, end to end."""
+    """Ids that the template writes between turns, concatenated."""
 
     @property
     def passed(self) -> bool:
-        """Return True where the template can be used so."""
+        """True if the template can be used."""
         return self.status is not Status.refused
 
     @property
     def why(self) -> str:
-        """Reason and detail."""
+        """The reason with its detail."""
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
 def refused_probe(name: str, reason: str, detail: str = "") -> Probe:
-    """A probe that the template fails."""
+    """Make a probe that the template fails."""
     misfit = Misfit.chat_template
     return Probe(name=name, status=Status.refused, reason=reason, detail=detail, misfit=misfit)
 
 
 def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    """The probes of FEATURES, in that order."""
+    """Make the probes of FEATURES, in that order."""
     probes = [_generation_prompt(chat), _same_each_time(chat)]
 
     name = "end of turn"
@@ -110,7 +110,7 @@ def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
 
 
 def _generation_prompt(chat: Chat) -> Probe:
-    """The header of an assistant's turn is the template's to write, never the model's to sample."""
+    """Check that the template writes the header of an assistant's turn, not the model."""
     name = "generation prompt"
     try:
         bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
@@ -143,12 +143,12 @@ def _same_each_time(chat: Chat) -> Probe:
 
 
 def clock_formats(template: str) -> list[str]:
-    """Formats in which a template asks for the time. Example: ``["%d %b %Y"]`` of Llama 3.2."""
+    """Return the formats in which a template writes the time: ``["%d %b %Y"]`` for Llama 3.2."""
     return [match["format"] for match in _CLOCK.finditer(template)]
 
 
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
-    """Why the template cannot show a system message before a user's; None where it can."""
+    """Return why the template cannot render a system message first; None if it can."""
     try:
         text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *QUESTION], schemas)
     except ChatError as error:
@@ -157,13 +157,13 @@ def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
 
 
 def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    """No text of others becomes a control token, wherever in a prompt or after it it stands."""
+    """Check that no text of others becomes a control token, in a prompt or in a reply."""
 
-    def described(text: str) -> list[dict]:
+    def tool_description_ids(text: str) -> list[int]:
         function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
-        return [*schemas, {"type": "function", "function": function}]
+        return chat.prompt_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
-    def replied(text: str) -> list[int]:
+    def reply_ids(text: str) -> list[int]:
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
@@ -173,7 +173,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    # Ids of a context with a text at each place where text of others may stand.
+    # The places where text of others may stand, each with the ids of a context that holds a text.
     places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.prompt_ids(
             [{"role": "user", "content": text}], schemas
@@ -181,8 +181,8 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         "a system message": lambda text: chat.prompt_ids(
             [{"role": "system", "content": text}, *QUESTION], schemas
         ),
-        "a tool's description": lambda text: chat.prompt_ids(QUESTION, described(text)),
-        "a reply": replied,
+        "a tool's description": tool_description_ids,
+        "a reply": reply_ids,
     }
     name = "control tokens in prompts"
     forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
@@ -190,7 +190,7 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
     for place, ids_of in places.items():
         try:
             harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
-        except ChatError:  # the probes of this kind of message say so
+        except ChatError:  # the template has no such messages; other probes report that
             continue
         for token_id in control:
             if ids[token_id] != harmless[token_id]:

@@ -1,10 +1,9 @@
-"""A `Chat` from a tokenizer and two configuration groups: fixed template and response schema.
+"""Make a `Chat` from a tokenizer and two configuration groups: template and response schema.
 
-The template is a file's, or one of those that the tokenizer carries. A response schema comes by
-name, from a file, or from what the tokenizer carries. It is a mapping in one of three forms, told
-apart by their keys:
+The template is a file, or one that the tokenizer carries. A response schema is given by name, in a
+file, or by the tokenizer. It is a mapping in one of three forms, recognised by their keys:
 
-- ours (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
+- our own (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
 - `response_template` as transformers >= 5.13 reads it: the key `fields`;
 - `response_schema`, the older dialect, which transformers drops: `properties` or ``x-…`` keys.
 """
@@ -49,9 +48,9 @@ from agenttrain.types import Message
 from agenttrain.utils.files import conf_folder
 
 PLAIN = "hermes"
-"""Response schema of templates that render no calls."""
+"""Response schema for templates that render no calls."""
 OURS = ("messages", "tools", "add_generation_prompt")
-"""Variables of a template that are not the user's."""
+"""Variables of a template that the user cannot set."""
 CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
 FORECAST = {
     "type": "function",
@@ -72,9 +71,9 @@ def load_chat(
     *,
     tools: bool = True,
 ) -> Chat:
-    """Return the tokenizer's own chat template, fixed and parsed as the two groups say.
+    """Make the chat that the two groups describe.
 
-    `tools`: whether the run has any; a tokenizer may carry a template of its own for them. Raises
+    `tools`: the run has tools; a tokenizer may carry a template of its own for that. Raises
     ChatError that names the group and the key to change.
     """
     known = dict(families())
@@ -84,14 +83,13 @@ def load_chat(
     fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
     _check_variables(fix.template, template.kwargs)
     family = known.get(fix.family or "")
-    # The tokenizer's end of sequence, then those of the generation config beside it.
+    # The tokenizer's end of sequence, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if tokenizer.name_or_path and path.is_file():
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    # Ordinary tokens of the family, and of those whose template the model has where another's
-    # tools were added to it.
+    # A template to which another family added tools keeps the ordinary tokens of its own family.
     taken = [other for other in known.values() if other == family or matches_source(source, other)]
     make = partial(
         Chat,
@@ -105,11 +103,12 @@ def load_chat(
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
         response = PLAIN
-    # What the tokenizer carries is for its own template, not for one that was put in its place.
+    # The response schema that a tokenizer carries is for its own template, not for a replacement.
     replaced = family is not None and not family.marks and bool(fix.changes)
     spec = resolve_spec(None if replaced else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
-        # A checkpoint of ours carries its family's format in transformers' words, which say less.
+        # A checkpoint of ours carries the family's format in transformers' dialect, which can
+        # express less: the family's own is used instead.
         chat = make(load_spec(family.response))
         if response_template(chat) == spec.source:
             return chat
@@ -119,7 +118,7 @@ def load_chat(
 def make_fix(
     tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
 ) -> Fix:
-    """Fix the source as the group says: recognised, left alone, or as a given family's."""
+    """Fix a template as the group says: by its recognised family, a named one, or not at all."""
 
     def reads(family: Family, template: str) -> bool:
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
@@ -131,12 +130,12 @@ def make_fix(
         return Fix(family=name, stock=source, template=source)
     family = known[name]
     if not family.marks and reads(family, source):
-        # A family of no model in particular has nothing to add to a template that behaves so.
+        # A family without marks only adds a tool format, which this template has already.
         return Fix(family=name, stock=source, template=source)
     try:
         fix = apply_fix(name, family, source)
         if family.tools and reads(family, source) and not reads(family, fix.template):
-            # A fork may hold what an edit looks for and not the variables that it writes with.
+            # A fork may contain the text that an edit replaces, and lack the variables it uses.
             raise ChatError(
                 f"chat_template={name}: with the fix of {name}, the model's template no longer "
                 f"renders the calls that it renders without; {REMEDY}"
@@ -151,8 +150,10 @@ def make_fix(
 def _template_source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """Return the template before fixes, the user's file or what the tokenizer carries, and in
-    words which of several it is."""
+    """Return the template before fixes, and a note on which of several it is.
+
+    It is the user's file, or a template that the tokenizer carries.
+    """
     names = sorted(["auto", "none", "file", *known])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
@@ -171,7 +172,7 @@ def _template_source(
 
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
-    """Check that a template shows the assistant's tool calls."""
+    """Return True if a template renders the assistant's tool calls."""
     return probe_behaviour(
         lambda messages, opened: render(
             tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
@@ -182,7 +183,7 @@ def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> b
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Check that the parser reads back a call that the template has rendered."""
+    """Return True if the parser reads a call that the template rendered."""
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -202,7 +203,8 @@ def reads_back(
         ]
     except ChatError:
         return False
-    # Behind the generation prompt, or from the header on where that has opened the reasoning.
+    # The text behind the generation prompt, or from the header on: the prompt may have opened
+    # reasoning that the rendering of a turn without any does not begin with.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
@@ -213,7 +215,7 @@ def reads_back(
 
 
 def fitting_schemas(chat: Chat) -> list[str]:
-    """Names of the response schemas that read the calls of a chat's template."""
+    """Return the names of the response schemas that read the calls of a chat's template."""
     return [
         name
         for name in spec_names()
@@ -222,7 +224,7 @@ def fitting_schemas(chat: Chat) -> list[str]:
 
 
 def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ChatError for a variable that the template does not read: it would change nothing."""
+    """Raise ChatError for a variable that the template never reads: it would have no effect."""
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
         if key in OURS:
@@ -236,17 +238,17 @@ def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
 
 
 TOOL_USE, DEFAULT = "tool_use", "default"
-"""Names under which tokenizers carry templates with and without tools."""
+"""Names under which tokenizers carry templates for runs with and without tools."""
 FILE_REMEDY = "set `chat_template=file chat_template.path=<file.jinja>`"
-# Marks what the assistant writes, for transformers' own masks; a block of a single tag each.
+# The tags with which templates mark assistant text for transformers' masks; Jinja lacks them.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None]:
-    """The template that a tokenizer carries, and in words which one, where it carries several.
+    """Return a template that a tokenizer carries, and a note on which one if there are several.
 
-    `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As transformers
-    does, a run with tools takes the one named `tool_use`, where there is one. Raises ChatError.
+    `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As in transformers,
+    a run with tools uses the template named `tool_use`, if there is one. Raises ChatError.
     """
     if isinstance(carried, str) and carried:
         return carried, None
@@ -270,7 +272,7 @@ def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None
 
 
 def read_template(path: str) -> str:
-    """The Jinja file of `chat_template.path`. Raises ChatError where it is none."""
+    """Read the Jinja file of `chat_template.path`. Raises ChatError if it is none."""
     file = Path(path).expanduser()
     if file.is_dir():
         raise ChatError(f"chat_template.path={path}: is a folder; name the file in it")
@@ -301,14 +303,14 @@ _OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
 
 
 def spec_names() -> list[str]:
-    """Names of the formats in conf/response_schema/, sorted."""
+    """Return the names of the formats in conf/response_schema/, sorted."""
     names = (file.stem for file in (conf_folder() / GROUP).glob("*.yaml"))
     return sorted(name for name in names if name not in CHOICES)
 
 
 @cache
 def load_spec(name: str) -> ResponseSpec:
-    """The format of that name in conf/response_schema/. Raises ChatError for an unknown name."""
+    """Load a format of conf/response_schema/ by name. Raises ChatError for an unknown name."""
     known = spec_names()
     if name not in known:
         close = get_close_matches(name, known, n=1)
@@ -320,10 +322,10 @@ def load_spec(name: str) -> ResponseSpec:
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    """The schema that the group asks for; `family`: the name of the format that the template shows.
+    """Return the response schema that the group selects.
 
-    `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
-    to set.
+    `auto` is the one that the tokenizer carries, else `family`, the name of the template's own
+    format. Raises ChatError that names the key to set.
     """
     if (config.path is not None) != (config.name == "file"):
         raise ChatError(
@@ -356,7 +358,7 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
 
 
 def spec_of_tokenizer(tokenizer: Any) -> ResponseSpec | None:
-    """The schema that a tokenizer's own configuration holds, in either dialect."""
+    """Return the schema in a tokenizer's configuration, in either dialect; None without one."""
     own = getattr(tokenizer, "init_kwargs", None) or {}
     for key in ("response_template", "response_schema"):
         carried = getattr(tokenizer, key, None) or own.get(key)
@@ -366,7 +368,7 @@ def spec_of_tokenizer(tokenizer: Any) -> ResponseSpec | None:
 
 
 def read_spec(path: Path) -> ResponseSpec:
-    """The schema in a file of the user's; it may stand below the key `spec`, as in conf/."""
+    """Read a schema from a user's file, where it may stand below the key `spec`, as in conf/."""
     source = f"{GROUP}.path={path}"
     content = _load(path.expanduser(), source)
     inner = content.get("spec", content)
@@ -387,7 +389,7 @@ def _load(path: Path, source: str) -> dict[str, Any]:
 
 
 def make_spec(content: Any, *, source: str) -> ResponseSpec:
-    """The schema that a mapping describes, in whichever of the forms. Raises ChatError."""
+    """Make a response schema of a mapping in any of the three forms. Raises ChatError."""
     if not isinstance(content, Mapping):
         raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
     try:
@@ -396,17 +398,17 @@ def make_spec(content: Any, *, source: str) -> ResponseSpec:
         if "properties" in content or any(str(key).startswith("x-") for key in content):
             return make_schema_spec(content)
         return _own_format(dict(content))
-    except (ValueError, re.error) as error:  # the latter: our own patterns
+    except (ValueError, re.error) as error:  # re.error: patterns in our own form
         raise ChatError(f"{source}: {error}") from error
 
 
 def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     form = settings.pop("format", "marked")
     call_id: Any = settings.get("call_id", CALL_ID)
-    # Twice as many ids as there may be calls: those with ids of the model's are skipped.
-    most = 2 * MAX_CALLS + 2
+    # Twice as many ids as calls may be needed: an id that the model wrote itself is skipped.
+    ids = 2 * MAX_CALLS + 2
     try:
-        distinct = len({call_id.format(turn=0, index=index) for index in range(most)}) == most
+        distinct = len({call_id.format(turn=0, index=index) for index in range(ids)}) == ids
     except (AttributeError, LookupError, ValueError):
         distinct = False
     if not distinct:

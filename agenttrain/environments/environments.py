@@ -1,4 +1,4 @@
-"""The environments of a run, built from `environment:`: a task's own, and its methods as tools."""
+"""Build the environments of a run from `environment:`, with their methods as tools."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agenttrain.utils.locate import locate_section
 from agenttrain.utils.names import did_you_mean
 
 COLUMN = "environment"
-"""Picks the environment of a row where there are several."""
+"""Column that selects a row's environment if the run has several."""
 
 
 class Environments:
-    """Every declared environment with a toolbox of its methods.
+    """The declared environments, each with a toolbox of its methods.
 
     Example: ``Environments({"maze": EnvironmentKind("maze", Maze)}).kind_of(task)``
     """
@@ -37,9 +37,9 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """`stop_tools` of other toolboxes are ignored here; `max_stuck` is for `check_stuck`.
+        """Names of other toolboxes in `stop_tools` are ignored; `max_stuck` is for `check_stuck`.
 
-        Raises ValueError, quoting what to add, for a method that no schema can be made of.
+        Raises ValueError, with the text to add, for a method of which no schema can be made.
         """
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
@@ -61,17 +61,17 @@ class Environments:
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Names of all methods that are tools, each once."""
+        """The names of all methods that are tools, each once."""
         names = (name for toolbox in self.toolboxes.values() for name in toolbox.names)
         return tuple(dict.fromkeys(names))
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """Names of the environments of calls that were given up and still run, one per call."""
+        """The environment's label for each abandoned call that still runs."""
         return tuple(label for kind in self.kinds.values() for label in kind.stuck)
 
     def check_stuck(self) -> None:
-        """Raise StuckTools when more than `max_stuck` calls run past all time limits."""
+        """Raise StuckTools if more than `max_stuck` calls still run after their time limit."""
         stuck = Counter(label for kind in self.kinds.values() for label in kind.overdue)
         if stuck.total() > self._max_stuck:
             names = ", ".join(f"{label} ({count})" for label, count in stuck.most_common())
@@ -83,13 +83,13 @@ class Environments:
 
     @property
     def rewards(self) -> tuple[str, ...]:
-        """The environments that have a `reward`."""
+        """Names of the environments that have a `reward`."""
         return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
-        """The task's environment; None where the run has none.
+        """Return the task's environment; None if the run has none.
 
-        Raises ValueError, saying what to add, for a row that names none of several, or another.
+        Raises ValueError, with a remedy, for a row that names none of several, or an unknown one.
         """
         if not self.kinds:
             return None
@@ -111,11 +111,11 @@ class Environments:
         return self.kinds[name]
 
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
-        """The methods of an environment; an empty toolbox for None."""
+        """Return the toolbox of an environment's methods; an empty one for None."""
         return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
     def warn_uneven_prompts(self, groups: int, total: int) -> None:
-        """Say once, on stderr, that groups began with different prompts."""
+        """Warn once, on stderr, that rollouts of a group began with different prompts."""
         if groups and not self._warned:
             self._warned = True
             print(
@@ -127,13 +127,13 @@ class Environments:
             )
 
     async def aclose(self) -> None:
-        """The run is over: close every instance and its tools."""
+        """Close every instance and toolbox at the end of the run."""
         await asyncio.gather(*(kind.aclose() for kind in self.kinds.values()))
         await asyncio.gather(*(toolbox.aclose() for toolbox in self.toolboxes.values()))
 
 
 class _Method:
-    """A method of the environment that the calling rollout has."""
+    """A method as a tool; a call reaches the instance of the rollout that calls."""
 
     def __init__(self, kind: EnvironmentKind, name: str) -> None:
         self.name = name
@@ -151,7 +151,7 @@ class _Method:
 
 
 def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
-    """Build every declared environment; nothing of it is constructed yet.
+    """Build every declared environment without making an instance.
 
     Example: ``{"maze": {"_target_": "my_pkg.Maze", "size": 5, "pooled": True}}`` makes instances
     with ``Maze(size=5)``. Raises ValueError with key, value and remedy.
@@ -164,8 +164,8 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
         settings = EnvironmentSettings(**{key: bound.pop(key) for key in known if key in bound})
         if not inspect.isclass(located.found):
             raise ValueError(
-                f"{located.where}: is no class; each rollout gets an instance of its own, so name "
-                "the class itself"
+                f"{located.where}: is not a class; each rollout gets an instance of its own, so "
+                "name the class itself"
             )
         try:
             inspect.signature(located.found).bind(**bound)

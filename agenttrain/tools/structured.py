@@ -1,6 +1,7 @@
-"""Arguments that are more than plain JSON: their schema, and the instance that a function gets.
+"""Structured arguments: the schema that the model sees, and the instance that the function gets.
 
-Dataclasses, pydantic models, TypedDicts, named tuples and enums, in lists, mappings and unions::
+They are dataclasses, pydantic models, TypedDicts, named tuples and enums, also in lists, mappings
+and unions::
 
     @dataclass
     class Line:
@@ -33,8 +34,8 @@ from agenttrain.tools.arguments import InvalidArguments, make_validator, without
 from agenttrain.types import AgenttrainError
 
 Build = Callable[[Any, str], Any]
-"""A JSON value that fits the schema, and its place (`lines[0].count`) -> what the function gets.
-Raises InvalidArguments."""
+"""Makes an instance of a JSON value that fits the schema. The second argument is the value's place
+(`lines[0].count`), for the message of InvalidArguments."""
 TYPES: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -53,24 +54,24 @@ SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
 }
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 DESCRIBED = re.compile(r"^ +(\w+) *(?:\([^)]*\))?: *(\S.*)$", re.MULTILINE)
-"""A line ``    name (type): What it means.`` of a docstring's Attributes or Args."""
+"""A line ``    name (type): Its meaning.`` in a docstring's Attributes or Args."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """A type as the model sees it, and how a value of it is made."""
+    """A type's schema, which the model sees, and the function that makes its instances."""
 
     schema: dict[str, Any]
     build: Build
 
 
 def is_structured(hint: Any) -> bool:
-    """Return True if `describe_type` makes this annotation's values: they are no plain JSON."""
+    """Return True if values of this annotation are not plain JSON, so that instances are built."""
     return _is_class(hint) or any(is_structured(part) for part in get_args(hint))
 
 
 def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
-    """Describe an annotation and what makes its instances; ValueError for one without JSON."""
+    """Describe an annotation. Raises ValueError for a type that cannot be written as JSON."""
     if hint in within:
         raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
     origin, parts = get_origin(hint), get_args(hint)
@@ -82,7 +83,7 @@ def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
     if hasattr(hint, "__pydantic_validator__"):
         from pydantic import TypeAdapter
 
-        adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, which validates by itself
+        adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, with its own validation
         schema = adapter.json_schema()
         plain = _inline_references(schema, schema.get("$defs", {}), ())
         return Structure(schema=plain, build=_constructor_call(adapter.validate_python))
@@ -105,7 +106,7 @@ def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
 
 
 def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Put instances into the arguments; raises InvalidArguments with what their classes say."""
+    """Replace arguments by instances. Raises InvalidArguments with the message of their class."""
     return {
         name: builders[name](value, name) if name in builders else value
         for name, value in arguments.items()
@@ -129,12 +130,12 @@ def _unchanged(value: Any, where: str) -> Any:
 
 
 def _constructor_call(make: Callable[..., Any]) -> Build:
-    """Call `make`, which may refuse: its reason is for the model."""
+    """Return a builder that calls `make`; an error of it becomes a message for the model."""
 
     def build(value: Any, where: str) -> Any:
         try:
             return make(value)
-        except AgenttrainError:  # ToolUnavailable and the like mean what they say
+        except AgenttrainError:  # ToolUnavailable and the like have their usual meaning
             raise
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "pydantic_core":
@@ -157,7 +158,7 @@ def _enum(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
-    """A dataclass, a named tuple or a TypedDict."""
+    """Describe a dataclass, a named tuple or a TypedDict."""
     hints = get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
     words: dict[str, str] = {}
@@ -177,7 +178,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
         }
     elif typing.is_typeddict(cls):
         names, make = list(hints), dict
-        # With postponed annotations __required_keys__ has not seen Required and NotRequired.
+        # With postponed annotations __required_keys__ ignores Required and NotRequired.
         marks = {typing.Required: False, typing.NotRequired: True}
         optional = {
             n for n, h in hints.items() if marks.get(get_origin(h), n in cls.__optional_keys__)
@@ -223,7 +224,7 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     if len(structures) == 1:
         schema = dict(structures[0].schema)
     if type(None) in options:
-        schema["nullable"] = True  # as transformers has it
+        schema["nullable"] = True  # transformers' keyword
     validators = [make_validator(without_nullable(one.schema)) for one in structures]
 
     def build(value: Any, where: str) -> Any:
@@ -277,7 +278,7 @@ def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
 
 
 def _inline_references(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """Return the schema without references, and without titles that pydantic makes of names."""
+    """Return the schema without references and without the titles that pydantic adds."""
     if isinstance(schema, list):
         return [_inline_references(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):

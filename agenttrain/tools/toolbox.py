@@ -1,7 +1,7 @@
-"""The tools of a run: their schemas, and their calls run at once, bounded, answered in order.
+"""The tools of a run: their schemas, and their calls, which run concurrently within limits.
 
-`Endings` ends a rollout, or the run, for tools that hold something, `Steps` knows whose turn it is
-on the event loop, and `Running` lists the calls that run this moment.
+`Cleanup` calls the tools' hooks at the end of a rollout or the run. `StepTracker` knows which tool
+runs on the event loop.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
 
 CANCEL_S = 0.05
-"""Seconds that a cancelled call has to end before it counts as stuck."""
+"""Seconds within which a cancelled call must end; after that it counts as stuck."""
 
 
 class StuckTools(AgenttrainError):
-    """More calls than allowed still run past their time limit; the message names their tools."""
+    """Too many calls still run after their time limit; the message names their tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +48,16 @@ class _Entry:
     arguments: ArgumentSchema
     limits: ToolLimits
     faults: tuple[type[BaseException], ...]
-    """Errors that are the infrastructure's and not the model's."""
+    """Types of errors for which the infrastructure is to blame, not the model."""
 
 
 class Toolbox:
     """Runs calls of tools; whatever a tool does, each call gets one result that a model can read.
 
-    Blocking functions run in daemon threads. A call that takes longer than its tool's limit is
-    abandoned: the model reads an error, a late result is discarded, `stuck` names it meanwhile. A
-    tool with isolation=process runs in workers that are killed instead. A fault of what a tool
-    needs is retried; the result that remains has the error `unavailable`.
+    Blocking functions run in daemon threads. A call that exceeds its tool's time limit is
+    abandoned: the model reads an error, a late result is discarded, and `stuck` lists the call
+    until it ends. A tool with isolation=process runs in workers, which are killed instead. Faults
+    of the infrastructure are retried; if they persist, the result has the error `unavailable`.
 
     Example::
 
@@ -78,8 +78,8 @@ class Toolbox:
     ) -> None:
         """At most `threads` blocking calls run at once, beside at most `max_stuck` abandoned ones.
 
-        Raises ValueError for a tool under another's name, a schema that is none, and for limits
-        or stop tools of a tool that is not there.
+        Raises ValueError for a tool whose names disagree, an invalid schema, and for limits or stop
+        tools of unknown tools.
         """
         limits = limits or {}
         self.names = tuple(tools)
@@ -113,7 +113,7 @@ class Toolbox:
         return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
-        """Name an async tool that has held the event loop for over `limit_s`; from any thread."""
+        """Name the tool that has blocked the event loop for over `limit_s`; any thread may call."""
         return self._steps.blocking(limit_s)
 
     def tool(self, name: str) -> Tool:
@@ -121,12 +121,12 @@ class Toolbox:
         return self._entries[name].tool
 
     def limits(self, name: str) -> ToolLimits:
-        """Return a tool's limits; those of a tool that is not there limit nothing but its time."""
+        """Return a tool's limits, or the defaults for an unknown tool."""
         entry = self._entries.get(name)
         return ToolLimits() if entry is None else entry.limits
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return the schemas of these tools, or of all; raises ValueError for an unknown name."""
+        """Return the schemas of these tools, or of all. Raises ValueError for an unknown name."""
         for name in names or ():
             self._check_known(name, "tools")
         return [
@@ -136,21 +136,21 @@ class Toolbox:
     async def execute(
         self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
-        """Run calls at once: one result per call, in call order, faults as error results.
+        """Run calls concurrently; return one result per call, in call order, errors included.
 
-        Cancelling the caller cancels the calls. Raises StuckTools when too many calls cannot be
+        Cancelling the caller cancels the calls. Raises StuckTools if too many calls cannot be
         ended.
         """
         self._check_stuck()
         return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
-        """Let every tool free what it holds for a rollout that is over; faults are warned of."""
+        """Have every tool free its resources of a finished rollout; failures are warnings."""
         for entry in self._entries.values():
             await self._cleanup.run(entry.tool, "release", entry.limits.timeout_s, rollout_id)
 
     async def aclose(self) -> None:
-        """Close tools that can be closed, cancel what still runs, end idle threads."""
+        """Close the tools, cancel calls that still run, and end idle threads."""
         for entry in self._entries.values():
             await self._cleanup.run(entry.tool, "close", entry.limits.timeout_s)
         tasks = list(self._abandoned)
@@ -159,17 +159,17 @@ class Toolbox:
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_S)
         for task in tasks:
-            # asyncio.run would wait for ever for one that ignores its cancellation.
+            # asyncio.run would wait for ever for a task that ignores its cancellation.
             asyncio._unregister_task(task)
         self._threads.close()
 
     def _check_stuck(self) -> None:
-        """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
+        """Warn once of each tool with stuck calls; raise StuckTools if there are too many calls."""
         if not self._abandoned and not self._threads.stuck:
             return
         now = time.monotonic()
         late = (name for name, deadline in self._abandoned.values() if deadline <= now)
-        # Calls that a rollout's end left behind, within their own time, are none.
+        # A call that was abandoned at the end of its rollout is not stuck within its time limit.
         stuck = Counter((*self._threads.overdue, *late))
         for name in stuck.keys() - self._warned:
             self._warned.add(name)
@@ -202,11 +202,11 @@ class Toolbox:
             text = f"unknown tool {call.name!r}{did_you_mean(call.name, self.names)}; tools: "
             return _refuse(call, ToolError.unknown_tool, text + (", ".join(self.names) or "none"))
         entry = self._entries[call.name]
-        for tried in range(entry.limits.retries + 1):
-            if tried:
-                await asyncio.sleep(entry.limits.retry_backoff_s * 2 ** (tried - 1))
+        for attempt in range(entry.limits.retries + 1):
+            if attempt:
+                await asyncio.sleep(entry.limits.retry_backoff_s * 2 ** (attempt - 1))
             try:
-                # Read anew each time: the tool may have changed what it was given.
+                # Copied for each attempt: the tool may have changed its arguments.
                 arguments = entry.arguments.read(call.arguments)
             except InvalidArguments as error:
                 return _refuse(call, ToolError.invalid_arguments, str(error))
@@ -231,7 +231,7 @@ class Toolbox:
     async def _attempt(
         self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
     ) -> tuple[Reply, float]:
-        """Return one reply and its seconds, without the wait for a place or a worker."""
+        """Return one reply and the seconds it took, without the wait for a slot or a worker."""
         threads: AbstractAsyncContextManager[None] = nullcontext()
         if _blocks(entry.tool) is not None:
             threads = self._slot(None, self._thread_limit)
@@ -244,11 +244,11 @@ class Toolbox:
                     started = time.perf_counter()
                     reply = await self._run(entry, tool, arguments, context)
                     return reply, time.perf_counter() - started
-            except ToolUnavailable as error:  # there is no worker to be had
+            except ToolUnavailable as error:  # no worker could be started
                 return error_reply(error, max_chars=self._max_chars), 0.0
 
     def _slot(self, name: str | None, limit: int) -> AbstractAsyncContextManager[None]:
-        """Return a place among the calls of a tool, or (None) of all blocking tools."""
+        """Return the slots for calls of a tool, or (None) for calls of all blocking tools."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}
@@ -260,8 +260,8 @@ class Toolbox:
     async def _run(
         self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
     ) -> Reply:
-        """Run one call for at most its time limit; then leave it to itself."""
-        # A little early, so that the check after the limit sees it.
+        """Run one call for at most its time limit; then abandon it."""
+        # A little early, so that the check after the limit finds the call overdue.
         deadline = time.monotonic() + entry.limits.timeout_s - CANCEL_S / 5
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
@@ -283,10 +283,10 @@ class Toolbox:
         return task.result()
 
     def _discard(self, task: asyncio.Task[Reply]) -> None:
-        """Drop the outcome of an abandoned call that has ended after all."""
+        """Drop the outcome of an abandoned call that has ended."""
         self._abandoned.pop(task, None)
         if not task.cancelled():
-            task.exception()  # read, or asyncio complains that nobody did
+            task.exception()  # asyncio warns of an exception that is never read
 
     async def _reply(
         self,
@@ -361,7 +361,7 @@ def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
 
 
 def stuck_remedy(name: str) -> str:
-    """Say what to do about a tool whose calls do not end."""
+    """Return a remedy for a tool whose calls do not end."""
     return (
         f"its thread cannot be ended: set tools.{name}.isolation=process, whose workers are killed "
         "in time, or give the tool a time limit of its own"
@@ -369,7 +369,7 @@ def stuck_remedy(name: str) -> str:
 
 
 def _blocks(tool: Tool) -> FunctionTool | None:
-    """Return the tool if it needs a thread."""
+    """Return the tool if its calls need a thread, else None."""
     return tool if isinstance(tool, FunctionTool) and tool.blocking else None
 
 
@@ -379,7 +379,7 @@ def _refuse(call: ToolCall, error: ToolError, message: str) -> ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCall:
-    """A call that has no answer yet, from the moment that it waits for its turn."""
+    """A call without an answer, from the moment that it waits for a slot."""
 
     rollout_id: str
     tool: str
@@ -389,26 +389,26 @@ class RunningCall:
 
 
 class StepTracker:
-    """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
+    """Runs awaitables of tools, and names the one that runs on the event loop to any thread.
 
-    An async tool that blocks stalls every rollout; this names it.
+    An async tool that blocks stalls every rollout; this shows which one it is.
     """
 
     def __init__(self) -> None:
         self._now: tuple[str, float] | None = None
 
     def blocking(self, limit_s: float) -> str | None:
-        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
+        """Return the tool that has blocked the event loop for longer than `limit_s`, if any."""
         now = self._now
         return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
-        """Await `awaitable`, with every uninterrupted step under the tool's name."""
+        """Await `awaitable`, recording the tool's name during each uninterrupted step."""
 
-        async def waited() -> object:  # not every awaitable can be driven, a coroutine can
+        async def wrapped() -> object:  # only a coroutine has steps; other awaitables do not
             return await awaitable
 
-        return await self._drive(name, waited().__await__())
+        return await self._drive(name, wrapped().__await__())
 
     @types.coroutine
     def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
@@ -418,8 +418,8 @@ class StepTracker:
             self._now = (name, time.monotonic())
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as over:
-                return over.value
+            except StopIteration as stop:
+                return stop.value
             finally:
                 self._now = None
             try:
@@ -427,15 +427,12 @@ class StepTracker:
             except GeneratorExit:
                 steps.close()
                 raise
-            except BaseException as thrown:
-                error = thrown
+            except BaseException as raised:
+                error = raised
 
 
 class Cleanup:
-    """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
-
-    A failure is a warning.
-    """
+    """Calls `release` and `close` of tools within a time limit; a failure is only a warning."""
 
     def __init__(self) -> None:
         self._threads = DaemonThreads()  # not the calls': a cleanup that hangs is no stuck call

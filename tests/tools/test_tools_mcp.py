@@ -319,14 +319,14 @@ def test_a_server_behind_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
             r"tools\.demo\.command=\[.*\]: the server does not answer: Connection closed; its "
-            "last words: no licence; run the command in a terminal to see why",
+            "last line on stderr: no licence; run the command in a terminal to see why",
         ),
         (
             {
                 "command": [sys.executable, "-c", "import sys; sys.stdin.read()"],
                 "start_timeout_s": 0.5,
             },
-            "does not answer: no answer within 0.5 s; it said nothing on stderr; run the command",
+            "does not answer: no answer within 0.5 s; it wrote nothing to stderr; run the command",
         ),
         (
             {"url": "http://127.0.0.1:9/mcp"},

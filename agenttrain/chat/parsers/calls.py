@@ -1,4 +1,4 @@
-"""How families write the inside of a call: one function per syntax."""
+"""Read the inside of a call: one function for each syntax."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from agenttrain.chat.parsers.values import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """Settings of a syntax function; the fields of a spec's YAML."""
+    """Settings of the functions that read calls; they are fields of a spec's YAML."""
 
     name_key: str = "name"
     """Key of a JSON call that holds the tool's name."""
@@ -38,20 +38,20 @@ class Syntax:
     header: str | None = None
     """named_json: a regular expression, with the group `name` and perhaps `id`."""
     footer: str | None = None
-    """named_json: what stands after the arguments, e.g. a code fence; it may be missing."""
+    """named_json: text after the arguments, e.g. a code fence; the model may leave it out."""
     lenient: bool = False
     """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
-     their braces."""
+    braces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Calls that a syntax function has read at the beginning of a body."""
+    """The calls at the beginning of a body."""
 
     calls: Sequence[ParsedCall] = ()
-    """`text` is empty where the call is the whole body."""
+    """Their `text` is empty if the call is the whole body."""
     end: int = 0
-    """Position in the body after what was read."""
+    """Position in the body behind the calls."""
     cut: bool = False
     """The body ended inside a string, so that its closing mark may be part of it."""
 
@@ -70,7 +70,7 @@ def _value(body: str, at: int, syntax: Syntax) -> Json:
 
 
 def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
-    """Return True where the value at `at`, which could be read, is no strict JSON."""
+    """Return True if the value at `at`, which was read, is not strict JSON."""
     return syntax.lenient and read_json(text, at).problem is not None
 
 
@@ -83,6 +83,7 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> ParsedCall:
+    """Make a call of the JSON object that describes it."""
     if not isinstance(value, dict):
         return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     written = value.get("id")
@@ -148,10 +149,10 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header: (value, the footer still to come, whether it is loose).
+    """Read the arguments behind a header: (value, the footer still expected, not strict JSON).
 
-    A header that ends with the opening brace, as in ``f({``, has taken it from the arguments, and
-    their closing brace is perhaps the first character of the footer or of the closing mark.
+    A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
+    may then be the first character of the footer or of the closing mark.
     """
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
@@ -188,9 +189,9 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
-# A closing tag that no other tag follows is part of the value.
+# A closing tag ends a value only if a tag of the format follows; otherwise it is part of it.
 _PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
-# A value that runs over the head of another call was never closed: the other call is one.
+# A value that contains the beginning of another call was never closed.
 _NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>\s*+<function=")
 
 
@@ -203,7 +204,7 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     values = _Values(name, schemas.get(name, {}))
     while (parameter := _PARAMETER.match(body, at)) is not None:
         start = parameter.end() + body.startswith("\n", parameter.end())
-        # The newlines of an empty value are one: `<parameter=x>\n</parameter>`.
+        # In an empty value both newlines are the same one: `<parameter=x>\n</parameter>`.
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
@@ -245,7 +246,7 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 @dataclass(slots=True)
 class _Values:
-    """Arguments whose values are texts, typed by the tool's schema."""
+    """Arguments that are written as text and typed by the tool's schema."""
 
     name: str
     schema: Mapping[str, Any]
@@ -275,9 +276,9 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A parameter's text, or the JSON value that it is the text of, where the schema wants that.
+    """Return the JSON value of a parameter's text if the schema asks for one, else the text.
 
-    Example: "7" is 7 for an integer and "7" for a string, or where no schema says which.
+    Example: "7" becomes 7 for an integer, and stays "7" for a string or without a schema.
     """
     types = schema_types(schema)
     if not any(name in types for name in _TYPES):
@@ -292,7 +293,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def schema_types(schema: Any, depth: int = 8) -> list[str]:
-    """The JSON types that a schema allows, `nullable` and unions included."""
+    """Return the JSON types that a schema allows, `nullable` and unions included."""
     if not isinstance(schema, Mapping) or depth == 0:
         return []
     declared = schema.get("type")
@@ -306,7 +307,7 @@ def schema_types(schema: Any, depth: int = 8) -> list[str]:
 
 
 def json_type(value: Any) -> str:
-    """The name that JSON schema has for a value's type."""
+    """Return the name of a value's type in JSON schema."""
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
@@ -341,7 +342,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
-    """(call, its end, whether the body ended inside a string); a bad call ends where it can."""
+    """Return (call, its end, True if the body ends inside a string).
+
+    A malformed call ends where the next one begins, or where the list ends.
+    """
     header = _CALL.match(body, at)
     if header is None:
         end = _next_call(body, at)
@@ -381,7 +385,7 @@ _NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
 
 
 def _next_call(body: str, at: int) -> int:
-    """Where a call that cannot be read ends: before the next call, or the list's end."""
+    """Return the end of a call that cannot be read: before the next call or the list's end."""
     end = _NEXT.search(body, at)
     if end is not None:
         return end.end()
@@ -398,4 +402,4 @@ READERS: dict[str, Reader] = {
     "gemma": read_gemma,
     "python": read_python,
 }
-"""By the names that a spec's `syntax` takes."""
+"""Readers by the value of a spec's `syntax`."""

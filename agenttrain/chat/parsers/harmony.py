@@ -5,8 +5,8 @@
     <|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>commentary
     to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 2}<|call|>
 
-The analysis channel is the reasoning; a message with a recipient is a call, wherever the header
-names it; everything else is content.
+The analysis channel is the reasoning. A message with a recipient, anywhere in its header, is a
+call. Every other message is content.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 class _Message:
     header: str
     body: str | None
-    """None: the header was cut."""
+    """None if the completion ends inside the header."""
     closed: bool
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonySpec:
-    """A ResponseSpec without settings but the ids of calls and how strict their arguments are."""
+    """The ResponseSpec of harmony, whose settings are the ids of calls and leniency."""
 
     call_id: str = CALL_ID
     lenient: bool = False
@@ -92,7 +92,7 @@ def _messages(text: str) -> Iterator[_Message]:
             continue
         closed = mark is not None and kind != "start"
         stop = mark.start() if mark else len(text)
-        # An ending mark is part of its message, a starting one of the next.
+        # A mark that ends a message belongs to it; <|start|> belongs to the next message.
         end = mark.end() if mark and closed else stop
         header = text[start : body.start() if body else stop]
         if body is not None or header.strip():
@@ -106,6 +106,7 @@ def _messages(text: str) -> Iterator[_Message]:
 
 
 def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
+    """Read the call that a message to a recipient holds."""
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}

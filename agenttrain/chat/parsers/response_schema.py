@@ -1,16 +1,16 @@
-"""The older `response_schema` dialect, which transformers 5.0 to 5.12 read, with every call kept.
+"""Parse with the older `response_schema` dialect of transformers 5.0 to 5.12, losing no call.
 
-A JSON schema whose nodes say how to take text apart: ``x-regex`` (one match), ``x-regex-iterator``
-(all matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
+It is a JSON schema whose nodes split text: ``x-regex`` (one match), ``x-regex-iterator`` (all
+matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
 json`` with a JMESPath ``transform``. The root's properties are the message's fields. Departures, on
-completions that transformers raises on or returns nothing for:
+completions for which transformers raises or returns nothing:
 
-1. a call that cannot be read is a malformed call, not an exception, and takes no other with it;
-2. where the root's expression matches nothing (a call that is cut, text behind the calls), what
-   stands before the first call is read by it, and the calls are looked for one by one;
-3. parameters are typed by the tool's schema before any guess at what their text might be.
+1. a call that cannot be read is a malformed call, not an exception, and affects no other call;
+2. if the root's expression does not match (a call is cut, text follows the calls), it reads the
+   text before the first call, and the calls are searched one by one;
+3. parameters get their types from the tool's schema; only others are guessed from their text.
 
-A `Node` is one node of the schema: it takes its text apart and gives the result its type.
+A `Node` is one node of the schema: it splits its text and converts the result to its type.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class SchemaSpec:
 
     root: Node
     loose: Node
-    """The same, but for JSON that may be almost JSON."""
+    """The same schema, which also accepts text that is almost JSON."""
     inside: bool = False
-    """An expression captures the inside of an object's braces."""
+    """An expression captures the inside of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
 
@@ -78,7 +78,7 @@ class SchemaSpec:
         if fields is not None:
             calls = self._calls(fields.get(CALLS), text, parameters(schemas))
         else:
-            # The root's expression reads what stands before the first call outside the reasoning.
+            # The root's expression reads the text before the first call outside the reasoning.
             opening, closing = self._reasoning
             before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
             start = len(before)
@@ -99,7 +99,7 @@ class SchemaSpec:
 
     @cached_property
     def _reasoning(self) -> tuple[str, str]:
-        """The marks of reasoning that the expressions name."""
+        """The marks of reasoning that occur in the expressions; empty without any."""
         return next((m for m in _REASONING_MARKS if m[1] in self._patterns), ("", ""))
 
     @cached_property
@@ -109,12 +109,12 @@ class SchemaSpec:
 
     @cached_property
     def _opener(self) -> str:
-        """The text that every call begins with, if there is one."""
+        """The text with which every call begins; empty if there is none."""
         source = self._iterator.source if self._iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
             return ""
-        # A last character that may be missing, or repeated, is not part of it.
+        # A quantifier makes the last character optional or repeats it: leave it out.
         repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
         text = literal[1][:-1] if repeated else literal[1]
         return text.replace("\\", "") if len(text) > 2 else ""
@@ -134,9 +134,9 @@ class SchemaSpec:
         if node.iterator is not None:
             inner = node.inner(value)
             calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
-            # Substitutions leave no span of the completion behind.
+            # After substitutions a call's text may not occur in the completion.
             return [c if c.text in completion else replace(c, text=completion) for c in calls]
-        # Calls that are read as one value: all of a list, or item by item where it is broken.
+        # The calls are one value: a whole list, or its items one by one if it cannot be read.
         loose = False
         try:
             read = node.value(value)
@@ -155,7 +155,7 @@ class SchemaSpec:
         return [replace(call, lenient=loose) for call in calls]
 
     def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
-        """(calls, the text that is in none of them)."""
+        """Search the calls one by one; return (calls, text outside of them)."""
         calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0
@@ -182,7 +182,7 @@ class SchemaSpec:
         return calls, "".join(outside)
 
     def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
-        """A malformed call for each opening in text that no match covers."""
+        """Yield a malformed call for each opening in text without a match; collect other text."""
         if not self._opener:
             outside.append(text)
             return
@@ -207,7 +207,7 @@ class SchemaSpec:
         return replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
-        """Read a call, with the parameters typed whose type the tool's schema tells."""
+        """Read a call; parameters get the types that the tool's schema gives them."""
         items = root.properties[CALLS].items
         if items is None:
             return given
@@ -232,6 +232,7 @@ class SchemaSpec:
         return {**inner, "arguments": arguments | typed_arguments}
 
     def _repaired(self, node: Node, value: str) -> list[ParsedCall]:
+        """Read the calls of a broken list one by one; empty if it is no list."""
         try:
             inner = node.inner(value)
         except ContentError:
@@ -253,7 +254,7 @@ class SchemaSpec:
 
 
 def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
-    """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
+    """Make a spec of a `response_schema`. Raises ValueError that names a wrong key."""
     root = compile_node(schema)
     inside = any(captures_inside(source) for source in root.sources())
     spec = SchemaSpec(
@@ -282,7 +283,7 @@ NOTHING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node, compiled."""
+    """A compiled node."""
 
     type: str | None = None
     const: Any = NOTHING
@@ -296,15 +297,15 @@ class Node:
     transform: Callable[[Any], Any] | None = None
     properties: Mapping[str, Node] = field(default_factory=dict)
     additional: Node | None = None
-    """None: keys that are not among the properties are left out."""
+    """The node of keys that are not among the properties; None leaves them out."""
     items: Node | None = None
     prefix_items: tuple[Node, ...] = ()
     required: tuple[str, ...] = ()
     json_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ours for `x-parser: json`."""
+    """Further arguments for `x-parser: json`."""
 
     def sources(self) -> Iterator[str]:
-        """All regular expressions of this node and those below it."""
+        """Yield the regular expressions of this node and those below it."""
         patterns = [p for p, _ in self.substitutions]
         for pattern in (*patterns, self.regex, self.iterator, self.key_value):
             if pattern is not None:
@@ -315,7 +316,7 @@ class Node:
                 yield from node.sources()
 
     def split(self, text: str) -> dict[str, Any] | None:
-        """Property -> the text it is to read; None where the root's expression does not match."""
+        """Return the text for each property; None if the root's expression does not match."""
         try:
             inner = self.inner(text)
         except ContentError:
@@ -325,7 +326,7 @@ class Node:
         return inner
 
     def inner(self, value: Any) -> Any:
-        """The value after substitutions and ``x-regex``; None where that does not match."""
+        """Apply substitutions and ``x-regex``; return None if that does not match."""
         if self.substitutions or self.regex is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
@@ -337,9 +338,9 @@ class Node:
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
-        """Read a value as the node says. Raises ContentError.
+        """Read a value. Raises ContentError.
 
-        `raw`: text that is only perhaps JSON stays text.
+        `raw`: text that may or may not be JSON stays text.
         """
         if self.const is not NOTHING:
             return self.const
@@ -351,7 +352,7 @@ class Node:
         return self.parsed(value, raw=raw)
 
     def parsed(self, value: Any, *, raw: bool = False) -> Any:
-        """Read a value that is already the match of ``x-regex``. Raises ContentError."""
+        """Read the result of `inner`. Raises ContentError."""
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):
@@ -414,13 +415,14 @@ class Node:
 
 
 def groups(match: Any) -> Any:
-    """Return the named groups of a match, its only group, or all of it."""
+    """Return the named groups of a match, else its first group, else the whole match."""
     if match.re.groupindex:
         return {key: text for key, text in match.groupdict().items() if text is not None}
     return match.group(1) if match.re.groups else match.group()
 
 
 def _scalar(name: str | None, value: Any) -> Any:
+    """Convert a value to the type of this name. Raises ContentError."""
     if name is None or name == "any":
         return value
     if isinstance(value, _SCALARS[name]) and (name == "boolean") == isinstance(value, bool):
@@ -439,10 +441,7 @@ def _scalar(name: str | None, value: Any) -> Any:
 def compile_node(
     schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
 ) -> Node:
-    """Compile a node and those below it, all with these `json_args`.
-
-    Raises ValueError with the key that is wrong.
-    """
+    """Compile a node and those below it. Raises ValueError that names a wrong key."""
     if schema is True or schema is None:
         return Node()
     if not isinstance(schema, Mapping):

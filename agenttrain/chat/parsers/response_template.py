@@ -1,17 +1,17 @@
-"""The `response_template` dialect of transformers >= 5.13, with every call kept.
+"""Parse with the `response_template` dialect of transformers >= 5.13, losing no call.
 
 https://huggingface.co/docs/transformers/chat_response_parsing describes it. A completion is a
 sequence of regions: each field's `open` (text, list, or `open_pattern`) begins one and its `close`
-ends it; what stands outside is the field without an `open`. Departures, all on completions that
-transformers raises on or loses text of:
+ends it; text outside of them belongs to the field without an `open`. Departures, all on completions
+for which transformers raises or loses text:
 
 1. a region of calls that cannot be read, or is not closed, is a malformed call, not an exception;
 2. a closing mark inside a JSON string belongs to the string;
-3. regions of a field that does not repeat are joined, where transformers keeps the last;
-4. `optional: false` asks for nothing: a missing field is empty.
+3. regions of a field that does not repeat are joined; transformers keeps the last one;
+4. `optional: false` has no effect: a missing field is empty.
 
-A region's text is read by its field's `content` parser (`CONTENT`) and given the field's shape by
-`reshaped`.
+A field's `content` parser (`CONTENT`) reads the text of a region, and `reshaped` brings the value
+into the field's shape.
 """
 
 from __future__ import annotations
@@ -65,21 +65,23 @@ class _Field:
 
 @dataclass(slots=True)
 class _Region:
-    """A stretch of text that one field has."""
+    """A stretch of text that belongs to one field."""
 
     field: _Field
     start: int
-    """Where its opening mark begins."""
+    """Beginning of its opening mark."""
     body: int
+    """End of its opening mark."""
     captures: dict[str, str | None]
     stop: int = 0
-    """Where its closing mark begins."""
+    """Beginning of its closing mark."""
     end: int = 0
+    """End of its closing mark."""
     closed: bool = True
     value: Any = None
     problem: str | None = None
     loose: bool = False
-    """Only a lenient spec reads it."""
+    """Only a lenient spec accepts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ class TemplateSpec:
     fields: tuple[_Field, ...]
     anchor: Pattern
     source: Mapping[str, Any]
-    """The `response_template` that it was made from."""
+    """The `response_template` from which it was made."""
     inside: bool = False
-    """A mark of the calls captures what stands inside an object's braces."""
+    """A mark of the calls captures the inside of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
 
@@ -145,7 +147,7 @@ class TemplateSpec:
         )
 
     def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
-        """All regions in order; `inside`: the field whose region the text begins in."""
+        """Return all regions in order; the text begins inside a region of the field `inside`."""
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
         opening = [f for f in self.fields if f.open is not None]
@@ -162,19 +164,19 @@ class TemplateSpec:
                 calls += field.name == CALLS
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
-                    # All that follows is one malformed call.
+                    # The remaining text is one malformed call.
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
                     region = replace(region, field=calls_field, problem=TOO_MANY)
                     return [*regions, replace(region, stop=len(text), end=len(text))]
                 regions.append(_close(region, marks))
             end = regions[-1].end if field is not None else hit.end
-            # A mark of no width that nothing follows must not match again.
+            # A mark of no width must not match again at the same position.
             at = end if end > at else at + 1
         return regions
 
 
 class _Marks:
-    """Marks that open and close fields, each searched once: again only behind its last hit."""
+    """Finds the marks that open and close fields; each is searched only behind its last match."""
 
     def __init__(
         self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
@@ -189,9 +191,10 @@ class _Marks:
         self._openings: list[int] | None = None
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
-        """(the field that opens, or None for the outer field's close, its mark) from `at` on.
+        """Return (the field that opens next, its mark) from `at` on.
 
-        The earliest mark counts, of these the longest, of these an opening one.
+        The field is None for the closing mark of the field outside. The earliest mark wins, among
+        these the longest, among these an opening one.
         """
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
@@ -202,7 +205,7 @@ class _Marks:
         return best
 
     def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
-        """Positions where the next `count` calls open, from `at` on."""
+        """Return the positions where the next `count` calls open, from `at` on."""
         if self._openings is None:
             self._openings = field.open.starts(self.text) if field.open is not None else []
         first = bisect_left(self._openings, at)
@@ -217,10 +220,10 @@ class _Marks:
 
 
 def _close(region: _Region, marks: _Marks) -> _Region:
-    """Return the region with its end.
+    """Find the end of a region, and read its value if it is a call's.
 
-    A closing mark inside a string of a call's value is part of it; a call that is not closed ends
-    where the next one opens.
+    A closing mark inside a string of a call's arguments belongs to the string. A call that is not
+    closed ends where the next one opens.
     """
     field = region.field
     hit = None if field.close is None else marks.search(field.close, region.body)
@@ -248,7 +251,7 @@ def _close(region: _Region, marks: _Marks) -> _Region:
 
 
 def _read(region: _Region, marks: _Marks) -> bool:
-    """Fill in the value or problem of a call's region; return whether it ends inside a value."""
+    """Set the value or the problem of a call's region; return True if it ends inside a value."""
     field, text = region.field, marks.text[region.body : region.stop]
 
     def value(args: Mapping[str, Any]) -> Any:
@@ -275,9 +278,9 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
 
 
 def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
-    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
+    """Make a call of ``{"function": {"name": …, "arguments": …}}`` or of the inner mapping.
 
-    `inside`: arguments that are text are what stands inside an object's braces.
+    `inside`: arguments that are text are the inside of an object without its braces.
     """
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
@@ -297,7 +300,7 @@ def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = Fa
 
 
 def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
-    """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
+    """Make a spec of a `response_template`. Raises ValueError that names a wrong key."""
     _only(template, _TEMPLATE_KEYS, "response_template")
     if template.get("version", 1) != 1:
         raise ValueError(f"version: {template['version']!r} is not known: it is 1")
@@ -329,7 +332,7 @@ def _field(name: str, settings: Any) -> _Field:
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
-    # The marks may have taken the braces of what stands between them.
+    # The opening mark may include the opening brace of the JSON object behind it.
     taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     return _Field(
         name=name,
@@ -344,7 +347,7 @@ def _field(name: str, settings: Any) -> _Field:
 
 
 def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
-    """The pattern of a mark that is given as text, as a list of texts, or as a pattern."""
+    """Compile a mark that is given as text, as a list of texts, or as a pattern."""
     texts, source = settings.get(key), settings.get(f"{key}_pattern")
     if texts is not None and source is not None:
         raise ValueError(f"{scope}: {key} and {key}_pattern exclude each other")
@@ -363,14 +366,14 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
 
 
 INSIDE, LOOSE = " inside", " loose"
-"""Arguments of ours for `json`, whose blanks no key of a user's has: the text is what stands inside
-an object's braces; it may be almost JSON."""
+"""Further arguments for `json`: the text is the inside of an object without its braces, and it may
+be almost JSON. Keys of users do not begin with a blank."""
 _CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class ContentError(ValueError):
-    """A problem of a region's text; never leaves this folder."""
+    """A problem of a region's text; callers in this folder catch it."""
 
     def __init__(self, problem: str, *, cut: bool = False) -> None:
         super().__init__(problem)
@@ -379,7 +382,7 @@ class ContentError(ValueError):
 
 
 def captures_inside(pattern: str) -> bool:
-    """Check that an expression captures what stands behind an opening brace, without the brace.
+    """Return True if an expression captures the text behind an opening brace without the brace.
 
     Example: ``"arguments": \\{(?P<arguments>.*)\\}``
     """
@@ -473,11 +476,11 @@ CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "xml-inline": parse_xml_inline,
     "kv-lines": parse_kv_lines,
 }
-"""By the names that a field's `content` takes: (text, `content_args`) -> value, or ContentError."""
+"""Parsers by the value of a field's `content`; called with the text and `content_args`."""
 
 
 def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
-    """Raise ValueError for what can be known to be wrong before any text is read."""
+    """Raise ValueError for a field's content, arguments or transform that cannot work."""
     if name not in CONTENT:
         raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
     if not isinstance(args, Mapping):
@@ -515,7 +518,7 @@ def _check_transform(transform: Any, scope: str) -> None:
 
 
 def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
-    """Return the value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
+    """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``."""
     if transform is None:
         return value
     given = {key: text for key, text in captures.items() if text is not None}
@@ -523,7 +526,7 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
         return _filled(transform, {**given, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
-    # An item that is no mapping is malformed on its own, beside the others.
+    # An item that is no mapping becomes a malformed call; the others are not affected.
     return [
         _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
         for item in value
