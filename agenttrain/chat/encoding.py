@@ -184,12 +184,13 @@ class Encoder:
                 continue
             before = rendering[start : match.start()]
             left, right = self._absorbing.get(text, (False, False))
-            kept = before.rstrip(BLANKS) if left else before
+            # A token may absorb the blanks on either side.
+            text_before = before.rstrip(BLANKS) if left else before
             while right and position < len(rendering) and rendering[position] in BLANKS:
                 position += 1
-            if kept:
-                yield False, kept
-            yield True, rendering[start + len(kept) : position]
+            if text_before:
+                yield False, text_before
+            yield True, rendering[start + len(text_before) : position]
             start = position
         if start < len(rendering):
             yield False, rendering[start:]
@@ -273,16 +274,16 @@ def clip(encoder: Encoder, text: str, max_tokens: int) -> str:
             return text
         size *= 2
     for marker in MARKERS:
-        kept = max_tokens - len(encoder.encode_plain(marker.format(len(text))))
+        head_tokens = max_tokens - len(encoder.encode_plain(marker.format(len(text))))
         # The long marker is worth its tokens only if most of the limit is left for the text.
-        if marker == MARKERS[0] and 2 * kept < max_tokens:
+        if marker == MARKERS[0] and 2 * head_tokens < max_tokens:
             continue
-        while kept >= 0:
-            head = text[: offsets[kept - 1][1]] if kept else ""
+        while head_tokens >= 0:
+            head = text[: offsets[head_tokens - 1][1]] if head_tokens else ""
             clipped = head + marker.format(len(text) - len(head))
             # Tokens can merge across the cut, or split where it divides a character.
             excess = len(encoder.encode_plain(clipped)) - max_tokens
             if excess <= 0:
                 return clipped
-            kept -= excess
+            head_tokens -= excess
     return ""

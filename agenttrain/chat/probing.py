@@ -79,7 +79,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateBehaviour:
-    """What a template renders, as probe conversations show it."""
+    """Behaviour of a template, as probe conversations show it."""
 
     renders_calls: bool
     """The assistant's tool calls are rendered."""

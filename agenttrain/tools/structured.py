@@ -73,7 +73,7 @@ def is_structured(hint: Any) -> bool:
 def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
     """Describe an annotation. Raises ValueError for a type that cannot be written as JSON."""
     if hint in within:
-        raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
+        raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Annotated, typing.Required, typing.NotRequired):
         inner = describe_type(parts[0], within=within)
@@ -285,7 +285,7 @@ def _inline_references(schema: Any, definitions: Mapping[str, Any], within: tupl
         return schema
     name = str(schema.get("$ref", "")).rpartition("/")[2]
     if name in within:
-        raise ValueError(f"{name} holds itself, and a model is shown the whole schema")
+        raise ValueError(f"{name} contains itself, so its schema would have no end")
     if name:
         siblings = {key: value for key, value in schema.items() if key != "$ref"}
         return {**_inline_references(definitions[name], definitions, (*within, name)), **siblings}

@@ -446,8 +446,8 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
         return
     if not merge:
         raise ContentError(f"the parameter {excerpt(key)} is given twice")
-    held = parameters[key]
-    parameters[key] = [*(held if isinstance(held, list) else [held]), value]
+    earlier = parameters[key]
+    parameters[key] = [*(earlier if isinstance(earlier, list) else [earlier]), value]
 
 
 def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
