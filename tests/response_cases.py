@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from agenttrain.chat.loading import load_spec, spec_of
+from agenttrain.chat.loading import load_spec, make_spec
 from agenttrain.chat.parsers.base import ResponseSpec
 
 Call = tuple[str, dict[str, Any]]
@@ -224,8 +224,8 @@ def all_specs() -> dict[str, ResponseSpec]:
         "mistral",
     )
     specs = {name: load_spec(name) for name in names}
-    specs |= {f"template/{k}": spec_of(v, source=k) for k, v in TEMPLATES.items()}
-    return specs | {f"schema/{k}": spec_of(v, source=k) for k, v in SCHEMAS.items()}
+    specs |= {f"template/{k}": make_spec(v, source=k) for k, v in TEMPLATES.items()}
+    return specs | {f"schema/{k}": make_spec(v, source=k) for k, v in SCHEMAS.items()}
 
 
 def _json(value: Any) -> str:

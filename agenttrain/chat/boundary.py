@@ -1,14 +1,13 @@
 """The boundary between a completion and the next one: its place in a rendering, and its tokens.
 
-`Seam` finds the boundary in the rendering of a minimal conversation that has the shape of the real
-one: calls named and numbered as the real ones, a placeholder at the end of the assistant's text and
-one for each reply. Nothing counts end-of-turn tokens, so it does not matter which they are, or
-whether there are any.
+`TurnBoundary` finds it by rendering a minimal conversation of the same shape: the calls have the
+real names and ids, and placeholders stand at the end of the assistant's text and in each reply.
+End-of-turn tokens are not counted, so a template may have any of them, or none.
 
-`build` and `fill` make the text behind the boundary into tokens. What surrounds the placeholders is
-constant and is tokenised once; per call only the replies are, each from the nearest control token
-before it to the nearest one after it, so that merges across its edges are those of the full
-rendering::
+`build_suffix` and `fill_suffix` tokenise the text behind the boundary. The text around the
+placeholders is constant and tokenised once. Each reply is tokenised per call, together with the
+text between the nearest control tokens on either side, so that tokens merge across its edges as
+they do in the full rendering::
 
     <|im_end|>                              end of turn: added when the completion lacks it
     \\n<|im_start|>user\\n<tool_response>     constant ids
@@ -28,7 +27,8 @@ from agenttrain.chat.probing import USER, Render
 from agenttrain.types import AssistantTurn, Message, Origin, ToolCall
 
 BODY = "\ufdd2"
-"""Stands for what the assistant wrote last; like the reply placeholders, `clean` forbids it."""
+"""Placeholder for the end of the assistant's text. `clean` removes it, as it does the replies'
+placeholders, from the text of others."""
 REPLY_PROBES = (
     "",
     "a",
@@ -47,17 +47,17 @@ CALL = AssistantTurn(
 
 
 def placeholder(index: int) -> str:
-    """Stands for the text of reply `index`."""
+    """Return the text that stands for the text of reply `index`."""
     return f"\ufdd3{index}\ufdd4"
 
 
-class Seam:
-    """Splits the text behind an assistant's own into the end of its turn and what follows that.
+class TurnBoundary:
+    """Splits the text behind the assistant's own into the end of its turn and the rest.
 
-    An answer's end is known from an answer that nothing follows. A turn with calls ends the same
-    way, or by the last control token of what closes its calls (``<|call|>`` of harmony,
-    ``<|tool_response>`` of Gemma 4); where answers have no end of their own (GLM), by the control
-    token of whatever follows.
+    The end of an answer is read from an answer that nothing follows. A turn with calls ends the
+    same way, or with the last control token that closes its calls (``<|call|>`` in harmony,
+    ``<|tool_response>`` in Gemma 4). Where answers have no end of their own (GLM), a turn ends with
+    the control token that begins the next message.
     """
 
     def __init__(self, render: Render, encoder: Encoder) -> None:
@@ -67,13 +67,13 @@ class Seam:
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[str, str]:
-        """(end of turn, text behind it) in marked text: ``("<|im_end|>", "\\n<|im_start|>…")``.
+        """Return (end of turn, text behind it), marked: ``("<|im_end|>", "\\n<|im_start|>…")``.
 
-        The end is empty where the template writes no control token there. Raises ChatError where
-        the seam is not to be found.
+        The end is empty if the template writes no control token there. Raises ChatError if the
+        boundary cannot be found.
         """
-        # A short message of the turn's shape whose text ends with BODY and little after it. Content
-        # and reasoning beside calls stay out: a model writes them before its calls, but some
+        # A short message of the turn's shape, with BODY at the end of its text. Content and
+        # reasoning beside calls are left out: a model writes them before its calls, but some
         # templates refuse them there (GPT-OSS) or render them after the replies (Gemma 4).
         assistant: Message = {"role": "assistant", "content": "" if turn.calls else BODY}
         if turn.calls:
@@ -100,12 +100,12 @@ class Seam:
         )
 
     def answer_end(self) -> str:
-        """The end of an answer that nothing follows, e.g. ``<|im_end|>``."""
+        """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
         answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
         return self._to_last_control(answer)
 
     def _closing(self, assistant: Message) -> tuple[str, str]:
-        """(text that closes the turn's calls, the end of turn) where nothing follows."""
+        """Return (text that closes the turn's calls, end of turn) of a turn that ends the chat."""
         end = self.answer_end()
         if not assistant.get("tool_calls"):
             return "", end
@@ -114,7 +114,7 @@ class Seam:
             return text.rstrip(), ""
         closed = self._to_last_control(text)
         if not closed.endswith(end):
-            # Calls end by a token of their own.
+            # Calls end with a token of their own.
             pieces = list(self._encoder.pieces(closed))
             end = pieces[-1][1] if pieces else ""
         return closed.removesuffix(end), end
@@ -126,7 +126,7 @@ class Seam:
         return "".join(piece for _, piece in pieces)
 
     def _first_control(self, text: str) -> str:
-        """Up to the control token that begins a text after nothing but blanks."""
+        """Return the blanks and the control token that a text begins with; else nothing."""
         begin = ""
         for control, piece in self._encoder.pieces(text):
             begin += piece
@@ -148,16 +148,16 @@ def _after_body(rendering: str) -> str:
 
 
 class ReplyTexts:
-    """Texts of replies as the template writes them; most leave them alone, which is probed once."""
+    """Renders the texts of replies; probes once per role whether the template changes them."""
 
-    def __init__(self, seam: Seam, encoder: Encoder) -> None:
-        self._seam = seam
+    def __init__(self, seam: TurnBoundary, encoder: Encoder) -> None:
+        self._boundary = seam
         self._encoder = encoder
         self._frames: dict[str, tuple[str, str]] = {}
         self._verbatim: dict[str, bool] = {}
 
     def __call__(self, reply: Message) -> str:
-        """The text as it stands in a rendering. Raises ChatError for content that is no text."""
+        """Return the reply's text as it is rendered. Raises ChatError if its content is no text."""
         role, content = reply["role"], reply.get("content") or ""
         if not isinstance(content, str):
             raise ChatError(f"a reply of the role {role} holds {type(content).__name__}, not text")
@@ -166,15 +166,15 @@ class ReplyTexts:
         return clean(content) if self._verbatim[role] else self._transformed(role, content)
 
     def after_turn(self, role: str, text: str) -> tuple[str, str]:
-        """`Seam.split` of a turn that gets one reply of `role`."""
+        """Split the text behind a turn that gets one reply of `role`."""
         turn = CALL if role == "tool" else ANSWER
         reply = {"role": role, "content": text}
         if role == "tool":
             reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
-        return self._seam.split(turn, [reply], generation_prompt=True)
+        return self._boundary.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
-        """Return what stands between the constant text before and after a reply."""
+        """Return the rendered reply, without the constant text before and after it."""
         if role not in self._frames:
             _, frame = self.after_turn(role, placeholder(0))
             before, _, after = frame.partition(placeholder(0))
@@ -195,8 +195,8 @@ _REPLY = re.compile("\ufdd3(\\d+)\ufdd4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
-    """Text between two control tokens that holds replies: literals, and replies by position.
+class ReplyBlock:
+    """The text between two control tokens, where it holds replies: literals and reply numbers.
 
     Example: ``Open(parts=("\\n", 0, "\\n"))``
     """
@@ -206,26 +206,25 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suffix:
-    """The context after a completion of one shape, but for its replies."""
+    """The context after a turn of one shape, without the texts of its replies."""
 
     end_ids: tuple[int, ...]
     """The end of the turn, up to its control token; empty where the template writes none."""
-    blocks: tuple[tuple[int, ...] | Open, ...]
+    blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
     glue_length: int
     """Tokens of `blocks` with empty replies."""
     last_end_ids: tuple[int, ...] = ()
-    """The end of an answer that nothing follows, where the template then writes another than
-    `end_ids`."""
+    """The end of an answer that nothing follows; empty unless it differs from `end_ids`."""
 
 
-def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
-    """Tokenise the constant part of `Seam.split`, whose text holds `replies` placeholders."""
+def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
+    """Tokenise the constant text of a suffix; `text` holds placeholders for `replies` replies."""
     if _REPLY.findall(text) != [str(index) for index in range(replies)]:
         raise ChatError(
             f"the chat template does not show each of {replies} replies once and in order: "
             f"{_REPLY.sub('<reply>', unmark(text))!r}; set chat_template"
         )
-    blocks: list[tuple[int, ...] | Open] = []
+    blocks: list[tuple[int, ...] | ReplyBlock] = []
     constant = ""
     for control, piece in encoder.pieces(text):
         if control or not _REPLY.search(piece):
@@ -236,44 +235,42 @@ def build(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
         # re.split with a group: literal, index, literal, index, …, literal
         parts = _REPLY.split(piece)
         blocks.append(
-            Open(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
+            ReplyBlock(parts=tuple(int(p) if i % 2 else unmark(p) for i, p in enumerate(parts)))
         )
     blocks += [tuple(encoder.encode(constant))] if constant else []
     return Suffix(
         end_ids=tuple(encoder.encode(end)),
         blocks=tuple(blocks),
-        glue_length=sum(len(ids) for _, ids in fill(blocks, [""] * replies, encoder)),
+        glue_length=sum(len(ids) for _, ids in fill_suffix(blocks, [""] * replies, encoder)),
     )
 
 
-def fill(blocks: Sequence[tuple[int, ...] | Open], texts: Sequence[str], encoder: Encoder) -> Spans:
-    """The ids of `blocks` with the replies' texts in their places."""
-    spans: Spans = []
+def fill_suffix(
+    blocks: Sequence[tuple[int, ...] | ReplyBlock], texts: Sequence[str], encoder: Encoder
+) -> Spans:
+    """Return the ids of `blocks` with the replies' texts filled in."""
+    unmerged: Spans = []
     for block in blocks:
-        if isinstance(block, Open):
-            filled = _fill_open(block, texts, encoder)
-        else:
-            filled = [(Origin.template, list(block))]
-        for origin, ids in filled:
-            if spans and spans[-1][0] is origin:
-                spans[-1][1].extend(ids)
-            elif ids:
-                spans.append((origin, ids))
-    return spans
-
-
-def _fill_open(block: Open, texts: Sequence[str], encoder: Encoder) -> Spans:
-    """Tokens that hold any character of a reply are the tool's, the others the template's."""
-    pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
-    ids, offsets = encoder.encode_plain_offsets("".join(pieces))
-    spans: Spans = []
-    done = position = 0
-    for part, piece in zip(block.parts, pieces, strict=True):
-        position += len(piece)
-        if isinstance(part, str) or not piece:
+        if not isinstance(block, ReplyBlock):
+            unmerged.append((Origin.template, list(block)))
             continue
-        first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
-        last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
-        spans += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
-        done = last
-    return [*spans, (Origin.template, ids[done:])]
+        # A token that holds any character of a reply is the tool's, every other the template's.
+        pieces = [texts[part] if isinstance(part, int) else part for part in block.parts]
+        ids, offsets = encoder.encode_plain_offsets("".join(pieces))
+        done = position = 0
+        for part, piece in zip(block.parts, pieces, strict=True):
+            position += len(piece)
+            if isinstance(part, str) or not piece:
+                continue
+            first = bisect_right(offsets, position - len(piece), lo=done, key=lambda o: o[1])
+            last = bisect_left(offsets, position, lo=first, key=lambda o: o[0])
+            unmerged += [(Origin.template, ids[done:first]), (Origin.tool, ids[first:last])]
+            done = last
+        unmerged.append((Origin.template, ids[done:]))
+    spans: Spans = []
+    for origin, ids in unmerged:
+        if spans and spans[-1][0] is origin:
+            spans[-1][1].extend(ids)
+        elif ids:
+            spans.append((origin, ids))
+    return spans

@@ -1,6 +1,6 @@
-"""Proof, on the user's own template and tools, that the ledger is the template's rendering.
+"""Proof, on the user's own template and tools, that the loop's token ids are the template's.
 
-`conversations` are the probes: every shape of turn and reply that a rollout may have.
+`conversations` yields the probes: every shape of turn and reply that a rollout may have.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agenttrain.chat.features import (
     Probe,
     Status,
     clock_formats,
-    features,
-    refused,
+    feature_probes,
+    refused_probe,
 )
-from agenttrain.chat.loading import formats
+from agenttrain.chat.loading import fitting_schemas
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message, ToolCall
 
@@ -32,8 +32,9 @@ Step = tuple[AssistantTurn, list[Message]]
 """A turn and the replies to it."""
 
 EXAMPLES = {"integer": 3, "number": 2.5, "boolean": True, "array": [], "object": {}, "null": None}
+"""Values of arguments, by JSON schema type."""
 TEXT = "a b"
-"""Argument values by JSON schema type, and of any other type."""
+"""Value of an argument of any other type."""
 LONG = "17 lamps, 4 chairs\n" * 400
 REPLIES = {
     "empty reply": "",
@@ -44,7 +45,7 @@ REPLIES = {
 
 
 def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, list[Step]]]:
-    """Named probe conversations; those with calls use every tool of the user's."""
+    """Yield probe conversations by name; together they call every tool of the user's."""
     controls = "".join(chat.encoder.control)
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
     yield "no call", [(answer, _user("And 4 + 5?"))]
@@ -84,7 +85,7 @@ def _step(
     for index, tool in enumerate(tools):
         properties = (tool.get("parameters") or {}).get("properties", {})
         examples = {name: _example(schema) for name, schema in properties.items()}
-        # In a message, what is None is as good as missing.
+        # A key whose value is None is left out of a message, so it would not come back.
         arguments = {name: value for name, value in examples.items() if value is not None}
         calls.append(ToolCall(id=f"call_{turn}_{index}", name=tool["name"], arguments=arguments))
     replies: list[Message] = [
@@ -95,7 +96,8 @@ def _step(
 
 
 def _example(schema: Any) -> Any:
-    if not isinstance(schema, dict):  # `true`: anything
+    """Return a value that fits the JSON schema of an argument."""
+    if not isinstance(schema, dict):  # `true` allows any value
         return TEXT
     if schema.get("enum"):
         return next((value for value in schema["enum"] if value is not None), None)
@@ -115,7 +117,7 @@ SERVE = (
 
 
 class CertificateError(AgenttrainError):
-    """The template cannot be used with the token-concatenating loop; says why and what to try."""
+    """The template does not fit the token-concatenating loop; the message says what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,23 +132,23 @@ class Certificate:
     changes: tuple[str, ...]
     """Changes that the fix made."""
     preserving: bool
-    """The model's own template, before any fix, renders past turns always the same."""
+    """The model's own template, before any fix, renders earlier messages the same in every turn."""
     one_call_per_turn: bool
     warnings: tuple[str, ...]
-    """Warnings for whoever serves the trained model."""
+    """Warnings about training with this template and about serving the trained model."""
     remedy: str
-    """The setting to change where probes are refused."""
+    """Advice for refused probes: the setting to change."""
     chosen: str | None = None
-    """The one of the tokenizer's templates that was taken, where it carries several."""
+    """Note on which template was taken, if the tokenizer carries several."""
 
     @property
     def passed(self) -> bool:
-        """Return True where no probe is refused."""
+        """True if no probe is refused."""
         return all(probe.passed for probe in self.probes)
 
     @property
     def status(self) -> Status:
-        """The worst of the probes'."""
+        """The worst status of the probes."""
         return max((probe.status for probe in self.probes), key=list(Status).index)
 
     def raise_if_refused(self) -> None:
@@ -156,18 +158,18 @@ class Certificate:
             if not probe.passed:
                 names.setdefault(probe.reason, []).append(probe)
         if names:
-            refused = [
+            refused_probe = [
                 f"- {', '.join(probe.name for probe in probes)}: {probes[0].why}"
                 for probes in names.values()
             ]
             raise CertificateError(
                 "the model's chat template does not fit the token-concatenating loop:\n"
-                + "\n".join(refused)
+                + "\n".join(refused_probe)
                 + f"\n{self.remedy}"
             )
 
     def as_json(self) -> dict[str, Any]:
-        """The certificate as plain data, for `agenttrain templates <folder> --json FILE`."""
+        """Return the certificate as JSON data, for `agenttrain templates <folder> --json FILE`."""
         fields = {key: value for key, value in asdict(self).items() if key != "probes"}
         probes = [
             {"name": p.name, "status": str(p.status), "reason": p.why, "misfit": p.misfit}
@@ -177,19 +179,19 @@ class Certificate:
         return {"status": str(self.status), **fields, "remedy": remedy, "probes": probes}
 
     def markdown(self) -> str:
-        """The probes as a table."""
+        """Return the probes as a Markdown table."""
         cells = [(p.name, str(p.status), p.why.replace("|", "\\|")) for p in self.probes]
-        rows = [f"| {' | '.join(row)} |" for row in cells]
-        return "\n".join(["| probe | result | what was seen |", "|---|---|---|", *rows])
+        lines = [f"| {' | '.join(line)} |" for line in cells]
+        return "\n".join(["| probe | result | what was seen |", "|---|---|---|", *lines])
 
     def lines(self) -> list[str]:
-        """Lines for people: one per probe, then the changes and the warnings."""
+        """Return lines to print: one per probe, then the changes and the warnings."""
         name = self.family or "of no known family"
         lines = [f"chat template  {name}; certificate {self.status}, {self.hash[:12]}"]
         lines += [f"  note     {self.chosen}"] if self.chosen else []
         alike: dict[tuple[Status, str], list[Probe]] = {}
         for number, probe in enumerate(self.probes):
-            # Probes that stumble over the same thing are one line, which names them all.
+            # Probes that fail for the same reason share a line, which names them all.
             reason = probe.reason if probe.status is not Status.passed else str(number)
             alike.setdefault((probe.status, reason), []).append(probe)
         for (status, _), probes in alike.items():
@@ -203,15 +205,15 @@ class Certificate:
 
 
 def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
-    """Render probe conversations whole and as a ledger of prompt, completions and suffixes.
+    """Render probe conversations whole, and as prompt, completions and suffixes, and compare.
 
-    Never raises for a template that does not fit: its probes are refused. A fixed template is
-    compared with the model's own, so that it is known what the fix was for.
+    A template that does not fit raises nothing: its probes are refused. The same probes are made
+    with the model's own template if it was fixed, so that they show what the fix repairs.
     """
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
-        stock = _probes(chat.stock(), schemas)
+        stock = _probes(chat.with_stock_template(), schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
         for index, (now, before) in enumerate(zip(probes, stock, strict=True)):
             if now.passed and not before.passed:
@@ -241,16 +243,16 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
 
 
 def _probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    probes = features(chat, schemas)
+    probes = feature_probes(chat, schemas)
     for name, steps in conversations(chat, schemas):
         try:
             ids, remarks = _ledger(chat, schemas, steps)
-        except _Refused as error:
-            probe = refused(name, error.reason, error.detail)
+        except _Mismatch as error:
+            probe = refused_probe(name, error.reason, error.detail)
             probes.append(replace(probe, misfit=error.misfit))
             continue
         except ChatError as error:
-            probes.append(refused(name, str(error)))
+            probes.append(refused_probe(name, str(error)))
             continue
         if name == "parallel calls" and chat.one_call_per_turn:
             remarks.append("one call per turn: the first is rendered, and all replies as its reply")
@@ -276,7 +278,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         variable = "date_string" in chat.template
         how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
         yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
-    if ends := _two_ends(chat):
+    if ends := _answer_end_texts(chat):
         last, followed = ends
         yield (
             f"an answer is sampled with {last} at its end, where the template writes {followed} "
@@ -292,19 +294,19 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
         yield "the template renders one call per turn: rollout.on_parallel_calls decides on more"
 
 
-def _two_ends(chat: Chat) -> tuple[str, str] | None:
-    """Return how the template ends the last answer and an earlier one, where these differ."""
+def _answer_end_texts(chat: Chat) -> tuple[str, str] | None:
+    """Return the texts that end the last answer and an earlier one; None if they are the same."""
     with suppress(ChatError):
-        last, followed = chat.answer_ends()
+        last, followed = chat.answer_end_ids()
         return (chat.decode(last), chat.decode(followed)) if last != followed else None
     return None
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
-    refused = [probe for probe in probes if not probe.passed]
-    names = {probe.name for probe in refused}
-    if refused and all(probe.misfit is Misfit.response_schema for probe in refused):
-        fitting = formats(chat)
+    refused_probe = [probe for probe in probes if not probe.passed]
+    names = {probe.name for probe in refused_probe}
+    if refused_probe and all(probe.misfit is Misfit.response_schema for probe in refused_probe):
+        fitting = fitting_schemas(chat)
         if fitting:
             return f"Set response_schema={fitting[0]}, which reads the template's calls."
         return (
@@ -323,8 +325,8 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
-class _Refused(Exception):
-    """A difference between the two ways of rendering, in general and in this conversation."""
+class _Mismatch(Exception):
+    """A difference between the two renderings: its general reason, and the texts that differ."""
 
     def __init__(self, reason: str, detail: str, misfit: Misfit = Misfit.chat_template) -> None:
         super().__init__(reason, detail)
@@ -332,35 +334,36 @@ class _Refused(Exception):
 
 
 def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[list[int], list[str]]:
-    """Return the ids between turns, and remarks on what the template leaves out.
+    """Replay a conversation as the loop does; return the ids between turns, and remarks.
 
-    Raises _Refused where the full rendering differs, or where a call does not come back.
+    The remarks say what the template leaves out. Raises _Mismatch if the full rendering has other
+    ids, or if a call is not parsed as it was rendered.
     """
     messages: list[Message] = [{"role": "user", "content": USER_TEXT}]
     ledger = chat.prompt_ids(messages, schemas)
     context: list[int] = []
     remarks: dict[str, None] = {}
-    for wanted, answered in steps:
+    for probe_turn, probe_replies in steps:
         after = messages[-1]["role"]
-        turn, replies = chat.shown(as_parsed(chat, wanted, after), answered)
+        turn, replies = chat.as_rendered(as_parsed(chat, probe_turn, after), probe_replies)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, schemas)
-        _compare(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
+        _require_equal(chat, full[: len(ledger)], ledger, "earlier messages are rendered anew")
         end = chat.end_ids(turn, replies, generation_prompt=True)
         spans = chat.suffix(
             turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
         )
         ours = [token_id for _, ids in spans for token_id in ids]
-        # A finished completion is what stands between the prompt and the suffix.
+        # The completion is the text between the prompt and the suffix.
         length = max(len(full) - len(ours) - len(ledger), 0)
         sampled = full[len(ledger) :][:length]
-        _compare(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
-        _compare(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
+        _require_equal(chat, full[len(ledger) + length :], ours, "replies are rendered differently")
+        _require_equal(chat, sampled[-1:], end[-1:] or sampled[-1:], "the turn ends differently")
         parsed = chat.parse(sampled, schemas, turn=0, after=after)
         calls = [(call.name, call.arguments) for call in turn.calls]
         read = [(call.name, call.arguments) for call in parsed.calls]
         if calls != read or any(call.malformed for call in parsed.calls):
-            raise _Refused(
+            raise _Mismatch(
                 "the response schema does not read the calls that the template renders",
                 f"{_short(chat.decode(sampled))} parses to {_short(read)} "
                 f"instead of {_short(calls)}",
@@ -372,7 +375,7 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
             ] = None
         if turn.reasoning and turn.reasoning != parsed.reasoning:
             remarks["the template leaves out reasoning; the ledger keeps what was sampled"] = None
-        if not turn.calls and answered and (ends := _two_ends(chat)):
+        if not turn.calls and probe_replies and (ends := _answer_end_texts(chat)):
             remarks[f"{ends[0]} stays where it was sampled, in place of {ends[1]}"] = None
         context += ours
         ledger = full
@@ -380,10 +383,10 @@ def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[lis
 
 
 def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
-    """The turn as a completion could give it: with reasoning where the prompt has opened it, and
-    without where the prompt has ended it.
+    """Return the turn as a completion could hold it.
 
-    An empty thought would merge its line break with the prompt's in the full rendering alone.
+    It has reasoning if the prompt opens reasoning, and none if the prompt already closes it. Empty
+    reasoning would not do: in the full rendering alone its line break merges with the prompt's.
     """
     if chat.thinking_is_off:
         return replace(turn, reasoning=None)
@@ -391,13 +394,14 @@ def as_parsed(chat: Chat, turn: AssistantTurn, after: str) -> AssistantTurn:
     return replace(turn, reasoning=THOUGHT) if opened else turn
 
 
-def _compare(chat: Chat, full: Sequence[int], ours: Sequence[int], what: str) -> None:
+def _require_equal(chat: Chat, full: Sequence[int], ours: Sequence[int], reason: str) -> None:
+    """Raise _Mismatch that shows the first difference of two lists of ids."""
     if list(full) == list(ours):
         return
     pairs = enumerate(zip(full, ours, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(full), len(ours)))
-    raise _Refused(
-        what,
+    raise _Mismatch(
+        reason,
         f"the full rendering has {chat.decode(full[at:][:12])!r} where the ledger has "
         f"{chat.decode(ours[at:][:12])!r}",
     )

@@ -1,4 +1,4 @@
-"""Conversations to token ids and completions back to messages, for one tokenizer and template."""
+"""Turn conversations into token ids, and completions back into messages."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from agenttrain.chat.boundary import (
     BODY,
     CALL,
     ReplyTexts,
-    Seam,
     Suffix,
-    build,
-    fill,
+    TurnBoundary,
+    build_suffix,
+    fill_suffix,
     placeholder,
 )
 from agenttrain.chat.encoding import ChatError, Encoder, clip
 from agenttrain.chat.fixes import Fix
 from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
-from agenttrain.chat.probing import REASONING_KEYS, USER, adapted, behaviour, render
+from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_behaviour, render
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 CACHED_SHAPES = 4096
 
 
 class Chat:
-    """Renders with `template`, parses with `response`.
+    """Renders and parses for one tokenizer, template and response schema.
 
-    Example of one turn: the prompt's ids, what the model sampled, the suffix's::
+    Example: the ids of a prompt, a sampled completion, and the ids of the suffix behind it::
 
         ids = chat.prompt_ids([{"role": "user", "content": "3 + 4?"}], schemas)
         turn = chat.parse(sampled, schemas, turn=0)          # one call: add(a=3, b=4)
@@ -42,17 +42,17 @@ class Chat:
     """
 
     stop_token_ids: tuple[int, ...]
-    """Ends of a completion: end-of-sequence ids, then those by which the template ends turns."""
+    """Tokens that end a completion: end-of-sequence ids, then the template's ends of turn."""
     template: str
-    """The template's source, after fixes: what must be saved with the model."""
+    """Source of the template, after fixes."""
     tokenizer: Any
     fix: Fix
     """The model's own template, and the changes made to it."""
     thinking_is_off: bool
-    """The generation prompt holds a finished thought, so that the model writes none."""
+    """The generation prompt already holds closed (empty) reasoning, so the model writes none."""
     one_call_per_turn: bool
-    """The template renders one call per turn: `suffix` then shows a turn of several as its first
-    call, whose reply holds the texts of all replies."""
+    """The template renders at most one call per turn. `suffix` then renders the first call of
+    several, with the texts of all replies as its reply."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Chat:
         fix: Fix | None = None,
         plain: Mapping[str, str] | None = None,
     ) -> None:
-        """`plain`: added tokens that are ordinary text, and why, as in `Family.plain`."""
+        """`plain` maps added tokens that are ordinary text to the reason, as in `Family.plain`."""
         self.tokenizer = tokenizer
         self.template = template
         self.fix = fix or Fix(family=None, stock=template, template=template)
@@ -76,24 +76,17 @@ class Chat:
         self.eos_token_ids = tuple(eos_token_ids)
         self._suffixes: dict[Any, Suffix] = {}
         self._grammar: CallGrammar | None = None
-
-        def render_raw(messages: Sequence[Message], generation_prompt: bool) -> str:
-            # `render` adapts messages to the behaviour, which is not known yet.
-            return render(
-                tokenizer,
-                template,
-                messages,
-                generation_prompt=generation_prompt,
-                kwargs=self.kwargs,
+        # Not `self.render`, which adapts messages to the behaviour that is measured only now.
+        self._behaviour = probe_behaviour(
+            lambda messages, opened: render(
+                tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
             )
-
-        def render_marked(messages: Sequence[Message], generation_prompt: bool) -> str:
-            return self.render(messages, generation_prompt=generation_prompt)
-
-        self._behaviour = behaviour(render_raw)
+        )
         self.one_call_per_turn = self._behaviour.one_call_per_turn
-        self._seam = Seam(render_marked, self.encoder)
-        self._reply_text = ReplyTexts(self._seam, self.encoder)
+        self._boundary = TurnBoundary(
+            lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
+        )
+        self._reply_text = ReplyTexts(self._boundary, self.encoder)
         self.stop_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._turn_ends()]))
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
@@ -105,8 +98,10 @@ class Chat:
 
     @property
     def saved_template(self) -> str:
-        """The template with `kwargs` as its defaults: what to save beside the weights, so that the
-        model is served the context that it was trained in."""
+        """The template with `kwargs` as its defaults.
+
+        It is saved beside the weights, so that a server builds the contexts of the training.
+        """
         defaults = [
             f"{{%- set {key} = {key} if {key} is defined else {json.dumps(value)} %}}\n"
             for key, value in self.kwargs.items()
@@ -116,20 +111,20 @@ class Chat:
 
     @property
     def renders_calls(self) -> bool:
-        """True where the template shows the assistant's tool calls."""
+        """True if the template renders the assistant's tool calls."""
         return self._behaviour.renders_calls
 
     @property
     def renders_reasoning(self) -> bool:
-        """True where the template shows an assistant's reasoning anywhere."""
+        """True if the template renders an assistant's reasoning anywhere."""
         return self._behaviour.reasoning_key is not None
 
     def opens_reasoning(self, after: str = "user") -> bool:
-        """Check that a completion after a message of the role `after` begins inside reasoning."""
+        """Return True if a completion after a message of role `after` begins inside reasoning."""
         return self._in_reasoning.get(after, self._in_reasoning["user"])
 
-    def stock(self) -> Chat:
-        """The same with the model's own template, before fixes."""
+    def with_stock_template(self) -> Chat:
+        """Return a chat with the model's own template, before fixes."""
         return Chat(
             self.tokenizer,
             self.fix.stock,
@@ -140,11 +135,11 @@ class Chat:
         )
 
     def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
-        """[T] Ids of the messages and the generation prompt.
+        """Return [T] the ids of the messages and the generation prompt.
 
-        Control tokens in messages and schemas are encoded as plain text, but for the marks of
-        reasoning and calls in what the assistant itself has said. Raises ChatError for content
-        that is no text, and when the template refuses the messages.
+        Control tokens in messages and schemas are encoded as plain text, except the marks of
+        reasoning and calls in assistant messages. Raises ChatError for content that is no text,
+        and if the template refuses the messages.
         """
         for message in messages:
             content = message.get("content")
@@ -169,11 +164,11 @@ class Chat:
         *,
         generation_prompt: bool = False,
     ) -> str:
-        """The template's text for messages that are already marked where they must be."""
+        """Render messages to text; texts of others in them must be marked already."""
         return render(
             self.tokenizer,
             self.template,
-            [adapted(message, self._behaviour) for message in messages],
+            [adapt_message(message, self._behaviour) for message in messages],
             schemas,
             generation_prompt=generation_prompt,
             kwargs=self.kwargs,
@@ -187,10 +182,11 @@ class Chat:
         turn: int,
         after: str = "user",
     ) -> AssistantTurn:
-        """A completion as content, reasoning and calls ``call_{turn}_{index}``; never raises.
+        """Parse a completion into content, reasoning and calls; never raises.
 
-        `schemas` are for call formats whose arguments carry no types of their own; `after` is the
-        role of the message before, as some generation prompts open the reasoning after one only.
+        Calls without an id of their own are named ``call_{turn}_{index}``. `schemas` give types to
+        arguments in formats that write them as text. `after` is the role of the message before the
+        completion: some generation prompts open the reasoning only after a user's message.
         """
         text = self.decode([token for token in token_ids if token not in self._stripped])
         return parse_response(
@@ -204,11 +200,12 @@ class Chat:
     def grammar(self, schemas: Sequence[dict], *, after: str = "user") -> str:
         """Return the grammar of completions whose calls fit these tools, for `Sampling.grammar`.
 
-        `after`: as in `parse`. Raises ChatError where the format of calls has no grammar.
+        `after` is the role of the message before. Raises ChatError if calls in this format have no
+        grammar.
         """
         if self._grammar is None:
             self._grammar = CallGrammar(self.response, self.render)
-        return self._grammar.of(schemas, in_reasoning=self.opens_reasoning(after))
+        return self._grammar.grammar_for(schemas, in_reasoning=self.opens_reasoning(after))
 
     def suffix(
         self,
@@ -219,14 +216,17 @@ class Chat:
         finish: Finish,
         generation_prompt: bool,
     ) -> list[tuple[Origin, list[int]]]:
-        """Context ids after the actual end of the completion, by origin.
+        """Return the context ids that follow the actual end of the completion, by origin.
 
-        They hold the end of the turn if the completion lacks it, the replies as the template
-        writes them, and the next generation prompt. The cost grows with the replies only.
+        They are the end of the turn (only the part that the completion lacks), the replies as the
+        template renders them, and the next generation prompt. The cost grows with the replies, not
+        with the history.
         """
-        turn, replies = self.shown(turn, replies)
+        turn, replies = self.as_rendered(turn, replies)
         suffix = self._suffix(turn, replies, generation_prompt)
-        spans = fill(suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder)
+        spans = fill_suffix(
+            suffix.blocks, [self._reply_text(reply) for reply in replies], self.encoder
+        )
         missing = list(_missing_end(suffix, completion_ids, finish))
         if missing and spans and spans[0][0] is Origin.template:
             spans[0][1][:0] = missing
@@ -234,10 +234,10 @@ class Chat:
             spans.insert(0, (Origin.template, missing))
         return spans
 
-    def shown(
+    def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
     ) -> tuple[AssistantTurn, Sequence[Message]]:
-        """The turn and replies that the template is given: one call where it renders only one.
+        """Return the turn and replies to render: one call if the template renders only one.
 
         Example: replies ``7`` and ``Error: only one call per turn`` to two calls become one reply
         of both texts on two lines.
@@ -253,13 +253,16 @@ class Chat:
     def end_ids(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
     ) -> tuple[int, ...]:
-        """Ids that the template ends this turn by; empty where it writes no control token."""
-        turn, replies = self.shown(turn, replies)
+        """Return the ids with which the template ends this turn; empty without a control token."""
+        turn, replies = self.as_rendered(turn, replies)
         return self._suffix(turn, replies, generation_prompt).end_ids
 
-    def answer_ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How the template ends an answer that nothing follows, and one that a user's message
-        follows. They differ in harmony: ``<|return|>``, rendered as ``<|end|>`` from then on."""
+    def answer_end_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ends of an answer that nothing follows, and of one before a user's message.
+
+        They differ in harmony: the last answer ends with ``<|return|>``, earlier ones with
+        ``<|end|>``.
+        """
         suffix = self._suffix(ANSWER, [USER], True)
         return suffix.last_end_ids or suffix.end_ids, suffix.end_ids
 
@@ -272,26 +275,30 @@ class Chat:
         finish: Finish,
         generation_prompt: bool,
     ) -> int:
-        """Tokens of `suffix` with empty replies."""
-        suffix = self._suffix(*self.shown(turn, replies), generation_prompt)
+        """Return the number of tokens of `suffix` with empty replies."""
+        suffix = self._suffix(*self.as_rendered(turn, replies), generation_prompt)
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
-        """`text`, or its head and a visible marker, in at most `max_tokens` plain tokens."""
+        """Clip a text to at most `max_tokens` plain tokens, with a visible marker at the cut."""
         return clip(self.encoder, text, max_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens are ordinary text."""
+        """Return the ids of a text in which control tokens are ordinary text."""
         return self.encoder.encode_plain(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Return the text of ids, control tokens included."""
         return self.encoder.decode(token_ids)
 
     def _suffix(
         self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
     ) -> Suffix:
-        """The suffix of this turn's shape: all of it that may change what surrounds the replies."""
+        """Return the cached suffix of the turn's shape.
+
+        The shape is everything about a turn that may change the text around its replies: names and
+        ids of the calls, and every key of a reply but its content.
+        """
         indices = {call.id: index for index, call in enumerate(turn.calls)}
         shows_ids = self._behaviour.shows_ids
         shapes = []
@@ -301,7 +308,7 @@ class Chat:
                 if key == "tool_call_id":
                     shape.append((key, indices.get(value, value)))
                 elif key != "content":
-                    # Values that are no text become one in a tuple, which no text equals.
+                    # A value that is no text is keyed by its repr in a tuple: no text equals it.
                     shape.append((key, value if isinstance(value, str) else (repr(value),)))
             shapes.append(tuple(shape))
         calls = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
@@ -321,23 +328,25 @@ class Chat:
             {**mark({**reply, "content": None}), "content": placeholder(index)}
             for index, reply in enumerate(replies)
         ]
-        end, text = self._seam.split(
+        end, text = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
-        suffix = build(end, text, self.encoder, replies=len(replies))
+        suffix = build_suffix(end, text, self.encoder, replies=len(replies))
         if not end or calls:
             return suffix
-        last = tuple(self.encoder.encode(self._seam.answer_end()))
-        # Phi-3 ends the last answer as any other, and then the text.
+        last = tuple(self.encoder.encode(self._boundary.answer_end()))
+        # Phi-3 ends its last answer like any other and adds an end of text.
         same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
         return replace(suffix, last_end_ids=() if same else last)
 
     def _turn_ends(self) -> list[int]:
-        """Ids of the control tokens that follow a turn, before replies of either role; not of one
-        that may stand inside a turn, as harmony's <|end|> does behind the reasoning."""
+        """Return the ids of the control tokens that end a turn, before replies of either role.
+
+        A token that also occurs inside a turn is left out: harmony's <|end|> closes the reasoning.
+        """
         inside: list[int] = []
         with suppress(ChatError):
-            # Between a generation prompt and an answer with reasoning before it.
+            # The ids between the generation prompt and the content of an answer with reasoning.
             answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
             prompt = self.render([USER], generation_prompt=True)
             before = self.render([USER, answer]).partition(BODY)[0]
@@ -345,7 +354,7 @@ class Chat:
                 inside = self.encoder.encode(before[len(prompt) :])
         ids = []
         for role in ("tool", "user"):
-            with suppress(ChatError):  # a template without tools ends turns all the same
+            with suppress(ChatError):  # a template without tools still ends an answer
                 end, _ = self._reply_text.after_turn(role, "r")
                 ids += self.encoder.encode(end)[-1:]
         return [token_id for token_id in ids if token_id not in inside]
@@ -361,16 +370,17 @@ class Chat:
 
 
 def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:
-    """Return the part of the end of turn that a completion lacks at its actual end.
+    """Return the part of the end of turn that a completion lacks.
 
-    Example: of ``(5, 6)`` all of it after ``[1, 2]``, ``(6,)`` after ``[1, 5]``, nothing after
-    ``[1, 5, 6]``. A text that was cut has no end, whatever its last token. An answer that ended as
-    the template ends its last one has ended: a second end would be a context that nobody serves.
+    Example: with the end ``(5, 6)``, ``[1, 2]`` lacks all of it, ``[1, 5]`` lacks ``(6,)`` and
+    ``[1, 5, 6]`` nothing. A completion that was cut has no end, whatever its last token is. An
+    answer that ends as the template ends the last one is complete: a second end would make a
+    context that no server builds.
     """
     end, last = suffix.end_ids, suffix.last_end_ids
     if finish is not Finish.stop:
         return end
-    # The blanks before its last token may have merged with the text.
+    # Only the last token counts: blanks before it may have merged with the text.
     if end and completion_ids[-1] in (end[-1], *last[-1:]):
         return ()
     for length in range(min(len(end), len(completion_ids)), 0, -1):

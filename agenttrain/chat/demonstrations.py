@@ -1,4 +1,4 @@
-"""The ids of an assistant turn that nobody sampled: a demonstration's."""
+"""Token ids of an assistant turn that was demonstrated instead of sampled."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def completion_ids(
     *,
     prompt: Sequence[int] | None = None,
 ) -> list[int]:
-    """Return [T] the ids that a model samples to answer `messages` with `turn`, its end included.
+    """Return [T] the ids that a model would sample to answer `messages` with `turn`, end included.
 
-    They are what the template writes for the turn between the generation prompt and the suffix,
-    in a rendering of the whole conversation so far. `prompt` saves rendering the messages once more
-    where they are rendered as these ids; where they are not it is not used. Example::
+    They stand between the generation prompt and the suffix in a rendering of the conversation.
+    `prompt` saves one rendering of the messages if the full rendering begins with it; otherwise it
+    is ignored. Example::
 
         <|im_start|>user … <|im_start|>assistant\\n     the prompt
         <tool_call>…</tool_call><|im_end|>             returned
         \\n<|im_start|>user\\n<tool_response> …          the suffix
 
-    Raises ChatError where the template does not continue the prompt with the turn.
+    Raises ChatError if the template does not continue the prompt with the turn.
     """
-    # Empty messages behind the turn show how it ends. Nothing follows an answer, as many templates
-    # drop its reasoning once a user speaks; but where answers have no end of their own (GLM) it is
-    # the beginning of what the user says.
+    # Empty messages behind the turn show how it ends. An answer gets none, because many templates
+    # drop its reasoning once a user's message follows. Where answers have no end of their own
+    # (GLM), the end is the beginning of the user's message.
     replies: list[Message] = [
         {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
         for call in turn.calls
@@ -58,5 +58,5 @@ def completion_ids(
     ids = full[len(prompt) : stop]
     if turn.calls or ids[-1] in chat.stop_token_ids:
         return ids
-    # Harmony ends an answer by another token as soon as something follows.
+    # Harmony ends an answer with another token once a message follows.
     return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))

@@ -1,11 +1,11 @@
-"""Text to token ids and back, with control tokens inside other people's text kept as text.
+"""Encode text to token ids and decode it; control tokens in the text of others stay text.
 
-A control token (``<|im_end|>``, ``<tool_call>``) steers the model when the template writes it and
-must be ordinary text when a user or a tool wrote it: every token that was added to a tokenizer's
-vocabulary is one, special or not, unless `Encoder.ordinary` says why not. Messages are therefore
-*marked* before they are rendered: each control token in them is wrapped in two Unicode
-noncharacters, which templates pass through and which no text of others may hold (`clean` sees to
-that). In a rendering, what is not wrapped was written by the template.
+A control token (``<|im_end|>``, ``<tool_call>``) steers the model when the template writes it, and
+must be ordinary text when a user or a tool wrote it. Every token that was added to a tokenizer's
+vocabulary is one, special or not, unless `Encoder.ordinary` gives a reason against it. Messages are
+therefore *marked* before they are rendered: each control token in them is wrapped in two Unicode
+noncharacters. Templates pass these through, and `clean` removes them from the text of others. In a
+rendering, a control token that is not wrapped was written by the template.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from tokenizers import AddedToken, Tokenizer
 from agenttrain.types import AgenttrainError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-KNOWN_PIECES = 256
-"""Pieces between control tokens whose ids are kept."""
+CACHED_PIECES = 256
+"""Pieces between control tokens whose ids are cached."""
 BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
-"""White space as the `tokenizers` library knows it where a token absorbs what surrounds it."""
+"""White space in the sense of the `tokenizers` library, where a token absorbs the blanks beside
+it."""
 SPACE = "\u2581"
-"""How SentencePiece writes a blank."""
+"""A blank as SentencePiece writes it."""
 _RESERVED = re.compile("[\\ud800-\\udfff\\ufdd0-\\ufdef]")
 _MARKS = str.maketrans("", "", OPEN + CLOSE)
 
@@ -36,31 +37,31 @@ class ChatError(AgenttrainError):
 
 
 def clean(text: str) -> str:
-    """`text` with lone surrogates and reserved noncharacters replaced by U+FFFD.
+    """Replace lone surrogates and the reserved noncharacters in a text by U+FFFD.
 
-    Neither can stand in a valid UTF-8 file, and the noncharacters are this module's own marks.
+    Surrogates cannot be encoded as UTF-8, and the noncharacters are the marks of this package.
     """
     return text if text.isascii() else _RESERVED.sub("\ufffd", text)
 
 
 class Encoder:
-    """Encodes and decodes with copies of a tokenizer's core, so nobody's settings interfere."""
+    """Encodes and decodes with copies of a tokenizer's core, free of truncation and padding."""
 
     control: dict[str, int]
     """Control tokens by their text: every added token that is not in `ordinary`."""
     written: frozenset[int]
-    """Ids of control tokens that are special or stand in the template: no part of what a model
-    says, whereas another that it sampled is content."""
+    """Ids of control tokens that are special or occur in the template. They are left out of a
+    completion's text; any other control token that was sampled is content."""
     unspecial: tuple[str, ...]
     """Control tokens that are merely added, not special."""
     ordinary: dict[str, str]
-    """Added tokens that anybody's text may become, and why."""
+    """Added tokens that text of others may be encoded as, with the reason."""
 
     def __init__(
         self, tokenizer: Any, template: str, plain: Mapping[str, str] | None = None
     ) -> None:
-        """`plain`: added tokens that are ordinary text, and why; of no effect on tokens that are
-        special or that the template writes."""
+        """`plain` maps added tokens that are ordinary text to the reason; it has no effect on
+        tokens that are special or occur in the template."""
         core = getattr(tokenizer, "backend_tokenizer", None)
         if core is None:
             raise ChatError(
@@ -82,7 +83,7 @@ class Encoder:
         self.written = frozenset(ids[text] for text in steering if text in self.control)
         self._full = _copy(core, added, hidden=())
         self._plain = _copy(core, added, hidden=self.control)
-        # What the tokenizer makes from plain text stays text, unless it steers a model.
+        # Tokens that the tokenizer makes from plain text too cannot be kept out of it.
         if forgeable := [text for text in self.control if ids[text] in self.encode_plain(text)]:
             for text in forgeable:
                 if self.control.pop(text) in self.written:
@@ -97,7 +98,7 @@ class Encoder:
         )
         texts = _alternatives(self.control) if self.control else "(?!)"
         self._control = re.compile(texts)
-        # In a rendering: marked tokens, or bare ones, which are the template's.
+        # Matches marked tokens, and bare ones (the group): those are the template's.
         self._pieces = re.compile(f"{OPEN}(?:{texts}){CLOSE}|(?P<control>{texts})")
         self._absorbing = {
             token.content: (token.lstrip, token.rstrip)
@@ -105,40 +106,38 @@ class Encoder:
             if token.lstrip or token.rstrip
         }
         self._control_ids = frozenset(self.control.values())
-        self._known: dict[tuple[bool, str], tuple[int, ...]] = {}
+        self._cached_ids: dict[tuple[bool, str], tuple[int, ...]] = {}
         self._by_piece = self._encodes_by_piece()
 
     def encode(self, rendering: str) -> list[int]:
-        """Ids of a rendering: control tokens are tokens, except those that `mark` wrapped.
+        """Encode a rendering: control tokens are tokens, except those that `mark` wrapped.
 
-        Example: ``encode("<|im_start|>user\\nhi<|im_end|>")`` is what the tokenizer itself gives.
+        Without marks the result is the tokenizer's own.
         """
         if not self._by_piece and OPEN not in rendering and CLOSE not in rendering:
             ids = self._full.encode(rendering, add_special_tokens=False).ids
-            # A normalizer can make a control token of a text that holds none, as of ＜think＞.
+            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>.
             count = sum(token_id in self._control_ids for token_id in ids)
             if count == sum(control for control, _ in self.pieces(rendering)):
                 return ids
         ids = []
         for control, piece in self.pieces(rendering):
-            ids += self._piece_ids(control, piece)
-        return ids
-
-    def _piece_ids(self, control: bool, piece: str) -> tuple[int, ...]:
-        """Return the ids of a piece, from the cache for what all prompts share (tools, system)."""
-        ids = self._known.get((control, piece))
-        if ids is None:
-            encode = self._full.encode if control else self._plain.encode
-            ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
-            if len(self._known) >= KNOWN_PIECES:
-                self._known.clear()
-            self._known[control, piece] = ids
+            # All prompts of a run share pieces: the tools and the system message.
+            piece_ids = self._cached_ids.get((control, piece))
+            if piece_ids is None:
+                encode = self._full.encode if control else self._plain.encode
+                piece_ids = tuple(encode(unmark(piece), add_special_tokens=False).ids)
+                if len(self._cached_ids) >= CACHED_PIECES:
+                    self._cached_ids.clear()
+                self._cached_ids[control, piece] = piece_ids
+            ids += piece_ids
         return ids
 
     def _encodes_by_piece(self) -> bool:
-        """Check that a text behind a control token is encoded as at a text's beginning.
+        """Return True if encoding each piece alone gives the ids of the whole text.
 
-        Some SentencePiece tokenizers put a blank before what begins a text, and only there.
+        Some SentencePiece tokenizers put a blank before the beginning of a text, but not behind a
+        control token in it.
         """
         probe = "".join(f"a b{text} c\nd{text}\n e{text}f" for text in self.control)
         ids: list[int] = []
@@ -148,22 +147,22 @@ class Encoder:
         return ids == self._full.encode(probe, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which no control token is a token."""
+        """Return the ids of a text, in which control tokens are ordinary text."""
         return self._plain.encode(clean(text), add_special_tokens=False).ids
 
     def encode_plain_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """`encode_plain`, and for each token where in the text (start, end) it comes from."""
+        """Return the ids of a text as `encode_plain` does, and each token's (start, end) in it."""
         encoding = self._plain.encode(clean(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Return the text of ids, control tokens included."""
         return self._full.decode(token_ids, skip_special_tokens=False)
 
     def mark(self, value: Any, bare: Collection[str] = ()) -> Any:
-        """Copy a message, schema or text with its control tokens wrapped and None keys left out.
+        """Copy a message, schema or text with its control tokens wrapped.
 
-        Control tokens in `bare` are left as they are.
+        Control tokens in `bare` stay as they are. Keys whose value is None are left out.
         """
         if isinstance(value, str):
             return self._control.sub(
@@ -177,7 +176,7 @@ class Encoder:
         return value
 
     def pieces(self, rendering: str) -> Iterator[tuple[bool, str]]:
-        """Split a rendering into the template's own control tokens (True) and all else (False)."""
+        """Split a rendering into the template's control tokens (True) and other text (False)."""
         start = position = 0
         while (match := self._pieces.search(rendering, position)) is not None:
             position = match.end()
@@ -185,25 +184,29 @@ class Encoder:
                 continue
             before = rendering[start : match.start()]
             left, right = self._absorbing.get(text, (False, False))
-            kept = before.rstrip(BLANKS) if left else before
+            # A token may absorb the blanks on either side.
+            text_before = before.rstrip(BLANKS) if left else before
             while right and position < len(rendering) and rendering[position] in BLANKS:
                 position += 1
-            if kept:
-                yield False, kept
-            yield True, rendering[start + len(kept) : position]
+            if text_before:
+                yield False, text_before
+            yield True, rendering[start + len(text_before) : position]
             start = position
         if start < len(rendering):
             yield False, rendering[start:]
 
 
 def unmark(text: str) -> str:
-    """`text` without marks."""
+    """Remove the marks from a text."""
     return text.translate(_MARKS)
 
 
 def _alternatives(texts: Collection[str]) -> str:
-    """Pattern of the longest of the texts at a place, in time that does not grow with their
-    number: they share their beginnings. Example: of ab, abc and d it is ``(?:ab(?:c)?|d)``."""
+    """Build a pattern that matches the longest of the texts at a position.
+
+    It shares common beginnings, so that the time of a search does not grow with the number of
+    texts. Example: ab, abc and d give ``(?:ab(?:c)?|d)``.
+    """
     branches: dict[str, list[str]] = {}
     for text in texts:
         branches.setdefault(text[:1], []).append(text)
@@ -221,7 +224,7 @@ def _alternatives(texts: Collection[str]) -> str:
 
 
 def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
-    """Build a tokenizer over the same model, in which the `hidden` added tokens are never found."""
+    """Build a tokenizer over the same model that never produces the `hidden` added tokens."""
     copy = Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if getattr(core, part) is not None:
@@ -231,9 +234,10 @@ def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
         if token.content not in hidden:
             tokens.append(token)
         elif copy.token_to_id(token.content) is None:
-            # Takes the id, so that later tokens keep theirs; cleaned text cannot hold the mark.
+            # A stand-in takes the id, so that later tokens keep theirs. It never matches: cleaned
+            # text holds no mark.
             tokens.append(AddedToken(OPEN + token.content, special=True, normalized=False))
-    copy.add_tokens(tokens)  # all at once: each call costs time for every token that there is
+    copy.add_tokens(tokens)  # all at once: each call takes time for every token that exists
     for token_id, token in added.items():
         if token.content not in hidden and copy.token_to_id(token.content) != token_id:
             raise ChatError(
@@ -244,17 +248,18 @@ def _copy(core: Any, added: dict[int, AddedToken], hidden: Any) -> Any:
 
 
 CHARACTERS_PER_TOKEN = 8
-"""First guess at how much text can fill a limit; doubled until it does."""
+"""First guess at the amount of text that fills a limit; doubled until it does."""
 PREFIX = 8
-"""An ASCII text has at most a token per character, and these that a tokenizer may put before it."""
+"""Tokens that a tokenizer may put before a text. An ASCII text has at most one per character
+besides."""
 MARKERS = ("… [{:,} characters clipped]", "…")
 
 
 def clip(encoder: Encoder, text: str, max_tokens: int) -> str:
-    """Return the whole text, or its head and a marker, in at most `max_tokens` plain tokens.
+    """Return the text, or its head and a marker, in at most `max_tokens` plain tokens.
 
-    Reads only as much of the text as can fit, whatever its length. Where the marker has no room, a
-    bare ``…`` stands for the rest, or nothing. Example: ``clip(encoder, "7 " * 9999, 12)`` is
+    Tokenises only as much of the text as can fit. If the long marker has no room, the marker is
+    ``…``, or nothing. Example: ``clip(encoder, "7 " * 9999, 12)`` is
     ``"7 7 7… [19,993 characters clipped]"``.
     """
     text = clean(text)
@@ -269,16 +274,16 @@ def clip(encoder: Encoder, text: str, max_tokens: int) -> str:
             return text
         size *= 2
     for marker in MARKERS:
-        kept = max_tokens - len(encoder.encode_plain(marker.format(len(text))))
-        # The longer marker is worth its tokens only where most of the limit is left for the text.
-        if marker == MARKERS[0] and 2 * kept < max_tokens:
+        head_tokens = max_tokens - len(encoder.encode_plain(marker.format(len(text))))
+        # The long marker is worth its tokens only if most of the limit is left for the text.
+        if marker == MARKERS[0] and 2 * head_tokens < max_tokens:
             continue
-        while kept >= 0:
-            head = text[: offsets[kept - 1][1]] if kept else ""
+        while head_tokens >= 0:
+            head = text[: offsets[head_tokens - 1][1]] if head_tokens else ""
             clipped = head + marker.format(len(text) - len(head))
-            # Tokens can merge across the cut or, with a character cut in two, split.
+            # Tokens can merge across the cut, or split where it divides a character.
             excess = len(encoder.encode_plain(clipped)) - max_tokens
             if excess <= 0:
                 return clipped
-            kept -= excess
+            head_tokens -= excess
     return ""

@@ -1,4 +1,4 @@
-"""Probes of a certificate before any conversation: headers, ends, tools, system messages."""
+"""Probes of a template without a conversation: headers, ends of turn, tools, system messages."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ FEATURES = (
 RENDERINGS = 8
 """Renderings of one conversation that are compared with each other."""
 SYSTEM_TEXT = "Be brief, please."
+QUESTION: tuple[Message, ...] = ({"role": "user", "content": USER_TEXT},)
 _CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
 _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
@@ -30,15 +31,15 @@ class Status(StrEnum):
     """Result of a probe."""
 
     passed = "passed"
-    """The ledger is what the template renders."""
+    """The loop's ids are those that the template renders."""
     fixed = "fixed"
-    """It is, thanks to the fix; the model's own template would not do."""
+    """The same, thanks to the fix; the model's own template fails."""
     refused = "refused"
-    """It is not."""
+    """The loop's ids differ from the template's rendering."""
 
 
 class Misfit(StrEnum):
-    """The configuration group that a refusal is about."""
+    """The configuration group to change after a refusal."""
 
     chat_template = "chat_template"
     response_schema = "response_schema"
@@ -46,38 +47,38 @@ class Misfit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One conversation that was rendered both ways."""
+    """The result of one probe."""
 
     name: str
     status: Status
     reason: str = ""
-    """Observation, cause of the refusal, or purpose of the fix."""
+    """An observation, the cause of the refusal, or the purpose of the fix."""
     detail: str = ""
-    """The texts in which it was seen."""
+    """The texts that show it."""
     misfit: Misfit | None = None
-    """The group to change where the probe is refused."""
+    """The group to change if the probe is refused."""
     token_ids: tuple[int, ...] = ()
-    """Ids that the template writes between turns, end to end."""
+    """Ids that the template writes between turns, concatenated."""
 
     @property
     def passed(self) -> bool:
-        """Return True where the template can be used so."""
+        """True if the template can be used."""
         return self.status is not Status.refused
 
     @property
     def why(self) -> str:
-        """Reason and detail."""
+        """The reason with its detail."""
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
-def refused(name: str, reason: str, detail: str = "") -> Probe:
-    """A probe that the template fails."""
+def refused_probe(name: str, reason: str, detail: str = "") -> Probe:
+    """Make a probe that the template fails."""
     misfit = Misfit.chat_template
     return Probe(name=name, status=Status.refused, reason=reason, detail=detail, misfit=misfit)
 
 
-def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
-    """The probes of FEATURES, in that order."""
+def feature_probes(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
+    """Make the probes of FEATURES, in that order."""
     probes = [_generation_prompt(chat), _same_each_time(chat)]
 
     name = "end of turn"
@@ -86,18 +87,18 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
         stops = chat.stop_token_ids
         probes.append(Probe(name=name, status=Status.passed, reason=reason, token_ids=stops))
     else:
-        probes.append(refused(name, "no end-of-turn token"))
+        probes.append(refused_probe(name, "no end-of-turn token"))
 
     name = "tools in the prompt"
     try:
-        text = chat.decode(chat.prompt_ids(_user(), schemas))
+        text = chat.decode(chat.prompt_ids(QUESTION, schemas))
     except ChatError as error:
-        probes.append(refused(name, str(error)))
+        probes.append(refused_probe(name, str(error)))
     else:
         tools = [schema.get("function", schema)["name"] for schema in schemas]
         if missing := [tool for tool in tools if tool not in text]:
             reason = f"the template does not show the tools {', '.join(missing)}"
-            probes.append(refused(name, reason))
+            probes.append(refused_probe(name, reason))
         else:
             probes.append(Probe(name=name, status=Status.passed))
 
@@ -108,63 +109,61 @@ def features(chat: Chat, schemas: Sequence[dict]) -> list[Probe]:
     return [*probes, _control_tokens(chat, schemas)]
 
 
-def _user() -> list[Message]:
-    return [{"role": "user", "content": USER_TEXT}]
-
-
 def _generation_prompt(chat: Chat) -> Probe:
-    """The header of an assistant's turn is the template's to write, never the model's to sample."""
+    """Check that the template writes the header of an assistant's turn, not the model."""
     name = "generation prompt"
     try:
-        bare, opened = chat.render(_user()), chat.render(_user(), generation_prompt=True)
-        answered = chat.render([*_user(), {"role": "assistant", "content": "ok"}])
+        bare, opened = chat.render(QUESTION), chat.render(QUESTION, generation_prompt=True)
+        answered = chat.render([*QUESTION, {"role": "assistant", "content": "ok"}])
     except ChatError as error:
-        return refused(name, str(error))
+        return refused_probe(name, str(error))
     header = answered.removeprefix(bare).partition("ok")[0]
     if opened == bare and answered.startswith(bare) and header.strip():
-        return refused(name, f"the template writes none, though a turn begins with {header!r}")
+        return refused_probe(
+            name, f"the template writes none, though a turn begins with {header!r}"
+        )
     return Probe(name=name, status=Status.passed)
 
 
 def _same_each_time(chat: Chat) -> Probe:
     name = "same each time"
     if times := [text for text in clock_formats(chat.template) if _TIME_OF_DAY.search(text)]:
-        return refused(
+        return refused_probe(
             name,
             f"the template writes the time of day, strftime_now({times[0]!r}), so that no prompt "
             "is rendered twice: take it out, or leave the date alone",
         )
     try:
-        renderings = {chat.render(_user(), generation_prompt=True) for _ in range(RENDERINGS)}
+        renderings = {chat.render(QUESTION, generation_prompt=True) for _ in range(RENDERINGS)}
     except ChatError as error:
-        return refused(name, str(error))
+        return refused_probe(name, str(error))
     if len(renderings) > 1:
-        return refused(name, "the template renders the same messages differently each time")
+        return refused_probe(name, "the template renders the same messages differently each time")
     return Probe(name=name, status=Status.passed)
 
 
 def clock_formats(template: str) -> list[str]:
-    """Formats in which a template asks for the time. Example: ``["%d %b %Y"]`` of Llama 3.2."""
+    """Return the formats in which a template writes the time: ``["%d %b %Y"]`` for Llama 3.2."""
     return [match["format"] for match in _CLOCK.finditer(template)]
 
 
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:
-    """Why the template cannot show a system message before a user's; None where it can."""
+    """Return why the template cannot render a system message first; None if it can."""
     try:
-        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *_user()], schemas)
+        text = chat.render([{"role": "system", "content": SYSTEM_TEXT}, *QUESTION], schemas)
     except ChatError as error:
         return f"the template refuses system messages ({error.__cause__ or error})"
     return None if SYSTEM_TEXT in text else "the template leaves out system messages"
 
 
 def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
-    """No text of others becomes a control token, wherever in a prompt or after it it stands."""
+    """Check that no text of others becomes a control token, in a prompt or in a reply."""
 
-    def described(text: str) -> list[dict]:
+    def tool_description_ids(text: str) -> list[int]:
         function = {"name": "probe", "description": text, "parameters": {"type": "object"}}
-        return [*schemas, {"type": "function", "function": function}]
+        return chat.prompt_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
-    def replied(text: str) -> list[int]:
+    def reply_ids(text: str) -> list[int]:
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
@@ -174,16 +173,16 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         )
         return [token_id for _, ids in spans for token_id in ids]
 
-    # Ids of a context with a text at each place where text of others may stand.
+    # The places where text of others may stand, each with the ids of a context that holds a text.
     places: dict[str, Callable[[str], Sequence[int]]] = {
         "a user's message": lambda text: chat.prompt_ids(
             [{"role": "user", "content": text}], schemas
         ),
         "a system message": lambda text: chat.prompt_ids(
-            [{"role": "system", "content": text}, *_user()], schemas
+            [{"role": "system", "content": text}, *QUESTION], schemas
         ),
-        "a tool's description": lambda text: chat.prompt_ids(_user(), described(text)),
-        "a reply": replied,
+        "a tool's description": tool_description_ids,
+        "a reply": reply_ids,
     }
     name = "control tokens in prompts"
     forged = "".join(f"a{text} b{text}" for text in chat.encoder.control)
@@ -191,12 +190,12 @@ def _control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
     for place, ids_of in places.items():
         try:
             harmless, ids = Counter(ids_of("a")), Counter(ids_of(forged))
-        except ChatError:  # the probes of this kind of message say so
+        except ChatError:  # the template has no such messages; other probes report that
             continue
         for token_id in control:
             if ids[token_id] != harmless[token_id]:
                 token = chat.decode([token_id])
-                return refused(name, f"the text {token!r} in {place} becomes a control token")
+                return refused_probe(name, f"the text {token!r} in {place} becomes a control token")
     special = len(chat.encoder.control) - len(chat.encoder.unspecial)
     reason = f"{special} special tokens and {len(chat.encoder.unspecial)} other added ones"
     for why, count in Counter(chat.encoder.ordinary.values()).items():

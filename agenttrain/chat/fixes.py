@@ -1,9 +1,8 @@
 """Model families as data, and the fixes that they make to a model's own template.
 
-A family is one file in ``conf/chat_template/``, whose key `family` holds the fields of `Family`:
-how its templates are known, fixed and parsed. A user's own file in
-``<--config-dir>/chat_template/`` is read the same way. `Fix` holds a changed template and the
-reasons of the changes.
+A family is one file in ``conf/chat_template/`` whose key `family` holds the fields of `Family`: how
+its templates are recognised, fixed and parsed. A user's file in ``<--config-dir>/chat_template/``
+is read the same way. `Fix` holds a changed template and the reasons for the changes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import yaml
 from agenttrain.chat.encoding import ChatError
 from agenttrain.utils.files import conf_folder
 
-# Quotes, tags with or without their dash, attributes and items, blanks: what forks change.
+# Forks of a template differ in these: quotes, dashes of tags, attribute or item access, blanks.
 _TOKEN = re.compile(
     r"(?P<tag>\{[%{]-?\s*|\s*-?[%}]\})|(?P<quote>['\"])|(?P<blank>\s+)|(?<=\w)\.(?P<key>[A-Za-z_]\w*)"
     r"|(?P<other>.)",
@@ -31,7 +30,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One change of a template: `put` for `find`, or `put` before all of it where `find` is empty.
+    """One change of a template: `put` replaces `find`, or stands before all if `find` is empty.
 
     Example: ``Edit(why="keeps past reasoning", find="loop.index0 > ns.last and reasoning",
     put="reasoning")``
@@ -39,14 +38,25 @@ class Edit:
 
     put: str
     find: str = ""
-    """Read without regard to blanks, kinds of quotes, dashes of tags, and `.key` or `['key']`."""
+    """Matched regardless of blanks, kinds of quotes, dashes of tags, and `.key` or `['key']`."""
     why: str = ""
     """Purpose of the edit, given once per fix."""
+
+    def apply(self, template: str) -> str | None:
+        """Return the edited template; None where the edit does not apply."""
+        if not self.find:
+            return template if self.put in template else self.put + template
+        find = pattern(self.find)
+        has_it = bool(self.put) and pattern(self.put).search(template) is not None
+        if has_it and find.search(self.put):
+            return template
+        edited, count = find.subn(lambda _: self.put, template)
+        return edited if count else template if has_it else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Added tokens that a model knows from ordinary text.
+    """Added tokens that are ordinary text to a model.
 
     Example: ``Plain(why="HTML", tokens=("<table>", "</table>"))``
     """
@@ -60,18 +70,18 @@ class Family:
     """A model family: its templates, their fixes and its tokens."""
 
     models: str = ""
-    """Which models these are, for people."""
+    """Names of the models, for people."""
     response: str = "hermes"
     """Name of the response schema."""
     tools: bool = True
     """The template, once fixed, renders tools."""
     marks: tuple[str, ...] = ()
-    """Texts in the source of every template of this family, read as `Edit.find` is; without any,
-    the family is never recognised by its source."""
+    """Texts in the source of every template of this family, matched like `Edit.find`. A family
+    without marks is never recognised by a template's source."""
     absent: tuple[str, ...] = ()
-    """Texts that no template of this family holds."""
+    """Texts that no template of this family contains."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
-    """Ways of fixing its revisions; the first whose every edit applies is taken."""
+    """Fixes for its revisions; the first whose edits all apply is used."""
     originals: tuple[str, ...] = ()
     """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
@@ -80,12 +90,12 @@ class Family:
     """Added tokens that are not special, for `agenttrain templates`."""
     bos: str | None = None
     plain: tuple[Plain, ...] = ()
-    """Added tokens that are ordinary text: all others of the tokenizer, but those of white space,
-    are control tokens, which no text of a user or a tool can become."""
+    """Added tokens that are ordinary text. All others of the tokenizer, except white space, are
+    control tokens, which no text of a user or a tool can become."""
 
 
 def pattern(find: str) -> re.Pattern[str]:
-    """Compile a pattern of `find` in a template, whatever its blanks, quotes and dashes."""
+    """Compile a pattern that finds `find` in a template with other blanks, quotes or dashes."""
     parts = []
     for token in _TOKEN.finditer(find):
         if tag := token["tag"]:
@@ -104,10 +114,7 @@ def pattern(find: str) -> re.Pattern[str]:
 
 
 def parse_family(name: str, content: Mapping[str, Any]) -> Family:
-    """Return the family that the YAML of its file describes.
-
-    Raises ChatError with the key that is wrong.
-    """
+    """Make a family of the content of its YAML file. Raises ChatError that names a wrong key."""
     known = {field.name for field in fields(Family)}
     if unknown := sorted(set(map(str, content)) - known):
         raise ChatError(
@@ -151,25 +158,25 @@ REMEDY = "set chat_template=none, or chat_template=file with chat_template.path=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A template, and the changes that a fix made to it.
+    """A template, and the changes that were made to it.
 
     Example: ``Fix(family="qwen3", stock="…", template="…", changes=("keeps past reasoning",))``
     """
 
     family: str | None
-    """None: not one of ours."""
+    """Name of the family; None if none was recognised."""
     stock: str
-    """The template as the model or the user's file has it."""
+    """The template of the model, or of the user's file, without changes."""
     template: str
     changes: tuple[str, ...] = ()
-    """Reasons of the changes, one each."""
+    """Reasons for the changes."""
     problem: str | None = None
-    """Why a fix that the family may need was not made."""
+    """Reason why a fix that the family may need was not made."""
     chosen: str | None = None
-    """The one of the tokenizer's templates that this is, where it carries several."""
+    """Note on which template this is, if the tokenizer carries several."""
 
     def text(self) -> str:
-        """The changes for people: a heading, the reasons, a unified diff; empty without any."""
+        """Return a heading with the reasons and a unified diff; empty without changes."""
         if not self.changes:
             return ""
         diff = unified_diff(
@@ -179,10 +186,10 @@ class Fix:
         return "\n".join([heading, *diff, ""])
 
 
-def fixed(name: str, family: Family, stock: str) -> Fix:
-    """`stock` with the first of the family's fixes whose every edit applies.
+def apply_fix(name: str, family: Family, stock: str) -> Fix:
+    """Apply the first of the family's fixes whose edits all apply to a template.
 
-    An edit that a template holds already is left out. Raises ChatError when no fix applies.
+    An edit that the template already contains changes nothing. Raises ChatError if no fix applies.
     """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
@@ -191,7 +198,7 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
         template = stock
         changes: dict[str, None] = {}
         for edit in fix:
-            edited = _apply(edit, template)
+            edited = edit.apply(template)
             if edited is None:
                 text = " ".join(edit.find.split())
                 text = text if len(text) <= MAX_FIND else text[: MAX_FIND - 1] + "…"
@@ -203,7 +210,7 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
                 changes[edit.why] = None
             template = edited
         else:
-            # Without edits it is for any revision: only a certificate tells whether that will do.
+            # A fix without edits accepts any revision: only the certificate shows if it works.
             return Fix(
                 family=name,
                 stock=stock,
@@ -214,36 +221,23 @@ def fixed(name: str, family: Family, stock: str) -> Fix:
     raise ChatError(f"chat_template={name}: {problem}; {REMEDY}")
 
 
-def _apply(edit: Edit, template: str) -> str | None:
-    """Return the template with the edit; None where it does not apply."""
-    if not edit.find:
-        return template if edit.put in template else edit.put + template
-    find = pattern(edit.find)
-    held = bool(edit.put) and pattern(edit.put).search(template) is not None
-    if held and find.search(edit.put):
-        return template
-    edited, count = find.subn(lambda _: edit.put, template)
-    return edited if count else template if held else None
-
-
 def recognise(
     source: str, known: Mapping[str, Family], reads_back: Callable[[Family, str], bool]
 ) -> str | None:
-    """The family of a template: by what its source holds, proven by how it behaves.
+    """Return the name of a template's family, judged by its source and proven by its behaviour.
 
-    `reads_back(family, template)` says whether the family's parser reads a call that the template
-    has rendered. Of the families whose marks are all there, the one with the most of them is
-    taken. A template that none describes has the first family without fixes whose calls it
-    renders; None where there is no such family.
+    `reads_back(family, template)` is True if the family's parser reads a call that the template
+    rendered. Families whose marks all occur are tried from the longest marks on. If none of them
+    fits, the family is the first one without marks whose calls the template renders, or None.
     """
-    names = [name for name, family in known.items() if described(source, family)]
+    names = [name for name, family in known.items() if matches_source(source, family)]
     names.sort(key=lambda name: -sum(map(len, known[name].marks)))
     for name in names:
         family = known[name]
         if not family.tools or reads_back(family, source):
             return name
         with suppress(ChatError):
-            if reads_back(family, fixed(name, family, source).template):
+            if reads_back(family, apply_fix(name, family, source).template):
                 return name
     for name, family in known.items():
         if family.tools and not family.marks and reads_back(family, source):
@@ -251,8 +245,8 @@ def recognise(
     return None
 
 
-def described(source: str, family: Family) -> bool:
-    """Check that a template holds all marks of a family, and nothing that it must not hold."""
+def matches_source(source: str, family: Family) -> bool:
+    """Return True if a template contains all marks of a family, and none of its absent texts."""
     if not family.marks or any(pattern(mark).search(source) is None for mark in family.marks):
         return False
     return not any(pattern(text).search(source) for text in family.absent)

@@ -1,15 +1,16 @@
-"""Grammars for the engine of completions whose calls must fit their tools.
+"""Grammars that make an engine sample only calls that fit their tools.
 
-The grammar is a structural tag of xgrammar, which vLLM takes
-(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). Everything is free, any
-token at all, but what follows a call's opening mark: that is a call of one of the tools, as the
-chat template writes calls, up to its closing mark. As `MarkedSpec` reads a completion, a mark
-inside the reasoning opens nothing, and reasoning behind a call is none. vLLM's compiler tries a
-grammar before there is an engine.
+A grammar is a structural tag of xgrammar, which vLLM accepts
+(https://xgrammar.mlc.ai/docs/structural_tag/structural_tag_spec.html). A completion may hold any
+tokens, except behind the opening mark of a call: there it must be a call of one of the tools, in
+the form that the chat template writes, up to the closing mark. The grammar reads a completion as
+`MarkedSpec` does: a mark inside the reasoning opens no call, and no reasoning begins behind a call.
+vLLM's compiler tries a grammar before an engine is built.
 
-Some calls stay for the parser and the tool to refuse: a number beyond a float's range, half of a
-surrogate pair, a key given twice in an object whose keys the schema leaves open, over 16 marks in a
-string; and what xgrammar leaves out of a schema, such as `multipleOf` or `allOf` of several.
+The grammar lets some calls pass that the parser or the tool refuses: a number beyond the range of
+floats, half of a surrogate pair, a key given twice in an object whose schema leaves its keys open,
+over 16 marks in a string, and violations of keywords that xgrammar ignores (`multipleOf`, `allOf`
+of several).
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from agenttrain.chat.probing import USER
 from agenttrain.types import Message
 
 Format = dict[str, Any]
-"""A part of a structural tag."""
+"""A node of a structural tag."""
 KEY = "rollout.structured_calls=true"
 BLANKS = 8
-"""Most blanks in a row inside a call's arguments: enough to indent, too few to never end."""
-MOST_KNOWN = 1024
-"""Grammars that are kept."""
+"""Most blanks in a row inside a call's arguments: enough to indent, but a model cannot write
+blanks for ever."""
+CACHED_GRAMMARS = 1024
+"""Grammars in the cache."""
 NAME, ID = "a_tool", "abcdefgh1"
 ARGUMENTS = {"x": 1}
 CALL: Message = {
@@ -44,14 +46,14 @@ CALL: Message = {
 }
 _ARGUMENTS = re.compile(r'\{\s*"x"\s*:\s*1\s*\}')
 _ANYTHING = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
-"""Keywords of a schema that say what it takes without `type`."""
+"""Keywords that describe values without `type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGlue:
-    """Texts that the template writes around a call's name and arguments, between the marks.
+    """The texts around a call's name and arguments, between the marks.
 
-    Example: of Qwen's ``("\\n{\\"name\\": \\"", "\\", \\"arguments\\": ", "}\\n")``.
+    Example, for Qwen: ``("\\n{\\"name\\": \\"", "\\", \\"arguments\\": ", "}\\n")``.
     """
 
     before: str
@@ -60,10 +62,10 @@ class CallGlue:
 
 
 class CallGrammar:
-    """The grammars of one response schema and template; raises ChatError where there are none."""
+    """The grammars of one response schema and template. Raises ChatError if it has none."""
 
     def __init__(self, spec: ResponseSpec, render: Callable[[Sequence[Message]], str]) -> None:
-        """`render` is the template's text for messages, without a generation prompt."""
+        """`render` renders messages to text, without a generation prompt."""
         if (
             not isinstance(spec, MarkedSpec)
             or not (spec.call_open and spec.call_close)
@@ -77,22 +79,23 @@ class CallGrammar:
             )
         self._spec = spec
         self._glue = _glue(spec, render([USER, CALL]))
-        self._known: dict[tuple[str, bool], str] = {}
+        self._cache: dict[tuple[str, bool], str] = {}
 
-    def of(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
-        """Return the grammar, JSON, of a completion that may call these tools.
+    def grammar_for(self, schemas: Sequence[Mapping[str, Any]], *, in_reasoning: bool) -> str:
+        """Return the grammar, as JSON, of a completion that may call these tools.
 
-        `in_reasoning`: it begins inside the reasoning.
+        `in_reasoning`: the completion begins inside the reasoning.
         """
         key = json.dumps(schemas), in_reasoning
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
+        if key not in self._cache:
+            if len(self._cache) >= CACHED_GRAMMARS:
+                self._cache.clear()
             tag = {"type": "structural_tag", "format": self._completion(schemas, in_reasoning)}
-            self._known[key] = json.dumps(tag)
-        return self._known[key]
+            self._cache[key] = json.dumps(tag)
+        return self._cache[key]
 
     def _completion(self, schemas: Sequence[Mapping[str, Any]], in_reasoning: bool) -> Format:
+        """Return the format of a whole completion: reasoning, free text and calls."""
         spec, glue = self._spec, self._glue
         calls = []
         for schema in schemas:
@@ -107,7 +110,7 @@ class CallGrammar:
                 _literal(f"{glue.after}{spec.call_close}"),
             )
             calls.append(call)
-        # Where there is no tool, no call can be right, and its mark is not written either.
+        # Without tools no call is right, so the opening mark itself is excluded.
         excluded = [] if calls else [spec.call_open]
         any_call = [(spec.call_open, _or(*calls))] if calls else []
         answer = _dispatch(any_call, excluded, loop=True)
@@ -120,7 +123,7 @@ class CallGrammar:
         return _dispatch(opened, excluded, loop=False)
 
     def _thought(self, answer: Format) -> Format:
-        """Reasoning up to its end, and the answer behind it if it is closed."""
+        """Return the format of reasoning, and of the answer behind it if it is closed."""
         close = self._spec.reasoning_close
         free = _text([close])
         return _or(_sequence(free, _literal(close), answer), free)
@@ -166,7 +169,7 @@ def _or(*elements: Format) -> Format:
 def _dispatch(
     rules: Sequence[tuple[str, Format]], excluded: Sequence[str], *, loop: bool
 ) -> Format:
-    """Free text, in which the text of a rule is followed by the rule's format."""
+    """Return free text in which the text of each rule must be followed by the rule's format."""
     if not rules:
         return _text(excluded)
     return {
@@ -178,13 +181,13 @@ def _dispatch(
 
 
 _PLACE = re.compile(r"^\[.*?\] \S+: ")
-"""The time and the line of xgrammar's source that its messages begin with."""
+"""The time and the source line with which xgrammar's messages begin."""
 
 
 def grammar_problem(grammar: str) -> str | None:
-    """Return xgrammar's objection to a structural tag; None: none, or it is not installed.
+    """Return xgrammar's objection to a structural tag, or None; None too without xgrammar.
 
-    It comes with vLLM, so that it is where grammars are used.
+    vLLM brings xgrammar along, so it is installed wherever grammars are used.
     """
     try:
         import xgrammar

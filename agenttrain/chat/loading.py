@@ -1,10 +1,9 @@
-"""A `Chat` from a tokenizer and two configuration groups: fixed template and response schema.
+"""Make a `Chat` from a tokenizer and two configuration groups: template and response schema.
 
-The template is a file's, or one of those that the tokenizer carries. A response schema comes by
-name, from a file, or from what the tokenizer carries. It is a mapping in one of three forms, told
-apart by their keys:
+The template is a file, or one that the tokenizer carries. A response schema is given by name, in a
+file, or by the tokenizer. It is a mapping in one of three forms, recognised by their keys:
 
-- ours (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
+- our own (`format: marked`, the default, with the fields of `MarkedSpec`; `format: harmony`);
 - `response_template` as transformers >= 5.13 reads it: the key `fields`;
 - `response_schema`, the older dialect, which transformers drops: `properties` or ``x-…`` keys.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -31,9 +30,9 @@ from agenttrain.chat.fixes import (
     REMEDY,
     Family,
     Fix,
-    described,
+    apply_fix,
     families,
-    fixed,
+    matches_source,
     parse_family,
     recognise,
 )
@@ -42,16 +41,16 @@ from agenttrain.chat.parsers.calls import READERS
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.chat.parsers.harmony import HarmonySpec
 from agenttrain.chat.parsers.marked import MarkedSpec
-from agenttrain.chat.parsers.response_schema import schema_spec
-from agenttrain.chat.parsers.response_template import TemplateSpec, template_spec
-from agenttrain.chat.probing import USER, behaviour, render, syntax_problem
+from agenttrain.chat.parsers.response_schema import make_schema_spec
+from agenttrain.chat.parsers.response_template import TemplateSpec, make_template_spec
+from agenttrain.chat.probing import USER, probe_behaviour, render, syntax_problem
 from agenttrain.types import Message
 from agenttrain.utils.files import conf_folder
 
 PLAIN = "hermes"
-"""Response schema of templates that render no calls."""
+"""Response schema for templates that render no calls."""
 OURS = ("messages", "tools", "add_generation_prompt")
-"""Variables of a template that are not the user's."""
+"""Variables of a template that the user cannot set."""
 CALL_ARGUMENTS = {"city": "Oslo", "days": 2}
 FORECAST = {
     "type": "function",
@@ -72,27 +71,26 @@ def load_chat(
     *,
     tools: bool = True,
 ) -> Chat:
-    """Return the tokenizer's own chat template, fixed and parsed as the two groups say.
+    """Make the chat that the two groups describe.
 
-    `tools`: whether the run has any; a tokenizer may carry a template of its own for them. Raises
+    `tools`: the run has tools; a tokenizer may carry a template of its own for that. Raises
     ChatError that names the group and the key to change.
     """
     known = dict(families())
     if template.family:
         known[template.name] = parse_family(template.name, template.family)
-    source, chosen = _source(tokenizer, template, known, tools=tools)
+    source, chosen = _template_source(tokenizer, template, known, tools=tools)
     fix = replace(make_fix(tokenizer, source, template, known), chosen=chosen)
-    _read_by(fix.template, template.kwargs)
+    _check_variables(fix.template, template.kwargs)
     family = known.get(fix.family or "")
-    # The tokenizer's end of sequence, then those of the generation config beside it.
+    # The tokenizer's end of sequence, then those in the generation config beside it.
     eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if tokenizer.name_or_path and path.is_file():
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         eos_token_ids += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    # Ordinary tokens of the family, and of those whose template the model has where another's
-    # tools were added to it.
-    taken = [other for other in known.values() if other == family or described(source, other)]
+    # A template to which another family added tools keeps the ordinary tokens of its own family.
+    taken = [other for other in known.values() if other == family or matches_source(source, other)]
     make = partial(
         Chat,
         tokenizer,
@@ -105,11 +103,12 @@ def load_chat(
     response = family.response if family else None
     if response is None and not renders_calls(tokenizer, fix.template, template.kwargs):
         response = PLAIN
-    # What the tokenizer carries is for its own template, not for one that was put in its place.
+    # The response schema that a tokenizer carries is for its own template, not for a replacement.
     replaced = family is not None and not family.marks and bool(fix.changes)
     spec = resolve_spec(None if replaced else tokenizer, response_schema, response)
     if family is not None and isinstance(spec, TemplateSpec) and response_schema.name == "auto":
-        # A checkpoint of ours carries its family's format in transformers' words, which say less.
+        # A checkpoint of ours carries the family's format in transformers' dialect, which can
+        # express less: the family's own is used instead.
         chat = make(load_spec(family.response))
         if response_template(chat) == spec.source:
             return chat
@@ -119,7 +118,7 @@ def load_chat(
 def make_fix(
     tokenizer: Any, source: str, config: ChatTemplateConfig, known: Mapping[str, Family]
 ) -> Fix:
-    """Fix the source as the group says: recognised, left alone, or as a given family's."""
+    """Fix a template as the group says: by its recognised family, a named one, or not at all."""
 
     def reads(family: Family, template: str) -> bool:
         return reads_back(tokenizer, template, load_spec(family.response), config.kwargs)
@@ -131,12 +130,12 @@ def make_fix(
         return Fix(family=name, stock=source, template=source)
     family = known[name]
     if not family.marks and reads(family, source):
-        # A family of no model in particular has nothing to add to a template that behaves so.
+        # A family without marks only adds a tool format, which this template has already.
         return Fix(family=name, stock=source, template=source)
     try:
-        fix = fixed(name, family, source)
+        fix = apply_fix(name, family, source)
         if family.tools and reads(family, source) and not reads(family, fix.template):
-            # A fork may hold what an edit looks for and not the variables that it writes with.
+            # A fork may contain the text that an edit replaces, and lack the variables it uses.
             raise ChatError(
                 f"chat_template={name}: with the fix of {name}, the model's template no longer "
                 f"renders the calls that it renders without; {REMEDY}"
@@ -148,11 +147,13 @@ def make_fix(
         return Fix(family=name, stock=source, template=source, problem=str(error))
 
 
-def _source(
+def _template_source(
     tokenizer: Any, config: ChatTemplateConfig, known: Mapping[str, Family], *, tools: bool
 ) -> tuple[str, str | None]:
-    """Return the template before fixes, the user's file or what the tokenizer carries, and in
-    words which of several it is."""
+    """Return the template before fixes, and a note on which of several it is.
+
+    It is the user's file, or a template that the tokenizer carries.
+    """
     names = sorted(["auto", "none", "file", *known])
     if config.name not in names:
         close = get_close_matches(config.name, names, n=1)
@@ -167,24 +168,22 @@ def _source(
         )
     if config.path is not None:
         return read_template(config.path), None
-    return carried_template(getattr(tokenizer, "chat_template", None), tools=tools)
+    return template_of_tokenizer(getattr(tokenizer, "chat_template", None), tools=tools)
 
 
 def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> bool:
-    """Check that a template shows the assistant's tool calls."""
-
-    def rendering(messages: Sequence[Message], generation_prompt: bool) -> str:
-        return render(
-            tokenizer, template, messages, generation_prompt=generation_prompt, kwargs=kwargs
+    """Return True if a template renders the assistant's tool calls."""
+    return probe_behaviour(
+        lambda messages, opened: render(
+            tokenizer, template, messages, generation_prompt=opened, kwargs=kwargs
         )
-
-    return behaviour(rendering).renders_calls
+    ).renders_calls
 
 
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Check that the parser reads back a call that the template has rendered."""
+    """Return True if the parser reads a call that the template rendered."""
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -204,7 +203,8 @@ def reads_back(
         ]
     except ChatError:
         return False
-    # Behind the generation prompt, or from the header on where that has opened the reasoning.
+    # The text behind the generation prompt, or from the header on: the prompt may have opened
+    # reasoning that the rendering of a turn without any does not begin with.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
@@ -214,8 +214,8 @@ def reads_back(
     return False
 
 
-def formats(chat: Chat) -> list[str]:
-    """Names of the response schemas that read the calls of a chat's template."""
+def fitting_schemas(chat: Chat) -> list[str]:
+    """Return the names of the response schemas that read the calls of a chat's template."""
     return [
         name
         for name in spec_names()
@@ -223,8 +223,8 @@ def formats(chat: Chat) -> list[str]:
     ]
 
 
-def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise ChatError for a variable that the template does not read: it would change nothing."""
+def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise ChatError for a variable that the template never reads: it would have no effect."""
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
         if key in OURS:
@@ -238,17 +238,17 @@ def _read_by(template: str, kwargs: Mapping[str, Any]) -> None:
 
 
 TOOL_USE, DEFAULT = "tool_use", "default"
-"""Names under which tokenizers carry templates with and without tools."""
+"""Names under which tokenizers carry templates for runs with and without tools."""
 FILE_REMEDY = "set `chat_template=file chat_template.path=<file.jinja>`"
-# Marks what the assistant writes, for transformers' own masks; a block of a single tag each.
+# The tags with which templates mark assistant text for transformers' masks; Jinja lacks them.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
-def carried_template(carried: Any, *, tools: bool) -> tuple[str, str | None]:
-    """The template that a tokenizer carries, and in words which one, where it carries several.
+def template_of_tokenizer(carried: Any, *, tools: bool) -> tuple[str, str | None]:
+    """Return a template that a tokenizer carries, and a note on which one if there are several.
 
-    `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As transformers
-    does, a run with tools takes the one named `tool_use`, where there is one. Raises ChatError.
+    `carried` is a text, a mapping, or a list of ``{"name": …, "template": …}``. As in transformers,
+    a run with tools uses the template named `tool_use`, if there is one. Raises ChatError.
     """
     if isinstance(carried, str) and carried:
         return carried, None
@@ -272,7 +272,7 @@ def carried_template(carried: Any, *, tools: bool) -> tuple[str, str | None]:
 
 
 def read_template(path: str) -> str:
-    """The Jinja file of `chat_template.path`. Raises ChatError where it is none."""
+    """Read the Jinja file of `chat_template.path`. Raises ChatError if it is none."""
     file = Path(path).expanduser()
     if file.is_dir():
         raise ChatError(f"chat_template.path={path}: is a folder; name the file in it")
@@ -303,14 +303,14 @@ _OPTIONAL = ("call_open_pattern", "call_close", "header", "footer")
 
 
 def spec_names() -> list[str]:
-    """Names of the formats in conf/response_schema/, sorted."""
+    """Return the names of the formats in conf/response_schema/, sorted."""
     names = (file.stem for file in (conf_folder() / GROUP).glob("*.yaml"))
     return sorted(name for name in names if name not in CHOICES)
 
 
 @cache
 def load_spec(name: str) -> ResponseSpec:
-    """The format of that name in conf/response_schema/. Raises ChatError for an unknown name."""
+    """Load a format of conf/response_schema/ by name. Raises ChatError for an unknown name."""
     known = spec_names()
     if name not in known:
         close = get_close_matches(name, known, n=1)
@@ -318,16 +318,36 @@ def load_spec(name: str) -> ResponseSpec:
         names = ", ".join(sorted([*CHOICES, *known]))
         raise ChatError(f"{GROUP}.name={name} is not known: it is one of {names}{hint}")
     content = _load(conf_folder() / GROUP / f"{name}.yaml", f"{GROUP}={name}")
-    return spec_of(content.get("spec") or {}, source=f"{GROUP}={name}")
+    return make_spec(content.get("spec") or {}, source=f"{GROUP}={name}")
 
 
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    """The schema that the group asks for; `family`: the name of the format that the template shows.
+    """Return the response schema that the group selects.
 
-    `auto` takes what the tokenizer carries, else the family's. Raises ChatError that names the key
-    to set.
+    `auto` is the one that the tokenizer carries, else `family`, the name of the template's own
+    format. Raises ChatError that names the key to set.
     """
-    spec = _chosen_spec(tokenizer, config, family)
+    if (config.path is not None) != (config.name == "file"):
+        raise ChatError(
+            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
+            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
+        )
+    if config.path is not None:
+        spec = read_spec(Path(config.path))
+    elif config.spec:
+        spec = make_spec(config.spec, source=f"{GROUP}={config.name}")
+    elif config.name != "auto":
+        spec = load_spec(config.name)
+    elif (carried := spec_of_tokenizer(tokenizer)) is not None:
+        spec = carried
+    elif family is not None:
+        spec = load_spec(family)
+    else:
+        raise ChatError(
+            f"{GROUP}=auto: the tokenizer carries no response schema, and the chat template "
+            f"renders tool calls in no known format; set {GROUP} to one of "
+            f"{', '.join(spec_names())}, or to a file with `{GROUP}=file {GROUP}.path=<file.yaml>`"
+        )
     if not config.lenient:
         return spec
     try:
@@ -337,48 +357,24 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
 
 
-def _chosen_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
-    if (config.path is not None) != (config.name == "file"):
-        raise ChatError(
-            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
-            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
-        )
-    if config.path is not None:
-        return read_spec(Path(config.path))
-    if config.spec:
-        return spec_of(config.spec, source=f"{GROUP}={config.name}")
-    if config.name != "auto":
-        return load_spec(config.name)
-    carried = carried_spec(tokenizer)
-    if carried is not None:
-        return carried
-    if family is None:
-        raise ChatError(
-            f"{GROUP}=auto: the tokenizer carries no response schema, and the chat template "
-            f"renders tool calls in no known format; set {GROUP} to one of "
-            f"{', '.join(spec_names())}, or to a file with `{GROUP}=file {GROUP}.path=<file.yaml>`"
-        )
-    return load_spec(family)
-
-
-def carried_spec(tokenizer: Any) -> ResponseSpec | None:
-    """The schema that a tokenizer's own configuration holds, in either dialect."""
+def spec_of_tokenizer(tokenizer: Any) -> ResponseSpec | None:
+    """Return the schema in a tokenizer's configuration, in either dialect; None without one."""
     own = getattr(tokenizer, "init_kwargs", None) or {}
     for key in ("response_template", "response_schema"):
         carried = getattr(tokenizer, key, None) or own.get(key)
         if carried:
-            return spec_of(carried, source=f"the tokenizer's {key}")
+            return make_spec(carried, source=f"the tokenizer's {key}")
     return None
 
 
 def read_spec(path: Path) -> ResponseSpec:
-    """The schema in a file of the user's; it may stand below the key `spec`, as in conf/."""
+    """Read a schema from a user's file, where it may stand below the key `spec`, as in conf/."""
     source = f"{GROUP}.path={path}"
     content = _load(path.expanduser(), source)
     inner = content.get("spec", content)
     for key in ("response_template", "response_schema"):  # a whole tokenizer_config.json
         inner = content.get(key) or inner
-    return spec_of(inner, source=source)
+    return make_spec(inner, source=source)
 
 
 def _load(path: Path, source: str) -> dict[str, Any]:
@@ -392,39 +388,39 @@ def _load(path: Path, source: str) -> dict[str, Any]:
     return content
 
 
-def spec_of(content: Any, *, source: str) -> ResponseSpec:
-    """The schema that a mapping describes, in whichever of the forms. Raises ChatError."""
+def make_spec(content: Any, *, source: str) -> ResponseSpec:
+    """Make a response schema of a mapping in any of the three forms. Raises ChatError."""
     if not isinstance(content, Mapping):
         raise ChatError(f"{source} must hold a mapping, not {type(content).__name__}")
     try:
         if "fields" in content:
-            return template_spec(content)
+            return make_template_spec(content)
         if "properties" in content or any(str(key).startswith("x-") for key in content):
-            return schema_spec(content)
-        return _ours(dict(content))
-    except (ValueError, re.error) as error:  # the latter: our own patterns
+            return make_schema_spec(content)
+        return _own_format(dict(content))
+    except (ValueError, re.error) as error:  # re.error: patterns in our own form
         raise ChatError(f"{source}: {error}") from error
 
 
-def _ours(settings: dict[str, Any]) -> ResponseSpec:
+def _own_format(settings: dict[str, Any]) -> ResponseSpec:
     form = settings.pop("format", "marked")
     call_id: Any = settings.get("call_id", CALL_ID)
-    # Twice as many ids as there may be calls: those with ids of the model's are skipped.
-    most = 2 * MAX_CALLS + 2
+    # Twice as many ids as calls may be needed: an id that the model wrote itself is skipped.
+    ids = 2 * MAX_CALLS + 2
     try:
-        distinct = len({call_id.format(turn=0, index=index) for index in range(most)}) == most
+        distinct = len({call_id.format(turn=0, index=index) for index in range(ids)}) == ids
     except (AttributeError, LookupError, ValueError):
         distinct = False
     if not distinct:
         raise ValueError(f"call_id: {call_id!r} must be made of {{turn}} and {{index}}")
     if form == "harmony":
-        _known_spec(settings, ["call_id", "lenient"])
+        _check_keys(settings, ["call_id", "lenient"])
         if not isinstance(settings.get("lenient", False), bool):
             raise ValueError(f"lenient: must be true or false, not {settings['lenient']!r}")
         return HarmonySpec(**settings)
     if form != "marked":
         raise ValueError(f"format: {form!r} is not known: it is marked or harmony")
-    _known_spec(settings, [field.name for field in fields(MarkedSpec)])
+    _check_keys(settings, [field.name for field in fields(MarkedSpec)])
     for key, value in settings.items():
         kind, word = _KINDS.get(key, (str, "text"))
         if not isinstance(value, kind) and (value is not None or key not in _OPTIONAL):
@@ -450,7 +446,7 @@ def _ours(settings: dict[str, Any]) -> ResponseSpec:
     return spec
 
 
-def _known_spec(keys: Iterable[str], known: Iterable[str]) -> None:
+def _check_keys(keys: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for key in keys:
         if key not in known:

@@ -1,4 +1,4 @@
-"""Renderings of a chat template, and its behaviour as they show it: reads, refusals, omissions."""
+"""Render a chat template, and find out what it reads, refuses and leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agenttrain.chat.encoding import CLOSE, OPEN, ChatError
 from agenttrain.types import Message
 
 USER: Message = {"role": "user", "content": "u"}
-"""The first message of conversations that are rendered to learn how a template behaves."""
+"""The first message of every probe conversation."""
 REFUSALS = (
     TemplateError,
     TypeError,
@@ -25,7 +25,7 @@ REFUSALS = (
     RecursionError,
     MemoryError,
 )
-"""Errors of a template, in words or by what it computes, for messages that it cannot render."""
+"""Errors that a template raises for messages that it cannot render, on purpose or by accident."""
 
 
 def render(
@@ -61,40 +61,40 @@ def render(
 
 
 def syntax_problem(error: TemplateSyntaxError) -> str:
-    """A syntax error in words. Example: ``the chat template has a syntax error in line 3: …``"""
+    """Describe a syntax error: ``the chat template has a syntax error in line 3: …``."""
     message = (error.message or "").rstrip(".")
     return f"the chat template has a syntax error in line {error.lineno}: {message}"
 
 
 Render = Callable[[Sequence[Message], bool], str]
-"""Marked messages, and whether to add the generation prompt -> marked text."""
+"""Makes marked text of marked messages; the second argument adds the generation prompt."""
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which templates look for an assistant's reasoning; ours is the first."""
 PROBE = "\ufdd5"
-"""A text of ours that no template holds."""
+"""A character that no template contains, so that its count shows what was rendered."""
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
-"""The only form of ids that Mistral's templates take."""
+"""The only form of call ids that Mistral's templates accept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateBehaviour:
-    """Behaviour of a template, as rendering probes shows it."""
+    """Behaviour of a template, as probe conversations show it."""
 
     renders_calls: bool
-    """The assistant's tool calls appear at all."""
+    """The assistant's tool calls are rendered."""
     one_call_per_turn: bool
-    """A turn of two calls is refused, or loses one."""
+    """A turn of two calls is refused, or one of them is left out."""
     reasoning_key: str | None
-    """Key of a message under which the template looks for reasoning; None: it shows none."""
+    """Key of a message under which the template reads reasoning; None: it renders none."""
     short_ids: bool
-    """Ids must have nine letters and digits."""
+    """Call ids must have nine letters and digits."""
     shows_ids: bool
-    """The ids of calls appear."""
+    """Call ids are rendered."""
 
 
-def behaviour(render: Render) -> TemplateBehaviour:
-    """Find out how a template behaves."""
+def probe_behaviour(render: Render) -> TemplateBehaviour:
+    """Render probe conversations and return the template's behaviour."""
     calls = _shows(render, [_assistant(("one", "call_0_0"))], "one")
     short = not calls and _shows(render, [_assistant(("one", "abcdefgh1"))], "one")
     if calls and not _answers(render, "call_0_0"):
@@ -143,7 +143,7 @@ def _shows(render: Render, messages: Sequence[Message], text: str) -> bool:
 
 
 def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
-    """Check that a reply to a call of this id is rendered, and the text `shown` with it."""
+    """Return True if a reply to a call of this id is rendered, with the text `shown` in it."""
     reply = {"role": "tool", "tool_call_id": call_id, "name": f"{PROBE}one", "content": PROBE}
     try:
         return shown in render([USER, _assistant(("one", call_id)), reply], True)
@@ -152,18 +152,15 @@ def _answers(render: Render, call_id: str, shown: str = PROBE) -> bool:
 
 
 def short_id(call_id: str) -> str:
-    """An id of nine letters and digits, always the same for the same id.
-
-    Example: ``short_id("call_0_0") == "…"``; an id of that form stays as it is.
-    """
+    """Return nine letters and digits that stand for an id; an id of that form stays as it is."""
     plain = call_id.replace(OPEN, "").replace(CLOSE, "")
     if SHORT_ID.fullmatch(plain):
         return plain
     return sha256(plain.encode()).hexdigest()[:9]
 
 
-def adapted(message: Message, behaviour: TemplateBehaviour) -> Message:
-    """Return a message as the template reads it: reasoning under its key too, ids in its form."""
+def adapt_message(message: Message, behaviour: TemplateBehaviour) -> Message:
+    """Add the template's key for reasoning to a message, and bring call ids into its form."""
     changes: Message = {}
     key = behaviour.reasoning_key
     if key is not None and key not in message and REASONING_KEYS[0] in message:

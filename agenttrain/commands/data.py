@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, NoReturn
 
 from agenttrain.data.build import Splits, column_names
-from agenttrain.data.tasks import LOOKED_AT, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
 from agenttrain.settings.run_config import RunConfig
@@ -104,7 +104,7 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
         section = config.data.test if key == "data.test" else config.data.train
         target = section.get("_target_", "held out of data.train")
         yield f"{key}  {'rows without end' if endless else f'{len(source):,} rows'}, {target}"
-        first = source.tasks(0, min(len(source), LOOKED_AT))
+        first = source.tasks(0, min(len(source), COLUMN_SAMPLE))
         columns = []
         for name in column_names(source):
             values = [task.columns[name] for task in first if name in task.columns]
@@ -121,7 +121,7 @@ def _lengths(source: TaskSource, components: Components, context: int | None) ->
     if not lengths:
         yield "  prompts are given by the environment's reset"
         return
-    resets = any(kind.resets for kind in components.environments.kinds.values())
+    resets = any(kind.has_reset for kind in components.environments.kinds.values())
     ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
     spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
     of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"

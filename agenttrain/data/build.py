@@ -1,4 +1,4 @@
-"""Tasks of the `data:` section, and a check for the columns that a run's rewards read."""
+"""Build the tasks of the `data:` section, and check them for the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.data.config import HOLD_OUT, DataConfig, names_test_rows
-from agenttrain.data.tasks import LOOKED_AT, GeneratedRows, Rows, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, GeneratedRows, Rows, TaskSource
 from agenttrain.data.transform import (
-    Change,
-    ChangedRows,
-    SomeRows,
-    left_out,
-    look_through,
-    split_off,
+    RowSubset,
+    RowTransform,
+    TransformedRows,
+    check_rows,
+    hold_out,
+    report_bad_rows,
 )
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
@@ -23,28 +23,28 @@ from agenttrain.utils.names import did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """The tasks of a run."""
+    """The tasks of a run, for training and for evaluation."""
 
     train: TaskSource
     test: TaskSource
     notes: tuple[str, ...]
-    """Messages for the user: rows left out, rows held out."""
+    """Notes for the user: rows that are skipped or held out."""
 
     @property
     def by_key(self) -> dict[str, TaskSource]:
-        """Sources by the keys that declare them; `data.test` only if it has rows."""
+        """Sources by their configuration key; `data.test` only if it has rows."""
         test = {"data.test": self.test} if len(self.test) else {}
         return {"data.train": self.train, **test}
 
 
 def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> Splits:
-    """Build the tasks that a `data:` section declares; every row of a finite dataset is tried.
+    """Build the tasks of a `data:` section, and check every row of a finite dataset.
 
-    `needs_prompt=False`: an environment may ask what a row does not.
-    Raises ValueError with key, value and remedy; for rows that cannot be tasks with the place and
-    the reason of the first ten.
+    `needs_prompt=False`: rows may lack a prompt, because an environment makes one. Raises
+    ValueError with key, value and remedy; for bad rows, with the places and reasons of the first
+    ten.
     """
-    change = Change(config)
+    change = RowTransform(config)
     notes: list[str] = []
     train_rows = build_rows(config.train, "data.train")
     train: Rows
@@ -52,15 +52,15 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
     if config.test_fraction is not None:
         if isinstance(train_rows, GeneratedRows):
             raise ValueError(
-                f"data.test_fraction={config.test_fraction}: a share of rows without end is none; "
-                "leave it out"
+                f"data.test_fraction={config.test_fraction}: generated rows have no end, so there "
+                "is no share of them; leave it out"
             )
-        changed = ChangedRows(train_rows, change)
-        usable = look_through(changed, change, "data.train", needs_prompt=needs_prompt)
-        if note := left_out(usable, len(train_rows), "data.train", config.on_bad_row):
+        changed = TransformedRows(train_rows, change)
+        usable = check_rows(changed, change, "data.train", needs_prompt=needs_prompt)
+        if note := report_bad_rows(usable, len(train_rows), "data.train", config.on_bad_row):
             notes.append(note)
-        trained, held_out = split_off(usable, config.test_fraction, config.test_seed)
-        train, test = SomeRows(changed, trained), SomeRows(changed, held_out)
+        trained, held_out = hold_out(usable, config.test_fraction, config.test_seed)
+        train, test = RowSubset(changed, trained), RowSubset(changed, held_out)
         notes.append(
             f"data.test_fraction={config.test_fraction}: {len(test)} of {len(usable.good)} rows "
             "are held out for evaluation"
@@ -80,12 +80,12 @@ def build_tasks(config: DataConfig, *, seed: int, needs_prompt: bool = True) -> 
 
 
 def build_rows(section: Mapping[str, Any], key: str) -> Rows:
-    """Build the rows that `section` (at `key`, e.g. "data.train") declares.
+    """Build the rows of a section such as `data.train`, which is at `key`.
 
-    `_target_` names a function of `index`, or a class whose instances have rows by number; its
-    other arguments stand beside it. Example: ``{"_target_": "agenttrain.data.bundled.shop.row",
-    "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy; a ValueError of the
-    target's own that begins ``split=…`` becomes one of ``data.train.split``.
+    `_target_` names a function of `index`, or a class whose instances return rows by number; the
+    other keys are its arguments. Example: ``{"_target_": "agenttrain.data.bundled.shop.row",
+    "split": "test", "seed": 0}``. Raises ValueError with key, value and remedy. A ValueError of the
+    target that begins with ``split=…`` becomes one about ``data.train.split``.
     """
     located = locate_section(section, key=key)
     target, bound, where = located.found, located.bound, located.where
@@ -108,25 +108,25 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
 
 def _usable(
     rows: Rows,
-    change: Change,
+    change: RowTransform,
     config: DataConfig,
     key: str,
     notes: list[str],
     needs_prompt: bool,
 ) -> Rows:
-    changed = ChangedRows(rows, change)
-    if isinstance(rows, GeneratedRows):  # without end: its rows are met one by one
+    changed = TransformedRows(rows, change)
+    if isinstance(rows, GeneratedRows):  # they have no end, so each is checked when it is used
         return changed
-    usable = look_through(changed, change, key, needs_prompt=needs_prompt)
-    if note := left_out(usable, len(rows), key, config.on_bad_row):
+    usable = check_rows(changed, change, key, needs_prompt=needs_prompt)
+    if note := report_bad_rows(usable, len(rows), key, config.on_bad_row):
         notes.append(note)
-    return SomeRows(changed, usable.good)
+    return RowSubset(changed, usable.good)
 
 
 def column_names(source: TaskSource) -> list[str]:
-    """Return the columns of the first rows; single rows may lack some."""
+    """Return the columns of the first rows together; single rows may lack some."""
     known: dict[str, None] = {}
-    for task in source.tasks(0, min(len(source), LOOKED_AT)):
+    for task in source.tasks(0, min(len(source), COLUMN_SAMPLE)):
         known.update(dict.fromkeys(task.columns))
     return list(known)
 
@@ -136,8 +136,8 @@ def check_reward_columns(
 ) -> None:
     """Raise ValueError for a column that a reward needs and none of the first rows has.
 
-    `columns` by reward, `key` of the rows. Example: ``check_reward_columns(tasks, {"exact_match":
-    ("answer",)}, "data.train")``.
+    `columns` maps rewards to the columns they need; `key` is that of the rows. Example:
+    ``check_reward_columns(tasks, {"exact_match": ("answer",)}, "data.train")``.
     """
     known = column_names(source)
     for reward, names in columns.items():

@@ -1,6 +1,6 @@
-"""Tasks in pools by measured success: those that are sometimes solved are drawn more often.
+"""Choose tasks by measured success: those that are sometimes solved come up more often.
 
-A group of rollouts that all succeed, or all fail, has no advantage, and teaches nothing.
+A group of rollouts that all succeed, or all fail, has no advantage and teaches nothing.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ Result = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Success so far of a row that was drawn."""
+    """The success so far on one row."""
 
     rate: float | None
-    """Share of rollouts that succeed, newer groups weigh more; None: none was scored yet."""
+    """Moving average of the share of rollouts that succeed; None before the first score."""
     step: int
-    """The last step that drew it."""
+    """The last step that used the row."""
 
 
 class Curriculum:
-    """A TaskSource whose next tasks depend on how earlier ones went.
+    """A TaskSource whose next tasks depend on the results of earlier ones.
 
-    Which tasks a step draws is a function of (seed, state): every process that has learnt the
-    same draws the same, and so does a resumed run. Within a step no row is drawn twice unless it
-    draws more tasks than there are. Example::
+    The tasks of a step are a function of (seed, state): processes with the same results choose the
+    same tasks, and so does a resumed run. A step repeats a row only if it needs more tasks than
+    there are rows. Example::
 
         curriculum = Curriculum(source, config, seed=0)
         tasks = curriculum.tasks(0, 8)
         curriculum.learn(8, [("shop-17", 3, 8), …])     # shop-17: 3 of 8 rollouts succeeded
-        curriculum.tasks(8, 8)                          # rather shop-17 again than one of 0 of 8
+        curriculum.tasks(8, 8)                          # shop-17 is likelier than a task of 0 of 8
     """
 
     def __init__(self, source: TaskSource, config: CurriculumConfig, *, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
         self._measures: dict[int, Measure] = {}
         self._fresh = 0
-        """Rows drawn so far, in the source's own order."""
+        """New rows used so far; they come in the source's own order."""
         self._steps = 0
         self._start = 0
         """The data cursor at the beginning of this step."""
-        self._draw = self._rows()
-        self._drawn: list[int] = []
-        """Rows of this step, as far as somebody has asked."""
+        self._upcoming = self._rows()
+        self._step_rows: list[int] = []
+        """The rows of this step that were chosen so far."""
 
     def tasks(self, start: int, count: int) -> list[Task]:
-        """Return `count` tasks from the `start`-th of the run on, which belong to the present step.
+        """Return `count` tasks from the run's `start`-th on; all must belong to this step.
 
         Raises ValueError for tasks of earlier steps.
         """
-        return [self._source.row(row) for row in self._slots(start - self._start, count)]
+        return [self._source.row(row) for row in self._choose(start - self._start, count)]
 
     def results(self, groups: Iterable[Sequence[Rollout]]) -> list[Result]:
         """Return the outcome of each of a step's groups that has a reward."""
@@ -74,12 +74,12 @@ class Curriculum:
         return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
-        """End the step: it drew the tasks up to `cursor`, and these are all its results."""
+        """End the step, which used the tasks up to `cursor`, with all of its results."""
         solved, scored = Counter[str](), Counter[str]()
         for name, successes, count in results:
             solved[name] += successes
             scored[name] += count
-        rows = dict.fromkeys(self._slots(0, cursor - self._start))
+        rows = dict.fromkeys(self._choose(0, cursor - self._start))
         self._steps += 1
         for row in rows:
             name = self._source.row(row).task_id
@@ -93,7 +93,7 @@ class Curriculum:
         self._begin(cursor)
 
     def metrics(self) -> dict[str, float]:
-        """Return the sizes of the pools; `new`, rows never drawn, only where rows have an end."""
+        """Return the sizes of the pools; `new` (rows never used) only for a finite dataset."""
         pools = Counter(self._pool(measure) for measure in self._measures.values())
         rates = [m.rate for m in self._measures.values() if m.rate is not None]
         new = {"curriculum/new": float(len(self._source) - self._fresh)}
@@ -105,49 +105,50 @@ class Curriculum:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later draws depend on, as JSON."""
+        """Return the state on which later choices depend, as JSON."""
         rows = [[row, m.rate, m.step] for row, m in sorted(self._measures.items())]
         return {"start": self._start, "steps": self._steps, "fresh": self._fresh, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Continue from the state of `state_dict()`."""
         self._steps, self._fresh = state["steps"], state["fresh"]
         self._measures = {row: Measure(rate=rate, step=step) for row, rate, step in state["rows"]}
         self._begin(state["start"])
 
     def _begin(self, cursor: int) -> None:
-        self._start, self._draw, self._drawn = cursor, self._rows(), []
+        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
-    def _slots(self, first: int, count: int) -> list[int]:
+    def _choose(self, first: int, count: int) -> list[int]:
+        """Return rows `first` to `first + count` of this step, choosing those that are missing."""
         if first < 0:
             raise ValueError(f"curriculum: task {self._start + first} belongs to an earlier step")
-        while len(self._drawn) < first + count:
-            self._drawn.append(next(self._draw))
-        return self._drawn[first : first + count]
+        while len(self._step_rows) < first + count:
+            self._step_rows.append(next(self._upcoming))
+        return self._step_rows[first : first + count]
 
     def _rows(self) -> Iterator[int]:
-        """Yield the rows of the present step, without end."""
+        """Yield the rows of this step, without end."""
         rng = random.Random(f"{self._seed}-curriculum-{self._start}")
-        # Rows drawn before, at random: the greater a row's weight, the later it stands here and the
-        # earlier it is popped (Efraimidis and Spirakis 2006,
+        # Measured rows in random order, weighted: the greater a row's weight, the nearer to the end
+        # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
         keys = {
             row: math.log(1 - rng.random()) / self._weight(measure)
             for row, measure in sorted(self._measures.items())
         }
         known = sorted(keys, key=lambda row: -keys[row])[::-1]
-        fresh, drawn = self._fresh, list[int]()
+        fresh, chosen = self._fresh, list[int]()
         while known or fresh < len(self._source):
             wants_new = rng.random() < self._config.explore
-            # One outside the band has its turn less often than a new one, too.
-            doubts = known and rng.random() >= self._weight(self._measures[known[-1]])
-            if fresh < len(self._source) and (wants_new or doubts or not known):
-                drawn.append(self._source.index(fresh))
+            # A row outside the band is rarer than a new one, too.
+            rejected = known and rng.random() >= self._weight(self._measures[known[-1]])
+            if fresh < len(self._source) and (wants_new or rejected or not known):
+                chosen.append(self._source.index(fresh))
                 fresh += 1
             else:
-                drawn.append(known.pop())
-            yield drawn[-1]
-        yield from cycle(drawn)  # the step draws more tasks than there are
+                chosen.append(known.pop())
+            yield chosen[-1]
+        yield from cycle(chosen)  # the step needs more tasks than there are rows
 
     def _weight(self, measure: Measure) -> float:
         stale = self._steps - measure.step >= self._config.revisit

@@ -1,14 +1,13 @@
-"""Rows as `datasets` reads them, made plain: of a local file or folder, or of the Hugging Face hub.
+"""Read rows from a local file or folder, or from the Hugging Face hub, as plain JSON values.
 
-`FileRows` reads JSON lines, JSON, CSV, parquet, or a folder that `save_to_disk` wrote; `HubRows` a
-dataset of the hub, or a local folder of data files.
+`FileRows` reads JSON lines, JSON, CSV, parquet, or a folder that `save_to_disk` wrote. `HubRows`
+reads a dataset of the hub, or a local folder of data files.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from agenttrain.data.config import check_hub, check_row_file
 
 BLOCK = 128
-"""Rows decoded together: reading in order is then many times faster than row by row."""
+"""Rows that are decoded together; reading in order is then many times faster."""
 NOT_TEXT = ("Image", "Audio", "Video", "Pdf")
 """Features that hold no text."""
 
@@ -27,13 +26,13 @@ class BadRow(ValueError):
 
 
 class ArrowRows:
-    """A table of `datasets` by number, with dates as ISO text and decimals as numbers."""
+    """The rows of a table of `datasets`, with dates as ISO text and decimals as numbers."""
 
     fills_missing = True
-    """Arrow gives every struct all keys that some row's has; those it made up are None."""
+    """Arrow gives every struct the keys of all rows; those that a row lacks are None."""
 
     def __init__(self, table: Any, *, name: str, limit: int | None = None) -> None:
-        """`name` is what error messages call it. Raises ValueError for images, audio and video."""
+        """`name` is for error messages. Raises ValueError for columns of images, audio or video."""
         for column, feature in table.features.items():
             if type(feature).__name__ in NOT_TEXT:
                 raise ValueError(
@@ -59,17 +58,17 @@ class ArrowRows:
 
 
 class FileRows:
-    """The rows of one local file or folder, by number.
+    """The rows of one local file or folder.
 
-    JSON is read here, so that a mistake has a line number and a row has the columns that its own
-    line has; the rest is read by `datasets`, with None in a cell without a value.
+    JSON is parsed here, so that errors have a line number and a row has only the columns of its
+    own line. Other formats are read by `datasets`, with None in a cell without a value.
     """
 
     def __init__(self, path: str, split: str | None = None, limit: int | None = None) -> None:
-        """Keep the first `limit` rows, None: all; `split` of a folder that has several.
+        """Read the first `limit` rows, or all; `split` selects one of a folder that has several.
 
-        Raises ValueError, beginning with the argument, for what is missing, has no rows, is of an
-        unknown kind or cannot be read. A line that is no row raises BadRow when it is asked for.
+        Raises ValueError, beginning with the argument, for a file that is missing, empty, of an
+        unknown kind or unreadable. A line that is no row raises BadRow on access.
         """
         file = check_row_file(path, split, limit)
         self._path = path
@@ -84,14 +83,14 @@ class FileRows:
 
     @property
     def fills_missing(self) -> bool:
-        """Return whether keys that are None may be made up; see `ArrowRows`."""
+        """True if missing keys are None; see `ArrowRows`."""
         return self._table is not None
 
     def __len__(self) -> int:
         return len(self._lines if self._table is None else self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row of the caller's own: changing it changes no other."""
+        """Return a fresh copy of a row."""
         if self._table is not None:
             return self._table[index]
         try:
@@ -110,7 +109,7 @@ class FileRows:
 
 
 def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each row of a file of lines, or of one list of rows (`.json`)."""
+    """Yield the place and text of each row of a file of JSON lines, or of one JSON list."""
     try:
         content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,7 +123,7 @@ def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
             ) from error
         yield from ((f"row {index + 1}", json.dumps(row)) for index, row in enumerate(rows))
         return
-    # Not splitlines, which also splits at characters that may stand inside a JSON text.
+    # Not splitlines, which also splits at characters that JSON strings may contain.
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             yield f"line {number}", line
@@ -143,7 +142,7 @@ def _table(file: Path, path: str, split: str | None) -> Any:
 
 
 class HubRows(ArrowRows):
-    """The rows of one split, by number; what is in the cache needs no network.
+    """The rows of one split of a dataset; one that is in the cache needs no network.
 
     Example: ``HubRows("openai/gsm8k", subset="main", split="test", limit=100)``
     """
@@ -156,7 +155,7 @@ class HubRows(ArrowRows):
         revision: str | None = None,
         limit: int | None = None,
     ) -> None:
-        """Raises ValueError, beginning with the argument, for what the hub does not have."""
+        """Raises ValueError, beginning with the argument, for anything the hub does not have."""
         check_hub(path, subset, split, revision, limit)
         import datasets
 
@@ -164,7 +163,7 @@ class HubRows(ArrowRows):
             return datasets.load_dataset(path, subset, split=split, revision=revision)
 
         def message(error: Exception) -> str:
-            """Return the error in terms of the setting that is to blame."""
+            """Describe the error in terms of the setting that caused it."""
             text = " ".join(str(error).split())
             if isinstance(error, ConnectionError):
                 return (
@@ -186,7 +185,7 @@ class HubRows(ArrowRows):
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it, as far as that goes; containers are copied.
+    """Convert a value to JSON's types as far as possible; containers are copied.
 
     Example: ``plain({"day": date(2024, 5, 1)}) == {"day": "2024-05-01"}``
     """
@@ -203,31 +202,22 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Switch off progress bars of `datasets` inside, which would tear up our own output."""
+def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
+    """Call `function` without progress bars; its errors become a ValueError with `message`."""
     import datasets
+    from datasets.exceptions import DatasetsError
 
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
+    shows_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # they would tear up our own output
     try:
-        yield
+        return function()
+    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
+        raise ValueError(message(error)) from error
     finally:
-        if not bars:
+        if shows_bars:
             datasets.enable_progress_bars()
 
 
-def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
-    """Return what `function` loads; its errors become a ValueError with the text of `message`."""
-    from datasets.exceptions import DatasetsError
-
-    try:
-        with quiet():
-            return function()
-    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(message(error)) from error
-
-
 def reason(error: Exception) -> str:
-    """Return what went wrong underneath, in a line."""
+    """Return the first line of the error's cause."""
     return str(error.__cause__ or error).partition("\n")[0]

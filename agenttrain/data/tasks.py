@@ -1,7 +1,7 @@
-"""Dataset rows -> Tasks, in an order that the seed alone decides.
+"""Make Tasks of dataset rows, in an order that depends on the seed only.
 
-The n-th task of a run is a function of (seed, n), so that a cursor is one number: how many tasks
-the finished steps drew.
+The n-th task of a run is a function of (seed, n), so a data cursor is one number: the tasks that
+the finished steps have used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from agenttrain.types import Message, RowTool, Task
 from agenttrain.utils.names import did_you_mean
 
 RESERVED = ("task_id", "messages", "tools", "user_turns")
-LOOKED_AT = 20
-"""Rows from which the columns of a dataset are read; single rows may lack some."""
+COLUMN_SAMPLE = 20
+"""First rows from which the columns of a dataset are collected; single rows may lack some."""
 
 
 class Rows(Protocol):
-    """A dataset: rows by number. Rows hold `messages`; the other columns are for rewards."""
+    """A dataset of rows by number. A row holds `messages`; other columns are for rewards."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class GeneratedRows:
-    """Rows without end, each computed when it is asked for by a function of its `index`.
+    """Rows without end, each computed on access by a function of its `index`.
 
     Example: ``GeneratedRows(shop.row, split="test", seed=0)[17]`` is row 17 of the shop.
     """
@@ -45,7 +45,7 @@ class GeneratedRows:
 
 
 class TaskSource:
-    """Tasks by occurrence: occurrence n of a run is row n, or the n-th of a seeded shuffle."""
+    """Tasks by occurrence: the n-th of a run is row n, or the n-th row of a seeded shuffle."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class TaskSource:
         needs_prompt: bool = True,
         may_be_empty: bool = False,
     ) -> None:
-        """`needs_prompt=False`: an environment may ask what a row does not.
+        """`needs_prompt=False`: rows may lack a prompt, because an environment makes one.
 
-        Raises ValueError for an empty dataset unless it `may_be_empty`, and for one without end
-        that is to be shuffled.
+        Raises ValueError for an empty dataset unless it `may_be_empty`, and for shuffling one
+        without end.
         """
         if len(rows) == 0 and not may_be_empty:
             raise ValueError("data: the dataset has no rows: check data.train and data.test")
@@ -76,7 +76,7 @@ class TaskSource:
 
     @property
     def endless(self) -> bool:
-        """Return whether there are rows for as long as anyone asks."""
+        """True if the rows have no end."""
         return len(self._rows) == sys.maxsize
 
     def tasks(self, start: int, count: int) -> list[Task]:
@@ -95,7 +95,7 @@ class TaskSource:
         return self._epoch[1][position]
 
     def row(self, index: int) -> Task:
-        """Return the task of a row, whatever the order."""
+        """Return the task of a row, by its number in the dataset."""
         return to_task(self._rows[index], index, needs_prompt=self._needs_prompt)
 
     def where(self, index: int) -> str:
@@ -105,15 +105,15 @@ class TaskSource:
 
 
 def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
-    """Raise ValueError unless each column that a setting names is there; None names no column.
+    """Raise ValueError if a setting names a column that the first rows lack; None names none.
 
-    Only the first rows are looked at. Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
+    Example: ``check_columns(tasks, {"eval.group_by": "hops"})``.
     """
     for key, name in names.items():
         if name is None:
             continue
         known: dict[str, None] = {}
-        for position in range(min(len(source), LOOKED_AT)):
+        for position in range(min(len(source), COLUMN_SAMPLE)):
             known.update(dict.fromkeys(source.tasks(position, 1)[0].columns))
             if name in known:
                 break
@@ -125,15 +125,14 @@ def check_columns(source: TaskSource, names: Mapping[str, str | None]) -> None:
 
 
 def to_task(row: Mapping[str, Any], index: int, *, needs_prompt: bool = True) -> Task:
-    """Make a Task from a row: `messages` (or `prompt`); `task_id`, `tools`, `user_turns`; columns.
+    """Make a Task from a row.
 
-    `tools` lists names, and tools of the row's own (see `read_tools`).
+    The row holds `messages` or `prompt`, perhaps `task_id`, `tools` (see `read_tools`) and
+    `user_turns`; its other columns are the task's. A column whose value is None counts as missing.
+    Rows may share a `task_id`: it is a name, and each occurrence is a group of its own.
 
-    A column without a value (None) is none of this row. Rows may share a `task_id`: it is a name,
-    and each occurrence is a group of its own.
-
-    Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` asks one user message and keeps the
-    column `answer`. Raises ValueError naming the row and what it lacks.
+    Example: ``to_task({"prompt": "2+2?", "answer": "4"}, 0)`` has one user message and the column
+    `answer`. Raises ValueError that names the row and what it lacks.
     """
     row = {key: value for key, value in row.items() if value is not None}
     messages = row.get("messages", row.get("prompt", None if needs_prompt else ()))
@@ -171,19 +170,19 @@ KEYS = ("name", "description", "parameters", "executor")
 
 
 def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
-    """Return the tools of a row; None for a row that does not list any.
+    """Return the tools of a row; None for a row without a list of them.
 
-    Its column `tools` is a list of names of the run's and its environment's tools, and of tools of
-    the row's own::
+    The column `tools` lists names of tools of the run and the environment, and tools of the row's
+    own::
 
         ["sql", {"name": "lookup_city", "description": "Find a city.", "executor": "lookup",
                  "parameters": {"type": "object", "properties": {"name": {"type": "string"}},
                                 "required": ["name"]}}]
 
-    The model sees ``lookup_city(name)``; the run's tool `lookup` is called. CSV and parquet have
-    one type per column, so there the list, or a tool's parameters, may be JSON text.
+    The model sees ``lookup_city(name)``, and its calls go to the run's tool `lookup`. CSV and
+    parquet have one type per column, so the list, or a tool's parameters, may be JSON text.
 
-    Raises ValueError naming the row and what is wrong.
+    Raises ValueError that names the row and the mistake.
     """
     if value is None:
         return None
@@ -195,6 +194,7 @@ def read_tools(value: Any, index: int) -> tuple[str | RowTool, ...] | None:
 
 
 def _own_tool(item: Any, where: str) -> RowTool:
+    """Make a tool of an entry that describes one. Raises ValueError."""
     keys = f"{', '.join(KEYS[:-1])} and {KEYS[-1]}"
     if not isinstance(item, Mapping):
         raise ValueError(f"{where}: {item!r:.200} is neither a name nor a tool with {keys}")
@@ -217,7 +217,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def _json(value: Any, where: str) -> Any:
-    """Parse a value that may be JSON text."""
+    """Parse a value if it is JSON text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,7 +1,7 @@
-"""Rows of a dataset on their way to tasks: changed by the settings, tried, split.
+"""Prepare the rows of a dataset: transform them by the settings, check them, hold some out.
 
-`Change` applies `data.map`, `data.prompt` and `data.system` to a row; `look_through` separates the
-rows that can become tasks from the others, with reasons.
+`RowTransform` applies `data.map`, `data.prompt` and `data.system` to a row. `check_rows` separates
+the rows that can become tasks from the others, with reasons.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
 
 
-class Change:
-    """row -> row: columns mapped, the prompt filled in, the system message put before it.
+class RowTransform:
+    """Maps the columns of a row, fills in the prompt and puts the system message before it.
 
     Example: with ``map: {answer: "split(solution, '#### ')[-1]"}``, ``prompt: "{{ question }}
     Think."`` and ``system: Be brief.`` the row ``{"question": "2+2?", "solution": "#### 4"}``
@@ -38,9 +38,10 @@ class Change:
         self.mapped = dict(config.map)
 
     def __call__(self, row: Mapping[str, Any], *, fills_missing: bool = False) -> dict[str, Any]:
-        """Return the changed row; raises BadRow with the setting that does not fit it.
+        """Return the transformed row. Raises BadRow that names the setting that does not fit it.
 
-        `fills_missing`: keys of messages and tools that are None may be made up, and are dropped.
+        `fills_missing`: the reader of the rows adds missing keys of messages and tools as None, so
+        keys without a value are dropped.
         """
         changed = dict(row)
         for name, expression in self._map.items():
@@ -57,7 +58,7 @@ class Change:
         return changed
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
-        """Return the messages as a list, or whatever stands in their place."""
+        """Return the list of messages, or the value in its place if that is none."""
         messages = row.get("messages", row.get("prompt"))
         if self._prompt is not None:
             try:
@@ -68,7 +69,7 @@ class Change:
             try:
                 json.loads(messages)
             except ValueError:
-                pass  # a text after all
+                pass  # an ordinary text
             else:
                 name = "messages" if "messages" in row else "prompt"
                 raise BadRow(
@@ -86,22 +87,22 @@ class Change:
 
 
 def _message(message: Any, *, fills_missing: bool) -> Any:
-    """Join the text parts of a message and drop keys that say nothing."""
+    """Join the text parts of a message's content, and drop keys without a value."""
     if not isinstance(message, Mapping):
         return message
     if fills_missing:
         message = _without_none(message) | {"content": message.get("content")}
-    kept = {k: value for k, value in message.items() if value is not None or k == "content"}
-    parts = kept.get("content")
+    cleaned = {k: value for k, value in message.items() if value is not None or k == "content"}
+    parts = cleaned.get("content")
     if not isinstance(parts, list) or not parts:
-        return kept
+        return cleaned
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            return kept
+            return cleaned
         if not isinstance(part.get("text"), str):
-            return kept
-    kept["content"] = "".join(part["text"] for part in parts)
-    return kept
+            return cleaned
+    cleaned["content"] = "".join(part["text"] for part in parts)
+    return cleaned
 
 
 def _without_none(value: Any) -> Any:
@@ -110,14 +111,14 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-TOLD = 10
-"""Bad rows that are named."""
+MAX_LISTED = 10
+"""Bad rows that a message lists."""
 
 
-class ChangedRows:
-    """Rows after `data.map`, `data.prompt` and `data.system`."""
+class TransformedRows:
+    """The rows of a dataset after `data.map`, `data.prompt` and `data.system`."""
 
-    def __init__(self, rows: Rows, change: Change) -> None:
+    def __init__(self, rows: Rows, change: RowTransform) -> None:
         self._rows, self._change = rows, change
         self._fills_missing = bool(getattr(rows, "fills_missing", False))
 
@@ -133,10 +134,10 @@ class ChangedRows:
         return f"row {index + 1}" if where is None else where(index)
 
 
-class SomeRows:
-    """Some of the rows of a dataset; a row without a `task_id` is named by its number in it."""
+class RowSubset:
+    """Some rows of a dataset; a row without a `task_id` gets its number in the whole dataset."""
 
-    def __init__(self, rows: ChangedRows, indices: Sequence[int]) -> None:
+    def __init__(self, rows: TransformedRows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices
 
     def __len__(self) -> int:
@@ -152,22 +153,25 @@ class SomeRows:
 
 
 @dataclass(slots=True)
-class Usable:
-    """Rows of a dataset that can become tasks, and reasons of the others."""
+class RowCheck:
+    """The rows of a dataset that can become tasks, and the reasons against the others."""
 
     good: list[int] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     """Place and reason of each bad row."""
     keys: list[str] = field(default_factory=list)
-    """Question of each good row; equal ones ask the same."""
+    """A key of each good row's question; rows with equal keys ask the same."""
 
 
-def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: bool) -> Usable:
-    """Try every row of the dataset at `key`; without `needs_prompt` a row may ask nothing.
+def check_rows(
+    rows: TransformedRows, change: RowTransform, key: str, *, needs_prompt: bool
+) -> RowCheck:
+    """Try to make a task of every row of the dataset at `key`.
 
-    Raises ValueError for a `data.map.…` that finds nothing in any row: it is misspelt.
+    Without `needs_prompt`, a row may lack messages. Raises ValueError for a `data.map.…` that finds
+    nothing in any row, which is probably misspelt.
     """
-    usable, seen = Usable(), set[str]()
+    usable, seen = RowCheck(), set[str]()
     for index in range(len(rows)):
         try:
             row = rows[index]
@@ -178,7 +182,7 @@ def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: b
             usable.bad.append(f"{rows.where(index)}: {reason}")
             continue
         usable.good.append(index)
-        # What a row without messages asks, its environment knows from its columns.
+        # The environment makes the question of a row without messages from its columns.
         asked = [task.messages or dict(task.columns), task.user_turns]
         usable.keys.append(json.dumps(asked, default=str, sort_keys=True))
     for name in change.mapped if usable.good else ():
@@ -190,13 +194,13 @@ def look_through(rows: ChangedRows, change: Change, key: str, *, needs_prompt: b
     return usable
 
 
-def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | None:
-    """Return a message on the bad rows left out; raise ValueError where they are not left out."""
+def report_bad_rows(usable: RowCheck, total: int, key: str, policy: OnBadRow) -> str | None:
+    """Return a message about bad rows if the policy skips them; otherwise raise ValueError."""
     if not usable.bad:
         return None
-    shown = [f"  {line}" for line in usable.bad[:TOLD]]
-    if len(usable.bad) > TOLD:
-        shown.append(f"  … and {len(usable.bad) - TOLD} more")
+    shown = [f"  {line}" for line in usable.bad[:MAX_LISTED]]
+    if len(usable.bad) > MAX_LISTED:
+        shown.append(f"  … and {len(usable.bad) - MAX_LISTED} more")
     listed = "\n".join(shown)
     if policy is OnBadRow.skip and usable.good:
         count = f"{len(usable.bad)} of {total} rows"
@@ -207,11 +211,11 @@ def left_out(usable: Usable, total: int, key: str, policy: OnBadRow) -> str | No
     raise ValueError(f"{key}: {len(usable.bad)} of {total} rows cannot be used; {remedy}\n{listed}")
 
 
-def split_off(usable: Usable, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return rows for training, and those held out: a share of `fraction`, whatever their order.
+def hold_out(usable: RowCheck, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Split the rows into those for training and a share of `fraction` that is held out.
 
-    A row's side depends on what it asks alone: rows that ask the same stay together, and one that
-    is added moves no other. Raises ValueError when a side would be empty.
+    A row's side depends on its question only: rows with the same question stay together, and a row
+    that is added moves no other. Raises ValueError if a side would be empty.
     """
     sides: tuple[list[int], list[int]] = ([], [])
     for index, key in zip(usable.good, usable.keys, strict=True):

@@ -1,9 +1,9 @@
 """A user's environment class: its hooks, its instances, and their life cycle.
 
-A class may have, sync or async, all optional::
+A class may have these members, all optional, with sync or async methods::
 
     class Maze:
-        pooled = False                       # True: used again after a reset
+        pooled = False                       # True: an instance is used again after a reset
         done = False                         # attribute or property: True ends the rollout
 
         def reset(self, row, seed): ...      # -> None, a text (a user message) or messages
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import sys
 import threading
@@ -32,7 +31,7 @@ from agenttrain.types import Message, Rollout, ToolUnavailable
 from agenttrain.utils.threads import DaemonThreads, attempt, attempt_async
 
 RESET_ARGUMENTS = ("row", "seed", "group_seed")
-"""Arguments that a `reset` may have, by name."""
+"""Names of the arguments that a `reset` may have."""
 
 
 Reward = TypeVar("Reward")
@@ -40,7 +39,7 @@ Reward = TypeVar("Reward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The task and the seeds that a rollout begins with."""
+    """The task and the seeds with which a rollout begins."""
 
     rollout_id: str
     row: Mapping[str, Any]
@@ -52,7 +51,7 @@ class Start:
 
 
 class EnvironmentKind:
-    """One declared environment; every rollout of its rows gets an instance of its own."""
+    """One declared environment class; every rollout of its rows gets an instance of its own."""
 
     def __init__(
         self,
@@ -62,23 +61,24 @@ class EnvironmentKind:
         bound: Mapping[str, Any] | None = None,
         settings: EnvironmentSettings | None = None,
     ) -> None:
-        """Raises ValueError, saying what to change, for a class whose hooks cannot work."""
+        """Raises ValueError, with a remedy, for a class whose hooks cannot work."""
         self.name, self.cls = name, cls
         self.bound = dict(bound or {})
         self.settings = settings or EnvironmentSettings()
         pooled = self.settings.pooled
         self.pooled = bool(getattr(cls, "pooled", False)) if pooled is None else pooled
-        self.resets, self.rewards, self.answers = (
+        self.has_reset, self.has_reward, self.has_user = (
             callable(getattr(cls, hook, None)) for hook in ("reset", "reward", "user")
         )
-        self._episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, Episode] = {}
+        """Episodes of the rollouts in flight, by rollout id."""
         self._idle: list[Instance] = []
-        self._left: list[Instance] = []
-        """Closed ones in which a call that was given up still runs."""
+        self._closed_busy: list[Instance] = []
+        """Closed instances in which an abandoned call still runs."""
         self._warned = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
-        self._reset_arguments = _reset_arguments(cls, where) if self.resets else ()
-        if self.pooled and not self.resets:
+        self._reset_arguments = _reset_arguments(cls, where) if self.has_reset else ()
+        if self.pooled and not self.has_reset:
             raise ValueError(
                 f"{where}: it is pooled and has no reset, so an instance would begin where another "
                 f"rollout left it; add a reset, or set environment.{name}.pooled=false"
@@ -90,69 +90,66 @@ class EnvironmentKind:
 
     @property
     def live(self) -> int:
-        """Instances that are not closed."""
-        return len(self._episodes) + len(self._idle)
+        """Number of instances that are not closed."""
+        return len(self.episodes) + len(self._idle)
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """One label for each call that was given up and still runs."""
-        return tuple(label for instance in self._used() for label in instance.stuck)
+        """One label for each abandoned call that still runs."""
+        return tuple(label for instance in self._used() for label in instance.threads.stuck)
 
     @property
     def overdue(self) -> tuple[str, ...]:
-        """The labels of those that had all the time that a call may take."""
-        return tuple(label for instance in self._used() for label in instance.overdue)
+        """The labels of the stuck calls whose time limit is over."""
+        return tuple(label for instance in self._used() for label in instance.threads.overdue)
 
     def _used(self) -> list[Instance]:
-        self._left = [instance for instance in self._left if instance.stuck]
-        return [*(episode.instance for episode in self._episodes.values()), *self._left]
-
-    def episode(self, rollout_id: str) -> Episode:
-        """Return the episode of a rollout in flight."""
-        return self._episodes[rollout_id]
+        self._closed_busy = [instance for instance in self._closed_busy if instance.threads.stuck]
+        return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
 
     async def start(self, start: Start) -> Episode:
-        """Give the rollout an instance of its own, made or taken from the pool, and reset.
+        """Give the rollout an instance, new or from the pool, and reset it.
 
-        Raises ToolUnavailable, with the instance closed, when it cannot be made or reset.
+        Raises ToolUnavailable if it cannot be made or reset; the instance is closed then.
         """
-        if start.rollout_id in self._episodes:
+        if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
         if self._idle:
             instance = self._idle.pop()
         else:
             limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
             instance = Instance(f"environment {self.name}", limit_s)
-        doing = ["its constructor"]
+        stage = ["its constructor"]
         episode = Episode(self, instance, start.rollout_id)
-        self._episodes[start.rollout_id] = episode
+        self.episodes[start.rollout_id] = episode
         try:
-            await bounded(self._begin(episode, start, doing), self.settings.hook_timeout_s)
+            await bounded(self._make_and_reset(episode, start, stage), self.settings.hook_timeout_s)
         except BaseException as error:
             await episode.finish(again=False)
             if not isinstance(error, Exception):
                 raise
-            raise self.unavailable(doing[0], error) from error
+            raise self.unavailable(stage[0], error) from error
         return episode
 
-    async def _begin(self, episode: Episode, start: Start, doing: list[str]) -> None:
+    async def _make_and_reset(self, episode: Episode, start: Start, stage: list[str]) -> None:
+        """Make the instance if needed and reset it; `stage[0]` is the part that runs."""
         instance = episode.instance
-        if instance.made is None:
-            # Copies: what one rollout does to a bound list or to its row, no other one sees.
+        if instance.obj is None:
+            # Copies, so that no rollout sees another's changes to a bound list or to the row.
             await instance.make(lambda: self.cls(**copy.deepcopy(self.bound)))
-        if self.resets:
-            doing[0] = "its reset"
+        if self.has_reset:
+            stage[0] = "its reset"
             row = copy.deepcopy(dict(start.row))
-            given = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
-            asked = {name: given[name] for name in self._reset_arguments}
-            prompt = await instance.call(instance.made.reset, **asked)
-            # In its thread: an error quotes the prompt, whose text may be made by its own code.
-            episode.messages = () if prompt is None else await instance.call(_messages, prompt)
-        if await instance.call(lambda: getattr(instance.made, "done", False)):
+            available = {"row": row, "seed": start.seed, "group_seed": start.group_seed}
+            arguments = {name: available[name] for name in self._reset_arguments}
+            prompt = await instance.call(instance.obj.reset, **arguments)
+            # In the instance's thread: an error quotes the prompt, and its repr is user code.
+            episode.messages = () if prompt is None else await instance.call(_to_messages, prompt)
+        if await instance.call(lambda: getattr(instance.obj, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
 
     def unavailable(self, what: str, error: Exception) -> ToolUnavailable:
-        """Make the error that says which part of the environment failed, and how."""
+        """Make the error that names the part of the environment that failed, and the reason."""
         if isinstance(error, TookTooLong):
             limit = f"environment.{self.name}.hook_timeout_s={self.settings.hook_timeout_s:g}"
             return ToolUnavailable(
@@ -162,23 +159,23 @@ class EnvironmentKind:
         return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
 
     async def finish(self, episode: Episode, *, again: bool) -> None:
-        """End an episode: its instance goes back to the pool, or is closed."""
-        self._episodes.pop(episode.rollout_id, None)
+        """End an episode: return its instance to the pool, or close it."""
+        self.episodes.pop(episode.rollout_id, None)
         instance = episode.instance
-        if again and self.pooled and instance.fit:
+        if again and self.pooled and instance.reusable:
             self._idle.append(instance)
         else:
             await self._close(instance)
 
     async def aclose(self) -> None:
-        """Close every instance that there is: the run is over."""
-        live = [*self._idle, *(episode.instance for episode in self._episodes.values())]
-        self._idle, self._episodes = [], {}
+        """Close every instance at the end of the run."""
+        live = [*self._idle, *(episode.instance for episode in self.episodes.values())]
+        self._idle, self.episodes = [], {}
         await asyncio.gather(*(self._close(instance) for instance in live))
 
     async def _close(self, instance: Instance) -> None:
-        if instance.stuck:
-            self._left.append(instance)
+        if instance.threads.stuck:
+            self._closed_busy.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
         except Exception as error:
@@ -192,43 +189,43 @@ class EnvironmentKind:
 
 
 class Episode:
-    """A rollout's use of one instance."""
+    """One rollout's use of an instance."""
 
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
         self.messages: tuple[Message, ...] = ()
-        """Messages that its reset returned."""
+        """Messages that the reset returned."""
         self.done = False
-        """The environment declared the episode over; read after every call of the instance."""
+        """True once the environment declared the episode over; updated after every call."""
         self._finished = False
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the instance; raises what it raises."""
-        function = getattr(self.instance.made, method)
-        runs = self._async_call if inspect.iscoroutinefunction(function) else self._call
-        return await self.instance.call(runs, functools.partial(function, *args, **kwargs))
+        """Call a method of the instance; its errors pass."""
+        made = self.instance.obj
+        function = getattr(made, method)
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        finally:
-            self._read_done()
+        # `done` may be a property with code of its own: it is read where the method runs.
+        def call_and_read_done() -> Any:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.done = bool(getattr(made, "done", False))
 
-    async def _async_call(self, function: Callable[[], Any]) -> Any:
-        try:
-            return await function()
-        finally:
-            self._read_done()
+        async def await_and_read_done() -> Any:
+            try:
+                return await function(*args, **kwargs)
+            finally:
+                self.done = bool(getattr(made, "done", False))
 
-    def _read_done(self) -> None:
-        self.done = bool(getattr(self.instance.made, "done", False))
+        is_async = inspect.iscoroutinefunction(function)
+        return await self.instance.call(await_and_read_done if is_async else call_and_read_done)
 
     async def user(self, message: Message) -> str | None:
-        """Ask the class's `user` for its message to an answer without a call; None: no message.
+        """Call the class's `user` for its reply to an answer without a call; None: no reply.
 
-        Raises ToolUnavailable when the hook fails, or gives something else.
+        Raises ToolUnavailable if the hook fails, or returns something other than a text or None.
         """
-        if not self.kind.answers:
+        if not self.kind.has_user:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
@@ -243,31 +240,31 @@ class Episode:
         return text
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
-        """Return what `read` makes of the class's `reward` of the finished rollout; None where it
-        has none.
+        """Call the class's `reward` on the finished rollout and return its value, read by `read`.
 
-        Both run in the instance's thread: a value may be an object with code of its own. Raises
-        what they raise; ToolUnavailable when that takes too long.
+        Without such a hook, return None. `read` runs in the instance's thread too, because the
+        value may be an object with code of its own. Errors of both pass; raises ToolUnavailable if
+        one takes too long.
         """
-        if not self.kind.rewards:
+        if not self.kind.has_reward:
             return None
         limit = self.kind.settings.hook_timeout_s
         try:
-            made = self.instance.made
+            made = self.instance.obj
             value = await bounded(self.instance.call(made.reward, rollout), limit)
             return await bounded(self.instance.call(read, value), limit)
         except TookTooLong as error:
             raise self.kind.unavailable("its reward", error) from error
 
     async def finish(self, *, again: bool = True) -> None:
-        """End the episode, the first time; `again`: the instance is fit for another one."""
+        """End the episode, once; `again`: another rollout may use the instance."""
         if not self._finished:
             self._finished = True
             await self.kind.finish(self, again=again)
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
-    """Make messages of the value of `reset`; a text is a user message."""
+def _to_messages(given: Any) -> tuple[Message, ...]:
+    """Make messages of the value that `reset` returned; a text is a user message."""
     if given is None:
         return ()
     if isinstance(given, str):
@@ -285,6 +282,7 @@ def _messages(given: Any) -> tuple[Message, ...]:
 
 
 def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
+    """Return the names of the arguments that the class's `reset` takes."""
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
     kinds = inspect.Parameter
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
@@ -300,19 +298,19 @@ def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
 
 
 IDLE_S = 3600.0
-"""An object's thread waits this long for its next call: models may sample for minutes."""
+"""Seconds that an object's thread waits for the next call: a model may sample for minutes."""
 _ABANDONED: set[asyncio.Future[Any]] = set()
-"""Calls that were given up and still run; the event loop itself keeps no strong reference."""
+"""Abandoned calls that still run; the event loop itself has no strong reference to them."""
 
 
 class TookTooLong(TimeoutError):
-    """A time limit of ours passed; user code raises TimeoutError for reasons of its own."""
+    """A hook's time limit is over. Not TimeoutError itself, which user code may raise."""
 
 
 async def bounded(work: Awaitable[Any], seconds: float) -> Any:
-    """Await `work` for at most `seconds`; then leave it to itself and raise TookTooLong.
+    """Await `work` for at most `seconds`; then cancel and abandon it, and raise TookTooLong.
 
-    Unlike asyncio.timeout it does not wait for what ignores its cancellation.
+    Unlike asyncio.timeout, this does not wait for work that ignores its cancellation.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -330,58 +328,48 @@ async def bounded(work: Awaitable[Any], seconds: float) -> Any:
 def _discard(task: asyncio.Future[Any]) -> None:
     _ABANDONED.discard(task)
     if not task.cancelled():
-        task.exception()  # read, or asyncio complains that nobody did
+        task.exception()  # asyncio warns of an exception that is never read
 
 
 class Instance:
-    """One live object of a user's environment class: made, called one at a time, closed once.
+    """An object of a user's environment class: made, called by one call at a time, closed once.
 
-    Blocking methods run off the event loop, one after the other, in one and the same thread, so an
-    object may hold what belongs to a thread (an SQLite connection, a browser). Only where a
-    call was given up while it ran does the next one get another thread, and waits for it there.
+    Blocking methods run off the event loop, always in the same thread, so an object may own things
+    that are bound to a thread (an SQLite connection, a browser). Only after a call was abandoned
+    while it ran, the next one gets another thread, and waits there until the first is over.
     """
 
     def __init__(self, label: str, limit_s: float) -> None:
-        """`limit_s` is what a call may take: one that was given up counts as overdue after it."""
+        """An abandoned call counts as overdue after `limit_s` seconds."""
         self._limit_s = limit_s
-        self.made: Any = None
-        self._given_up = False
+        self.obj: Any = None
+        self._abandoned_call = False
         self._running = 0
         self._label = label
-        self._threads = DaemonThreads(idle_s=IDLE_S)
+        self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
         self._lock = threading.Lock()
         self._closing = False
 
     @property
-    def fit(self) -> bool:
-        """True while it may be used again: no call runs, and none was given up half-way."""
-        return not (self._running or self._given_up)
-
-    @property
-    def stuck(self) -> tuple[str, ...]:
-        """The label, once for each call that was given up and still runs."""
-        return self._threads.stuck
-
-    @property
-    def overdue(self) -> tuple[str, ...]:
-        """The label, once for each of those that had all the time that a call may take."""
-        return self._threads.overdue
+    def reusable(self) -> bool:
+        """True if another rollout may use it: no call runs, and none was abandoned."""
+        return not (self._running or self._abandoned_call)
 
     async def make(self, make: Callable[[], object]) -> None:
-        """Construct the object; one that comes into being after `close` is closed at once."""
+        """Construct the object; if `close` was called meanwhile, close it at once."""
 
         def work() -> None:
             made = make()
             with self._lock:
-                self.made, late = made, self._closing
+                self.obj, late = made, self._closing
             if late:
                 attempt(lambda: _close_in_thread(made))
 
         await self._in_thread(work)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the object, sync or async; raises what it raises."""
+        """Call a method of the object, sync or async; its errors pass."""
         self._running += 1
         try:
             if inspect.iscoroutinefunction(function):
@@ -389,47 +377,47 @@ class Instance:
             value = await self._in_thread(lambda: function(*args, **kwargs))
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
-            self._given_up = True
+            self._abandoned_call = True
             raise
         finally:
             self._running -= 1
 
     async def close(self, seconds: float) -> None:
-        """Close the object, the first time this is called; raises what its `close` raises.
+        """Close the object, once; errors of its `close` pass.
 
-        Does not wait for a call that was given up: closing may be what ends it.
+        Does not wait for an abandoned call: closing the object may be the way to end it.
         """
         with self._lock:
             if self._closing:
                 return
-            self._closing, made = True, self.made
+            self._closing, made = True, self.obj
         close = getattr(made, "close", None)
         try:
             if close is not None:
-                # Shielded, so that a second Ctrl-C does not take it back.
+                # Shielded, so that a second Ctrl-C does not cancel it.
                 await asyncio.shield(asyncio.ensure_future(bounded(self._close(close), seconds)))
         finally:
-            self._threads.close()
+            self.threads.close()
 
     async def _close(self, close: Callable[[], Any]) -> None:
         if inspect.iscoroutinefunction(close):
             await self._on_loop(close())
             return
-        value = _value(await self._threads.run(close, label=self._label))
+        value = _unwrap(await self.threads.run(close, label=self._label))
         if inspect.isawaitable(value):
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         deadline = time.monotonic() + 0.9 * self._limit_s
-        return _value(
+        return _unwrap(
             await attempt_async(
-                awaitable, threads=self._threads, label=self._label, deadline=deadline
+                awaitable, threads=self.threads, label=self._label, deadline=deadline
             )
         )
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         given_up = threading.Event()
-        # A little early, so that it has passed when the limit's timer says so.
+        # A little early, so that the call counts as overdue once the limit's timer has fired.
         deadline = time.monotonic() + 0.9 * self._limit_s
 
         def work() -> Any:
@@ -437,18 +425,19 @@ class Instance:
                 return None if given_up.is_set() else function()
 
         try:
-            return _value(await self._threads.run(work, label=self._label, deadline=deadline))
+            return _unwrap(await self.threads.run(work, label=self._label, deadline=deadline))
         except asyncio.CancelledError:
             given_up.set()
             raise
 
 
-def _value(outcome: Any) -> Any:
+def _unwrap(outcome: Any) -> Any:
+    """Return the value of an outcome, or raise its error."""
     if outcome.error is None:
         return outcome.value
     if isinstance(outcome.error, Exception):
         raise outcome.error
-    # SystemExit or KeyboardInterrupt of the user's code, which must not end the run.
+    # The user's code raised SystemExit or KeyboardInterrupt, which must not end the run.
     error = outcome.error
     raise RuntimeError(f"{type(error).__name__}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The environments of a run, built from `environment:`: a task's own, and its methods as tools."""
+"""Build the environments of a run from `environment:`, with their methods as tools."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.tools.config import HOOKS
-from agenttrain.tools.structured import built
-from agenttrain.tools.tool import Tool, method_builders, method_schema, public_methods
+from agenttrain.tools.structured import build_instances
+from agenttrain.tools.tool import Tool, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import locate_section
 from agenttrain.utils.names import did_you_mean
 
 COLUMN = "environment"
-"""Picks the environment of a row where there are several."""
+"""Column that selects a row's environment if the run has several."""
 
 
 class Environments:
-    """Every declared environment with a toolbox of its methods.
+    """The declared environments, each with a toolbox of its methods.
 
     Example: ``Environments({"maze": EnvironmentKind("maze", Maze)}).kind_of(task)``
     """
@@ -37,29 +37,41 @@ class Environments:
         stop_tools: Sequence[str] = (),
         max_stuck: int = 32,
     ) -> None:
-        """`stop_tools` of other toolboxes are ignored here; `max_stuck` is for `check_stuck`.
+        """Names of other toolboxes in `stop_tools` are ignored; `max_stuck` is for `check_stuck`.
 
-        Raises ValueError, quoting what to add, for a method that no schema can be made of.
+        Raises ValueError, with the text to add, for a method of which no schema can be made.
         """
         self.kinds = dict(kinds or {})
-        self.toolboxes = {name: _toolbox(kind, stop_tools) for name, kind in self.kinds.items()}
+        self.toolboxes: dict[str, Toolbox] = {}
+        for name, kind in self.kinds.items():
+            try:
+                tools: dict[str, Tool] = {
+                    method: _Method(kind, method) for method in public_methods(kind.cls, HOOKS)
+                }
+            except ValueError as error:
+                raise ValueError(f"environment.{name}: {error}") from error
+            self.toolboxes[name] = Toolbox(
+                tools,
+                limits=dict.fromkeys(tools, kind.settings),
+                stop_tools=[stop for stop in stop_tools if stop in tools],
+            )
         self._empty = Toolbox({})
         self._max_stuck = max_stuck
-        self._told = False
+        self._warned = False
 
     @property
     def tool_names(self) -> tuple[str, ...]:
-        """Names of all methods that are tools, each once."""
+        """The names of all methods that are tools, each once."""
         names = (name for toolbox in self.toolboxes.values() for name in toolbox.names)
         return tuple(dict.fromkeys(names))
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """Names of the environments of calls that were given up and still run, one per call."""
+        """The environment's label for each abandoned call that still runs."""
         return tuple(label for kind in self.kinds.values() for label in kind.stuck)
 
     def check_stuck(self) -> None:
-        """Raise StuckTools when more than `max_stuck` calls run past all time limits."""
+        """Raise StuckTools if more than `max_stuck` calls still run after their time limit."""
         stuck = Counter(label for kind in self.kinds.values() for label in kind.overdue)
         if stuck.total() > self._max_stuck:
             names = ", ".join(f"{label} ({count})" for label, count in stuck.most_common())
@@ -71,13 +83,13 @@ class Environments:
 
     @property
     def rewards(self) -> tuple[str, ...]:
-        """The environments that have a `reward`."""
-        return tuple(name for name, kind in self.kinds.items() if kind.rewards)
+        """Names of the environments that have a `reward`."""
+        return tuple(name for name, kind in self.kinds.items() if kind.has_reward)
 
     def kind_of(self, task: Task) -> EnvironmentKind | None:
-        """The task's environment; None where the run has none.
+        """Return the task's environment; None if the run has none.
 
-        Raises ValueError, saying what to add, for a row that names none of several, or another.
+        Raises ValueError, with a remedy, for a row that names none of several, or an unknown one.
         """
         if not self.kinds:
             return None
@@ -99,13 +111,13 @@ class Environments:
         return self.kinds[name]
 
     def toolbox_of(self, kind: EnvironmentKind | None) -> Toolbox:
-        """The methods of an environment; an empty toolbox for None."""
+        """Return the toolbox of an environment's methods; an empty one for None."""
         return self._empty if kind is None else self.toolboxes.get(kind.name, self._empty)
 
-    def tell_uneven(self, groups: int, total: int) -> None:
-        """Say once, on stderr, that groups began with different prompts."""
-        if groups and not self._told:
-            self._told = True
+    def warn_uneven_prompts(self, groups: int, total: int) -> None:
+        """Warn once, on stderr, that rollouts of a group began with different prompts."""
+        if groups and not self._warned:
+            self._warned = True
             print(
                 f"note: in {groups} of {total} groups the environment's reset gave the rollouts of "
                 "one task different prompts, and their rewards are compared with each other; take "
@@ -115,44 +127,31 @@ class Environments:
             )
 
     async def aclose(self) -> None:
-        """The run is over: close every instance and its tools."""
+        """Close every instance and toolbox at the end of the run."""
         await asyncio.gather(*(kind.aclose() for kind in self.kinds.values()))
         await asyncio.gather(*(toolbox.aclose() for toolbox in self.toolboxes.values()))
 
 
 class _Method:
-    """A method of the environment that the calling rollout has."""
+    """A method as a tool; a call reaches the instance of the rollout that calls."""
 
     def __init__(self, kind: EnvironmentKind, name: str) -> None:
         self.name = name
-        self.schema, self._takes_context = method_schema(kind.cls, name)
-        self._builders = method_builders(kind.cls, name)
-        self._kind = kind
+        self._kind, self._method = kind, describe_method(kind.cls, name)
+        self.schema = self._method.schema
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        extra = {"context": context} if self._takes_context else {}
-        episode = self._kind.episode(context.rollout_id)
-        if self._builders:
-            arguments = await episode.instance.call(built, self._builders, arguments)
+        extra = {"context": context} if self._method.takes_context else {}
+        episode = self._kind.episodes[context.rollout_id]
+        if self._method.builders:
+            arguments = await episode.instance.call(
+                build_instances, self._method.builders, arguments
+            )
         return await episode.call(self.name, **arguments, **extra)
 
 
-def _toolbox(kind: EnvironmentKind, stop_tools: Sequence[str]) -> Toolbox:
-    try:
-        tools: dict[str, Tool] = {
-            name: _Method(kind, name) for name in public_methods(kind.cls, HOOKS)
-        }
-    except ValueError as error:
-        raise ValueError(f"environment.{kind.name}: {error}") from error
-    return Toolbox(
-        tools,
-        limits=dict.fromkeys(tools, kind.settings),
-        stop_tools=[name for name in stop_tools if name in tools],
-    )
-
-
 def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
-    """Build every declared environment; nothing of it is constructed yet.
+    """Build every declared environment without making an instance.
 
     Example: ``{"maze": {"_target_": "my_pkg.Maze", "size": 5, "pooled": True}}`` makes instances
     with ``Maze(size=5)``. Raises ValueError with key, value and remedy.
@@ -165,8 +164,8 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
         settings = EnvironmentSettings(**{key: bound.pop(key) for key in known if key in bound})
         if not inspect.isclass(located.found):
             raise ValueError(
-                f"{located.where}: is no class; each rollout gets an instance of its own, so name "
-                "the class itself"
+                f"{located.where}: is not a class; each rollout gets an instance of its own, so "
+                "name the class itself"
             )
         try:
             inspect.signature(located.found).bind(**bound)

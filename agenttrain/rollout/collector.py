@@ -65,7 +65,7 @@ class Collector(RolloutContext):
     def waiting(self) -> list[Waiting]:
         """Return the rollouts in flight and what each waits for; callable from any thread."""
         boxes = (self.toolbox, *self.environments.toolboxes.values())
-        return self.in_flight.waiting(call for box in boxes for call in box.running.calls)
+        return self.in_flight.waiting(call for box in boxes for call in box.running_calls)
 
     def blocking(self, limit_s: float) -> str | None:
         """Return the async tool that has blocked the event loop for longer than `limit_s`.
@@ -187,7 +187,7 @@ async def collect(
             "prompts in data.train and data.test.",
             collected,
         )
-    collector.environments.tell_uneven(collected.uneven_prompts, len(collected.groups))
+    collector.environments.warn_uneven_prompts(collected.uneven_prompts, len(collected.groups))
 
     usable = [rollout for rollout in collected.rollouts if may_be_scored(rollout)]
     collected.dropped = made - len(usable)
@@ -224,7 +224,7 @@ def _make_attempts(
     for place, task in placed:
         prompt_ids: list[int] | None = None
         kind = collector.environments.kind_of(task)
-        if kind is None or not kind.resets:
+        if kind is None or not kind.has_reset:
             # All rollouts of the group begin with this prompt. A reset adds to it, so that each
             # rollout has to render its own.
             tools = RowTools(task, collector.toolbox, collector.environments)

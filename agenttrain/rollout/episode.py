@@ -58,7 +58,7 @@ async def score_episode(rollout: Rollout, episode: Episode | None) -> None:
     rubric handles it, as it does for reward functions.
     """
     unscored = (StopReason.error, StopReason.aborted)
-    if episode is None or not episode.kind.rewards:
+    if episode is None or not episode.kind.has_reward:
         return
     if not rollout.turns or rollout.stop_reason in unscored:
         return

@@ -16,11 +16,11 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.grammar import grammar_problem
-from agenttrain.data.tasks import LOOKED_AT, TaskSource
+from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
 from agenttrain.environments.environment import Episode
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.config import RolloutConfig
-from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments, plain_schema
+from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments, without_nullable
 from agenttrain.tools.config import ToolLimits
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import (
@@ -252,7 +252,7 @@ def grammar_of(chat: Chat, schemas: Sequence[Mapping[str, Any]], *, after: str =
     plain = []
     for schema in schemas:
         function = schema["function"]
-        parameters = plain_schema(function.get("parameters") or {})
+        parameters = without_nullable(function.get("parameters") or {})
         plain.append({**schema, "function": {"name": function["name"], "parameters": parameters}})
     return chat.grammar(plain, after=after)
 
@@ -292,7 +292,7 @@ def row_tool_sets(
     (data.train) and names the row.
     """
     seen: set[str] = set()
-    count = LOOKED_AT if len(source) == sys.maxsize else min(len(source), CHECKED)
+    count = COLUMN_SAMPLE if len(source) == sys.maxsize else min(len(source), CHECKED)
     for index in range(count):
         try:
             task = source.row(index)

@@ -413,7 +413,7 @@ def _check_room(components: Components, *, training: bool) -> None:
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
-    if context is None or any(kind.resets for kind in components.environments.kinds.values()):
+    if context is None or any(kind.has_reset for kind in components.environments.kinds.values()):
         return  # a reset may replace the prompt that the row has
     step = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     counts = {

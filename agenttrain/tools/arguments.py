@@ -1,15 +1,16 @@
-"""A call's arguments: copied, made to fit their JSON schema, checked, faults put in words.
+"""Copy a call's arguments, coerce them to their JSON schema, check them, and describe mistakes.
 
-`coerce` changes values that a model wrote almost right, without losing anything. A string that is
-the JSON text of a value of the wanted type becomes that value; a number or a boolean becomes its
-JSON text where a string is wanted; 3.0 becomes 3 where an integer is::
+`coerce` corrects values that a model wrote almost right, without losing information. A string that
+is the JSON text of a value of the schema's type becomes that value. A number or a boolean becomes
+its JSON text if the schema asks for a string, and 3.0 becomes 3 if it asks for an integer::
 
     {"type": "integer"}   "3" -> 3      3.0 -> 3     "007", "3.5", True: as they are
     {"type": "boolean"}   "true", "True" -> True     1, "yes": as they are
     {"type": "string"}    3 -> "3"                   None, [1]: as they are
     {"type": "array"}     "[1, 2]" -> [1, 2]
 
-What does not fit stays as it is, for validation to name. A value that fits is never changed.
+Other values that do not fit stay as they are, and validation reports them. A value that fits is
+never changed.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ from agenttrain.utils.names import did_you_mean
 
 Schema = Mapping[str, Any]
 MAX_PROBLEMS = 3
-"""Faults named to the model at once."""
+"""Mistakes that one message lists."""
 MAX_QUOTE = 60
-"""Characters of a wrong value quoted to the model."""
+"""Characters of a wrong value that a message quotes."""
 
 
 class InvalidArguments(ValueError):
-    """The arguments do not fit; the message is for the model."""
+    """The arguments do not fit the schema; the model reads the message."""
 
 
 class ArgumentSchema:
-    """The parameters of one tool, ready to read calls."""
+    """The parameters of one tool; reads the arguments of its calls."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """Raises ValueError when `parameters` is not a JSON schema."""
-        self._schema = plain_schema(parameters)
-        self._validator = validator_of(self._schema)
+        """Raises ValueError if `parameters` is not a JSON schema."""
+        self._schema = without_nullable(parameters)
+        self._validator = make_validator(self._schema)
         try:
             self._validator.check_schema(self._schema)
         except SchemaError as error:
             raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
-        self._typed_only = typed_only(self._schema)
+        self._checks_types_only = checks_types_only(self._schema)
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deep copy of the arguments, coerced to the schema.
 
-        Raises InvalidArguments, naming unknown, missing and wrong ones, e.g. ``unknown argument
+        Raises InvalidArguments that names unknown, missing and wrong arguments: ``unknown argument
         'qurey' (did you mean 'query'?); missing argument 'query'``.
         """
         try:
-            # Copied after the coercion, which passes on nested values that no schema describes.
-            values = _copied(coerce(dict(arguments), self._schema))
+            # Coercion does not copy nested values that no schema describes.
+            values = _deep_copy(coerce(dict(arguments), self._schema))
             problems = self._problems(values)
         except (RecursionError, ValueError):
             problems = ["nested too deeply, or a number of too many digits"]
@@ -66,12 +67,12 @@ class ArgumentSchema:
         return values
 
     def _problems(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Name unknown and missing arguments; if there are none, those with wrong values."""
+        """List unknown and missing arguments; if there are none, arguments with wrong values."""
         schema = self._schema
         known = list(schema.get("properties", {}))
         absent = [name for name in known if name not in arguments]
         problems: list[str] = []
-        # A schema takes other names only where it says so: left open, `properties` are all.
+        # Stricter than JSON schema: unknown names are allowed only if the schema says so.
         if not (
             "properties" not in schema
             or schema.get("additionalProperties")
@@ -87,7 +88,7 @@ class ArgumentSchema:
             for name in schema.get("required", [])
             if name not in arguments
         ]
-        if problems or (self._typed_only and fits(arguments, schema)):
+        if problems or (self._checks_types_only and fits(arguments, schema)):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
@@ -104,11 +105,11 @@ class ArgumentSchema:
         return problems
 
 
-def _copied(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     """Copy a JSON value deeply."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return [_deep_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _quote(value: Any) -> str:
@@ -124,24 +125,24 @@ NOTHING = object()
 PYTHON_BOOLEANS = {"True": "true", "False": "false"}
 
 
-def validator_of(schema: Schema) -> Draft202012Validator:
-    """A validator that never fetches a schema that `$ref` names from the network."""
+def make_validator(schema: Schema) -> Draft202012Validator:
+    """Make a validator that never fetches the target of a `$ref` from the network."""
     return Draft202012Validator(schema, registry=Registry())
 
 
-def plain_schema(schema: Any) -> Any:
-    """The schema with transformers' ``nullable: true`` in JSON schema's own words.
+def without_nullable(schema: Any) -> Any:
+    """Replace transformers' ``nullable: true`` in a schema by standard keywords.
 
     Example: ``{"type": "integer", "nullable": True}`` -> ``{"type": ["integer", "null"]}``
     """
     if isinstance(schema, list):
-        return [plain_schema(item) for item in schema]
+        return [without_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     plain = {
-        key: value if key in ("enum", "const", "default", "examples") else plain_schema(value)
+        key: value if key in ("enum", "const", "default", "examples") else without_nullable(value)
         for key, value in schema.items()
-        # A property may be called `nullable`; the keyword's value is a boolean.
+        # A property may also be called `nullable`; only the keyword's value is a boolean.
         if not (key == "nullable" and isinstance(value, bool))
     }
     if schema.get("nullable") is not True:
@@ -157,15 +158,12 @@ def plain_schema(schema: Any) -> Any:
 
 
 _SAYS_TYPE = {"type", "title", "description", "default", "examples"}
-"""Keywords of a schema that asks for nothing but a type."""
+"""Keywords of a schema that checks nothing but a type."""
 _SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
 
 
-def typed_only(schema: Schema) -> bool:
-    """Return True where `fits` checks as much as a validator does.
-
-    That is an object whose properties have types alone.
-    """
+def checks_types_only(schema: Schema) -> bool:
+    """Return True if `fits` is as strict as a validator: an object of properties with types."""
     if not _SAYS_OBJECT.issuperset(schema) or schema.get("type", "object") != "object":
         return False
     properties = schema.get("properties", {}).values()
@@ -173,14 +171,14 @@ def typed_only(schema: Schema) -> bool:
 
 
 def fits(value: Mapping[str, Any], schema: Schema) -> bool:
-    """Return True if the properties have their types; missing names are not looked for."""
+    """Return True if the properties that are present have their types."""
     properties = schema.get("properties", {})
     types = ((item, _types(properties.get(name, {}))) for name, item in value.items())
     return all(not wanted or any(_is_type(item, t) for t in wanted) for item, wanted in types)
 
 
 def coerce(value: Any, schema: Any) -> Any:
-    """`value`, or its lossless form that fits `schema` better; containers are built anew.
+    """Convert a value to the form that fits a schema, if that loses nothing; copy containers.
 
     Example: ``coerce({"a": "3"}, {"type": "object", "properties": {"a": {"type": "integer"}}})``
     gives ``{"a": 3}``.
@@ -211,13 +209,13 @@ def _types(schema: Schema) -> list[str]:
 
 
 def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
-    """Fit the first option that takes the value as it is, else the first that takes it coerced."""
+    """Coerce to the first option that accepts the value as it is, else as coerced."""
     for option in options:
-        if validator_of(option).is_valid(value):
+        if make_validator(option).is_valid(value):
             return coerce(value, option)
     for option in options:
         candidate = coerce(value, option)
-        if validator_of(option).is_valid(candidate):
+        if make_validator(option).is_valid(candidate):
             return candidate
     return value
 
@@ -227,7 +225,7 @@ def _coerce_type(value: Any, types: Sequence[str]) -> Any:
         if _is_type(value, name):
             return int(value) if name == "integer" else value
     parsed: Any = NOTHING
-    if isinstance(value, str):  # it may be the JSON text of what is wanted
+    if isinstance(value, str):  # it may be the JSON text of a value that fits
         text = value.strip()
         with suppress(ValueError, RecursionError):
             parsed = json.loads(PYTHON_BOOLEANS.get(text, text))
@@ -253,6 +251,7 @@ def _is_type(value: Any, name: str) -> bool:
 
 
 def _json_text(value: Any) -> Any:
+    """Return the JSON text of a number or boolean, else NOTHING."""
     if not isinstance(value, int | float) or (
         isinstance(value, float) and not math.isfinite(value)
     ):
@@ -264,7 +263,7 @@ def _json_text(value: Any) -> Any:
 
 
 def _coerce_enum(value: Any, members: Sequence[Any]) -> Any:
-    """Return the member that is the value, else one with the same text: "1" -> 1, 1 -> "1"."""
+    """Return the value if it is a member, else a member of the same text: "1" -> 1, 1 -> "1"."""
     for member in members:
         if value == member and isinstance(value, bool) == isinstance(member, bool):  # True == 1
             return value

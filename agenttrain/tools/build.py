@@ -1,4 +1,4 @@
-"""The `tools:` section of a configuration -> a Toolbox."""
+"""Build a Toolbox from the `tools:` section of a configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build_toolbox(
     """Build every declared tool.
 
     Example: ``{"lookup": {"_target_": "my_pkg.lookup", "timeout_s": 2.0, "table": "a.csv"}}`` is a
-    tool `lookup` of two seconds whose parameter `table` is bound. `_target_` names a function, a
-    class whose instances are callable (built once, with the bound arguments), or a function
-    annotated to return a Tool or a callable. A class with a method ``tools() -> list[Tool]`` makes
-    several tools, each with the section's limits; so does one whose instances cannot be
-    called, of its public methods. With `stop: true` they are stop tools, as those that `stop_tools`
-    names are. Raises ValueError with key, value and remedy.
+    tool `lookup` with a limit of two seconds, whose parameter `table` is bound. `_target_` names a
+    function, a class whose instances are callable (one instance is made, with the bound arguments),
+    or a function annotated to return a Tool or a callable. A class makes several tools, each with
+    the section's limits, if it has a method ``tools() -> list[Tool]``, or if its instances cannot
+    be called: then each public method is one. A section with `stop: true` makes stop tools, like
+    the names in `stop_tools`. Raises ValueError with key, value and remedy.
     """
     built: dict[str, Tool] = {}
     limits: dict[str, ToolLimits] = {}
@@ -39,7 +39,7 @@ def build_toolbox(
         located = locate_section(section, key=key)
         limit, stop = take_settings(key, located.bound)
         if limit.isolation is Isolation.process:
-            # Pickled and called again in each worker.
+            # It is pickled, and called in each worker.
             make = partial(_rebuild, name, dict(section))
             section_tools: list[Tool] = [ProcessTool(name, make, limit)]
         else:
@@ -57,7 +57,7 @@ def build_toolbox(
 
 
 def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
-    """Build the tool of a section, in whichever process this is."""
+    """Build the one tool of a section, in a worker or in the main process."""
     key = f"tools.{name}"
     located = locate_section(section, key=key)
     take_settings(key, located.bound)
@@ -103,7 +103,7 @@ def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], whe
 
 
 def _makes_tool(target: Callable[..., object]) -> bool:
-    """Return True for a function annotated to return a tool, or a callable to make one of."""
+    """Return True for a function whose annotation says that it returns a tool or a callable."""
     try:
         made = get_type_hints(target).get("return")
     except (NameError, TypeError):

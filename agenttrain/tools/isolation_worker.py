@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from agenttrain.tools.isolation_keeper import fork_worker
-from agenttrain.tools.reply import Reply, failure, reply_of
+from agenttrain.tools.reply import Reply, error_reply, make_reply
 from agenttrain.tools.tool import UNSEEN, FunctionTool
 from agenttrain.types import ToolContext, ToolUnavailable
 from agenttrain.utils.locate import locate
@@ -98,8 +98,8 @@ class Server:
 
         outcome = attempt(call)
         if outcome.error is not None:
-            return failure(outcome.error, max_chars=self._max_chars, faults=self._faults)
-        return reply_of(outcome.value, max_chars=self._max_chars)
+            return error_reply(outcome.error, max_chars=self._max_chars, faults=self._faults)
+        return make_reply(outcome.value, max_chars=self._max_chars)
 
     def _end(self, method: Callable[..., Awaitable[None]], *arguments: str) -> None:
         self._wait(method(*arguments))

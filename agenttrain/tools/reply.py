@@ -1,4 +1,4 @@
-"""A tool's return value or error -> the text that the model reads."""
+"""Make the text that the model reads from a tool's return value or error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agenttrain.types import Done, ToolError, ToolFailure, ToolUnavailable
 from agenttrain.utils.threads import with_fixed_text
 
 MAX_RESULT_CHARS = 2_000_000
-"""Where a result is cut before anybody counts its tokens: far above any token limit."""
+"""Characters at which a result is cut before its tokens are counted; far above any token limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,26 +25,28 @@ class Reply:
     """The tool returned `Done`."""
 
 
-def reply_of(value: object, *, max_chars: int) -> Reply:
+def make_reply(value: object, *, max_chars: int) -> Reply:
     """Make a reply of a tool's return value; a value without a text becomes an error reply."""
     done = isinstance(value, Done)
     try:
-        text = result_text(value.content if isinstance(value, Done) else value, max_chars=max_chars)
+        text = result_to_text(
+            value.content if isinstance(value, Done) else value, max_chars=max_chars
+        )
     except BaseException as error:  # e.g. the value's own __str__ or __iter__ raises
-        return failure(with_fixed_text(error), max_chars=max_chars)
+        return error_reply(with_fixed_text(error), max_chars=max_chars)
     return Reply(content=text, done=done)
 
 
-def failure(
+def error_reply(
     error: BaseException,
     *,
     max_chars: int,
     faults: tuple[type[BaseException], ...] = (ToolUnavailable,),
 ) -> Reply:
-    """Make an error reply: ``Error: KeyError: 'Oslo'``; of a ToolFailure its message alone.
+    """Make an error reply: ``Error: KeyError: 'Oslo'``, or only the message of a ToolFailure.
 
-    `error` has a text that is made already, as `agenttrain.utils.threads.attempt` leaves it.
-    `faults` are errors of the infrastructure, which no model is to read.
+    The text of `error` must be made already, as `agenttrain.utils.threads.attempt` does. `faults`
+    are types of infrastructure errors, which no model should read.
     """
     for_model = isinstance(error, ToolFailure | InvalidArguments)
     name = "" if for_model else type(error).__name__
@@ -56,17 +58,17 @@ def failure(
 
 
 def has_plain_text(value: object) -> bool:
-    """Return True where `reply_of` makes the text of a value without any code of a user's."""
+    """Return True if making the text of a value runs no code of the user's."""
     content = value.content if type(value) is Done else value
     return content is None or type(content) in (str, int, float, bool)
 
 
-def result_text(value: object, *, max_chars: int) -> str:
-    """Make the text of a result: a string as it is, anything else as JSON, str() where JSON cannot.
+def result_to_text(value: object, *, max_chars: int) -> str:
+    """Make the text of a result: strings unchanged, other values as JSON, else by str().
 
-    None is ``null``, a not-a-number ``NaN``, bytes are read as UTF-8, arrays and tensors as
-    lists, sets as sorted lists. Text beyond `max_chars` is cut, visibly; lone surrogates, which no
-    tokenizer takes, become U+FFFD.
+    None becomes ``null`` and a not-a-number ``NaN``. Bytes are decoded as UTF-8, arrays and tensors
+    become lists, sets sorted lists. Text beyond `max_chars` is cut with a visible marker. Lone
+    surrogates, which tokenizers refuse, become U+FFFD.
 
     Example: ``result_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
@@ -78,7 +80,7 @@ def result_text(value: object, *, max_chars: int) -> str:
     chunks: list[str] = []
     size = 0
     try:
-        # Piece by piece, so that what is far too long is not built first.
+        # Piece by piece, so that a text that is far too long is never built.
         for chunk in json.JSONEncoder(ensure_ascii=False, default=_simpler).iterencode(value):
             chunks.append(chunk)
             size += len(chunk)
@@ -90,7 +92,7 @@ def result_text(value: object, *, max_chars: int) -> str:
 
 
 def _simpler(value: Any) -> Any:
-    """Return a JSON value in place of one that JSON does not have; a string as the last resort."""
+    """Replace a value that JSON does not have by one that it has, at worst by a string."""
     if isinstance(value, bytes | bytearray):
         return value.decode("utf-8", "replace")
     if isinstance(value, set | frozenset):
@@ -103,6 +105,7 @@ def _simpler(value: Any) -> Any:
 
 
 def _bounded(text: str, max_chars: int) -> str:
+    """Cut a text to `max_chars`, and replace lone surrogates."""
     if len(text) > max_chars:
         text = f"{text[:max_chars]}… [cut at {max_chars} characters]"
     try:

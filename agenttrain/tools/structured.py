@@ -1,6 +1,7 @@
-"""Arguments that are more than plain JSON: their schema, and the instance that a function gets.
+"""Structured arguments: the schema that the model sees, and the instance that the function gets.
 
-Dataclasses, pydantic models, TypedDicts, named tuples and enums, in lists, mappings and unions::
+They are dataclasses, pydantic models, TypedDicts, named tuples and enums, also in lists, mappings
+and unions::
 
     @dataclass
     class Line:
@@ -29,12 +30,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from agenttrain.tools.arguments import InvalidArguments, plain_schema, validator_of
+from agenttrain.tools.arguments import InvalidArguments, make_validator, without_nullable
 from agenttrain.types import AgenttrainError
 
 Build = Callable[[Any, str], Any]
-"""A JSON value that fits the schema, and its place (`lines[0].count`) -> what the function gets.
-Raises InvalidArguments."""
+"""Makes an instance of a JSON value that fits the schema. The second argument is the value's place
+(`lines[0].count`), for the message of InvalidArguments."""
 TYPES: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -53,45 +54,46 @@ SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {
 }
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 DESCRIBED = re.compile(r"^ +(\w+) *(?:\([^)]*\))?: *(\S.*)$", re.MULTILINE)
-"""A line ``    name (type): What it means.`` of a docstring's Attributes or Args."""
+"""A line ``    name (type): Its meaning.`` in a docstring's Attributes or Args."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """A type as the model sees it, and how a value of it is made."""
+    """A type's schema, which the model sees, and the function that makes its instances."""
 
     schema: dict[str, Any]
     build: Build
 
 
-def structured(hint: Any) -> bool:
-    """Return True if `structure_of` makes this annotation's values: they are no plain JSON."""
-    return _is_class(hint) or any(structured(part) for part in get_args(hint))
+def is_structured(hint: Any) -> bool:
+    """Return True if values of this annotation are not plain JSON, so that instances are built."""
+    return _is_class(hint) or any(is_structured(part) for part in get_args(hint))
 
 
-def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
-    """Describe an annotation and what makes its instances; ValueError for one without JSON."""
+def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
+    """Describe an annotation. Raises ValueError for a type that cannot be written as JSON."""
     if hint in within:
-        raise ValueError(f"{hint.__name__} holds itself, and a model is shown the whole schema")
+        raise ValueError(f"{hint.__name__} contains itself, so its schema would have no end")
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Annotated, typing.Required, typing.NotRequired):
-        inner = structure_of(parts[0], within=within)
+        inner = describe_type(parts[0], within=within)
         words = [part for part in parts[1:] if isinstance(part, str)]
-        return dataclasses.replace(inner, schema={**inner.schema, **_described(words)})
+        description = {"description": words[0]} if words else {}
+        return dataclasses.replace(inner, schema={**inner.schema, **description})
     if hasattr(hint, "__pydantic_validator__"):
         from pydantic import TypeAdapter
 
-        adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, which validates by itself
+        adapter = TypeAdapter(hint)  # a model or dataclass of pydantic, with its own validation
         schema = adapter.json_schema()
-        plain = _inlined(schema, schema.get("$defs", {}), ())
-        return Structure(schema=plain, build=_caller(adapter.validate_python))
+        plain = _inline_references(schema, schema.get("$defs", {}), ())
+        return Structure(schema=plain, build=_constructor_call(adapter.validate_python))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         values = [member.value for member in hint]
-        return Structure(schema=_enum(values, hint.__name__), build=_caller(hint))
+        return Structure(schema=_enum(values, hint.__name__), build=_constructor_call(hint))
     if _is_class(hint):
         return _object(hint, (*within, hint))
     if origin is Literal:
-        return Structure(schema=_enum(list(parts), str(hint)), build=_as_it_is)
+        return Structure(schema=_enum(list(parts), str(hint)), build=_unchanged)
     if origin in (Union, types.UnionType):
         return _union(parts, within)
     if (kind := origin or hint) in SEQUENCES and parts:
@@ -100,11 +102,11 @@ def structure_of(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
         return _mapping(parts, within)
     if hint not in TYPES:
         raise ValueError(f"{hint!r} has no JSON; use one of str, int, float, bool, list, dict")
-    return Structure(schema=dict(TYPES[hint]), build=_as_it_is)
+    return Structure(schema=dict(TYPES[hint]), build=_unchanged)
 
 
-def built(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Put instances into the arguments; raises InvalidArguments with what their classes say."""
+def build_instances(builders: Mapping[str, Build], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace arguments by instances. Raises InvalidArguments with the message of their class."""
     return {
         name: builders[name](value, name) if name in builders else value
         for name, value in arguments.items()
@@ -123,17 +125,17 @@ def _is_class(hint: Any) -> bool:
     )
 
 
-def _as_it_is(value: Any, where: str) -> Any:
+def _unchanged(value: Any, where: str) -> Any:
     return value
 
 
-def _caller(make: Callable[..., Any]) -> Build:
-    """Call `make`, which may refuse: its reason is for the model."""
+def _constructor_call(make: Callable[..., Any]) -> Build:
+    """Return a builder that calls `make`; an error of it becomes a message for the model."""
 
     def build(value: Any, where: str) -> Any:
         try:
             return make(value)
-        except AgenttrainError:  # ToolUnavailable and the like mean what they say
+        except AgenttrainError:  # ToolUnavailable and the like have their usual meaning
             raise
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "pydantic_core":
@@ -148,10 +150,6 @@ def _caller(make: Callable[..., Any]) -> Build:
     return build
 
 
-def _described(words: list[str]) -> dict[str, str]:
-    return {"description": words[0]} if words else {}
-
-
 def _enum(values: list[Any], name: str) -> dict[str, Any]:
     if any(type(value) not in (str, int, float, bool, type(None)) for value in values):
         raise ValueError(f"{name}: its values {values} are not all plain JSON")
@@ -160,7 +158,7 @@ def _enum(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
-    """A dataclass, a named tuple or a TypedDict."""
+    """Describe a dataclass, a named tuple or a TypedDict."""
     hints = get_type_hints(cls, include_extras=True)
     defaults: dict[str, Any] = {}
     words: dict[str, str] = {}
@@ -180,7 +178,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
         }
     elif typing.is_typeddict(cls):
         names, make = list(hints), dict
-        # With postponed annotations __required_keys__ has not seen Required and NotRequired.
+        # With postponed annotations __required_keys__ ignores Required and NotRequired.
         marks = {typing.Required: False, typing.NotRequired: True}
         optional = {
             n for n, h in hints.items() if marks.get(get_origin(h), n in cls.__optional_keys__)
@@ -192,13 +190,13 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
     inner: dict[str, Structure] = {}
     for name in names:
         try:
-            inner[name] = structure_of(hints[name], within=within)
+            inner[name] = describe_type(hints[name], within=within)
         except ValueError as error:
             raise ValueError(f"{cls.__name__}.{name}: {error}") from error
     properties = {
         name: {
             **structure.schema,
-            **_described([words[name]] if name in words else []),
+            **({"description": words[name]} if name in words else {}),
             **({"default": defaults[name]} if type(defaults.get(name)) in _SCALARS else {}),
         }
         for name, structure in inner.items()
@@ -212,7 +210,7 @@ def _object(cls: Any, within: tuple[Any, ...]) -> Structure:
 
     def build(value: Any, where: str) -> Any:
         parts = {name: inner[name].build(part, f"{where}.{name}") for name, part in value.items()}
-        return _caller(lambda keywords: make(**keywords))(parts, where)
+        return _constructor_call(lambda keywords: make(**keywords))(parts, where)
 
     return Structure(schema=schema, build=build)
 
@@ -221,13 +219,13 @@ _SCALARS = (str, int, float, bool)
 
 
 def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
-    structures = [structure_of(one, within=within) for one in options if one is not type(None)]
+    structures = [describe_type(one, within=within) for one in options if one is not type(None)]
     schema: dict[str, Any] = {"anyOf": [one.schema for one in structures]}
     if len(structures) == 1:
         schema = dict(structures[0].schema)
     if type(None) in options:
-        schema["nullable"] = True  # as transformers has it
-    validators = [validator_of(plain_schema(one.schema)) for one in structures]
+        schema["nullable"] = True  # transformers' keyword
+    validators = [make_validator(without_nullable(one.schema)) for one in structures]
 
     def build(value: Any, where: str) -> Any:
         if value is None and type(None) in options:
@@ -247,12 +245,12 @@ def _union(options: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
 def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     make = SEQUENCES[kind]
     if kind is tuple and (len(parts) != 2 or parts[1] is not Ellipsis):
-        items = [structure_of(part, within=within) for part in parts]
+        items = [describe_type(part, within=within) for part in parts]
         size = len(items)
         prefix = [item.schema for item in items]
         schema = {"type": "array", "prefixItems": prefix, "minItems": size, "maxItems": size}
     else:
-        items = [structure_of(parts[0], within=within)]
+        items = [describe_type(parts[0], within=within)]
         schema = {"type": "array", "items": items[0].schema}
         if make in (set, frozenset):
             schema["uniqueItems"] = True
@@ -262,7 +260,7 @@ def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Str
             items[min(place, len(items) - 1)].build(part, f"{where}[{place}]")
             for place, part in enumerate(value)
         ]
-        return _caller(make)(each, where)
+        return _constructor_call(make)(each, where)
 
     return Structure(schema=schema, build=build)
 
@@ -270,7 +268,7 @@ def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Str
 def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     if parts[0] is not str:
         raise ValueError(f"a mapping from {parts[0]!r}: the keys of JSON are strings; use str")
-    inner = structure_of(parts[1], within=within)
+    inner = describe_type(parts[1], within=within)
 
     def build(value: Any, where: str) -> Any:
         return {key: inner.build(part, f"{where}.{key}") for key, part in value.items()}
@@ -279,26 +277,26 @@ def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
     return Structure(schema=schema, build=build)
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """Return the schema without references, and without titles that pydantic makes of names."""
+def _inline_references(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """Return the schema without references and without the titles that pydantic adds."""
     if isinstance(schema, list):
-        return [_inlined(item, definitions, within) for item in schema]
+        return [_inline_references(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):
         return schema
     name = str(schema.get("$ref", "")).rpartition("/")[2]
     if name in within:
-        raise ValueError(f"{name} holds itself, and a model is shown the whole schema")
+        raise ValueError(f"{name} contains itself, so its schema would have no end")
     if name:
         siblings = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
+        return {**_inline_references(definitions[name], definitions, (*within, name)), **siblings}
     plain = {}
     for key, value in schema.items():
         if key in ("$defs", "title", "discriminator"):
             continue
         if key == "properties":  # one may be called `title`
-            plain[key] = {n: _inlined(s, definitions, within) for n, s in value.items()}
+            plain[key] = {n: _inline_references(s, definitions, within) for n, s in value.items()}
         elif key in ("enum", "const", "default", "examples"):
             plain[key] = value
         else:
-            plain[key] = _inlined(value, definitions, within)
+            plain[key] = _inline_references(value, definitions, within)
     return plain

@@ -1,6 +1,6 @@
-"""The `Tool` protocol, and Python functions and the public methods of a class as tools.
+"""The `Tool` protocol; Python functions and the public methods of a class as tools.
 
-`function_schema` makes the JSON schema that the model sees from a signature and its Google
+`function_schema` makes the JSON schema that the model sees from a signature and a Google
 docstring.
 """
 
@@ -11,10 +11,17 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 
 from agenttrain.tools.config import LIFE_CYCLE
-from agenttrain.tools.structured import Build, Structure, built, structure_of, structured
+from agenttrain.tools.structured import (
+    Build,
+    Structure,
+    build_instances,
+    describe_type,
+    is_structured,
+)
 from agenttrain.types import ToolContext
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import blocks
@@ -23,10 +30,10 @@ from agenttrain.utils.threads import blocks
 class Tool(Protocol):
     """Something that the model can call.
 
-    What it returns becomes the reply's text (`agenttrain.tools.reply`), what it raises an error
-    that the model reads; `agenttrain.types.Done` ends the episode,
+    Its return value becomes the reply's text (`agenttrain.tools.reply`), an exception an error that
+    the model reads. Returning `agenttrain.types.Done` ends the episode, raising
     `agenttrain.types.ToolUnavailable` the rollout. Optional methods, sync or async:
-    ``release(rollout_id)`` when a rollout is over, ``close()`` when the run is.
+    ``release(rollout_id)`` at the end of a rollout, ``close()`` at the end of the run.
     """
 
     name: str
@@ -34,26 +41,26 @@ class Tool(Protocol):
     """Shown to the model: ``{"type": "function", "function": {"name": …, "parameters": …}}``."""
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Run one call; `arguments` fit the schema and belong to the tool."""
+        """Run one call; `arguments` fit the schema, and the tool may change them."""
         ...
 
 
 @runtime_checkable
 class Tools(Protocol):
-    """The object that a section's `_target_` makes when it makes several tools."""
+    """An object that a section's `_target_` makes and that holds several tools."""
 
     def tools(self) -> Sequence[Tool]:
-        """The tools, each under its own name."""
+        """Return the tools, each under its own name."""
         ...
 
 
 class FunctionTool:
     """A typed Python function, method or callable instance as a tool; sync or async.
 
-    The schema comes from its signature and Google docstring. A parameter ``context: ToolContext``
-    is passed by us, `bound` ones are settings: the model sees neither. Arguments are plain JSON
-    values (a list for a tuple), and instances where the annotation is a dataclass, a pydantic
-    model, an Enum or the like (`agenttrain.tools.structured`).
+    The schema is made of its signature and Google docstring. A parameter ``context: ToolContext``
+    gets the call's context, and `bound` parameters are settings: the model sees neither. Arguments
+    are plain JSON values (a list for a tuple), or instances if the annotation is a dataclass, a
+    pydantic model, an Enum or the like (`agenttrain.tools.structured`).
 
     Example::
 
@@ -76,43 +83,43 @@ class FunctionTool:
         name: str | None = None,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError, quoting what to add, unless a schema can be made of the function."""
+        """Raises ValueError, with the text to add, if no schema can be made of the function."""
         settings = dict(bound or {})
-        while isinstance(function, functools.partial):  # its arguments become bound ones
+        while isinstance(function, functools.partial):  # its arguments count as bound
             partial = inspect.signature(function.func).bind_partial(
                 *function.args, **function.keywords
             )
             function, settings = function.func, {**partial.arguments, **settings}
         self.function = function
         self.owner: object = function
-        """The object to release and close: an instance that can be called may hold something."""
+        """The object whose `release` and `close` are called: callable instances may have them."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.schema = function_schema(function, name=self.name, hidden=settings)
         self.blocking = blocks(function)
-        """True where a call occupies its thread; the toolbox then gives it one of its own."""
+        """True if a call blocks its thread; the toolbox then gives it a thread of its own."""
         self._bound = settings
         self._builders = argument_builders(function, hidden=settings)
         self.takes_context = takes_context(function) and "context" not in settings
-        """True where calls are given the ToolContext."""
+        """True if the function gets the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the function in this thread; an async one returns its awaitable."""
+        """Call the function in this thread; an async function returns its awaitable."""
         extra = {"context": context} if self.takes_context else {}
         if self._builders:
-            arguments = built(self._builders, arguments)
+            arguments = build_instances(self._builders, arguments)
         return self.function(**self._bound, **extra, **arguments)
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the function; a blocking one blocks the event loop here."""
+        """Call the function on the event loop, which a blocking function blocks."""
         result = self.call(arguments, context)
         return await result if inspect.isawaitable(result) else result
 
     async def release(self, rollout_id: str) -> None:
-        """Let the callable instance behind the tool free what it holds for a rollout."""
+        """Call the `release` of the callable instance behind the tool, if it has one."""
         await call_optional(self.owner, "release", rollout_id)
 
     async def close(self) -> None:
-        """Close the callable instance behind the tool, if it can be closed."""
+        """Call the `close` of the callable instance behind the tool, if it has one."""
         await call_optional(self.owner, "close")
 
 
@@ -126,9 +133,9 @@ async def call_optional(owner: object, method: str, *arguments: object) -> None:
 
 
 def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[str]:
-    """Names of a class's public methods, inherited ones too, in the order they were written.
+    """Return the names of a class's public methods, inherited ones too, in source order.
 
-    Class methods (often constructors), nested classes and properties are none.
+    Class methods (often constructors), nested classes and properties are left out.
     """
     names = dict.fromkeys(name for base in reversed(cls.__mro__[:-1]) for name in vars(base))
     return [
@@ -141,52 +148,55 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
     ]
 
 
-def method_schema(cls: type, name: str) -> tuple[dict[str, Any], bool]:
-    """Return the schema of a method that is a tool, and True if it takes the ToolContext.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSpec:
+    """A public method of a class as a tool, without an instance."""
 
-    Raises ValueError that quotes what to add.
-    """
+    schema: dict[str, Any]
+    takes_context: bool
+    builders: dict[str, Build]
+    """By the names of structured arguments."""
+
+
+def describe_method(cls: type, name: str) -> MethodSpec:
+    """Describe a method as a tool. Raises ValueError that quotes what to add."""
     method = getattr(cls, name)
     static = isinstance(inspect.getattr_static(cls, name), staticmethod)
     this = [] if static else list(inspect.signature(method).parameters)[:1]
     try:
-        return function_schema(method, name=name, hidden=this), takes_context(method)
+        return MethodSpec(
+            schema=function_schema(method, name=name, hidden=this),
+            takes_context=takes_context(method),
+            builders=argument_builders(method, hidden=this),
+        )
     except ValueError as error:
         raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
 
 
-def method_builders(cls: type, name: str) -> dict[str, Build]:
-    """Builders of a method's structured arguments, by name."""
-    method = getattr(cls, name)
-    static = isinstance(inspect.getattr_static(cls, name), staticmethod)
-    this = [] if static else list(inspect.signature(method).parameters)[:1]
-    return argument_builders(method, hidden=this)
-
-
 def method_tools(made: object, where: str) -> dict[str, FunctionTool]:
-    """Every public method of an object as a tool of its name.
+    """Make a tool of each public method of an object, by name.
 
-    Raises ValueError when there is none, or for one that no schema can be made of.
+    Raises ValueError if there is none, or for a method of which no schema can be made.
     """
     names = public_methods(type(made))
     if not names:
         raise ValueError(
             f"{where}: its instances cannot be called; give the class a __call__, or public "
-            "methods, each of which is a tool then"
+            "methods, each of which is then a tool"
         )
     tools: dict[str, FunctionTool] = {}
     for name in names:
-        method_schema(type(made), name)  # its error says how a method is kept from being a tool
+        describe_method(type(made), name)  # for its error, which says how to exclude a method
         tools[name] = FunctionTool(getattr(made, name), name=name)
-    tools[names[0]].owner = made  # the first one alone: an object is released and closed once
+    tools[names[0]].owner = made  # only of the first: an object is released and closed once
     return tools
 
 
 Function = Callable[..., object]
 
 UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
-"""Set where no model sees the schemas, in a tool's worker process: they are left empty there, so
-that it need not wait for the import of transformers."""
+"""Set in a tool's worker process, where no model sees the schemas. They are left empty there, which
+saves the import of transformers."""
 
 
 def function_schema(
@@ -195,8 +205,8 @@ def function_schema(
     """Make the OpenAI-style schema of a function, through transformers' `get_json_schema`.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
-    which tool schemas sent to a served model do not have either. Raises ValueError that quotes
-    what to add when an annotation, the docstring or a parameter's description is missing.
+    which the tool schemas of served models lack too. Raises ValueError, with the text to add, if an
+    annotation, the docstring or a parameter's description is missing.
 
     Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
     {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
@@ -234,9 +244,9 @@ def function_schema(
 
 
 def argument_builders(function: Function, *, hidden: Collection[str] = ()) -> dict[str, Build]:
-    """Builders of a function's structured parameters (`agenttrain.tools.structured`), by name.
+    """Return builders of a function's structured parameters (`agenttrain.tools.structured`).
 
-    Raises ValueError for a type that has no JSON.
+    Raises ValueError for a type that cannot be written as JSON.
     """
     target = _routine(function)
     where = f"{target.__module__}.{target.__qualname__}"
@@ -250,8 +260,8 @@ def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
     structures = {}
     for name, hint in hints.items():
         try:
-            if structured(hint) and hint is not ToolContext:
-                structures[name] = structure_of(hint)
+            if is_structured(hint) and hint is not ToolContext:
+                structures[name] = describe_type(hint)
         except (ValueError, NameError) as error:
             raise ValueError(f"{where}: parameter {name!r}: {error}") from error
     return structures
@@ -263,7 +273,7 @@ def takes_context(function: Function) -> bool:
 
 
 def _routine(function: Function) -> Any:
-    """Return what has signature and docstring: the function, or an instance's `__call__`."""
+    """Return the object with signature and docstring: the function, or an instance's `__call__`."""
     return function if inspect.isroutine(function) else getattr(function, "__call__")  # noqa: B004, B009
 
 
@@ -283,7 +293,7 @@ def _hints(target: Any, where: str) -> dict[str, Any]:
 
 
 def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:
-    """Raise ValueError, quoting what to add, unless a model is told what the parameters mean."""
+    """Raise ValueError, with the text to add, unless type and docstring explain all parameters."""
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -320,6 +330,7 @@ def _json_schema(
     hints: dict[str, Any],
     where: str,
 ) -> dict[str, Any]:
+    """Make the schema with transformers, of a function that has only the `shown` parameters."""
     from transformers.utils import chat_template_utils as utils
     from transformers.utils import get_json_schema
 
@@ -329,7 +340,8 @@ def _json_schema(
     shape.__signature__ = inspect.Signature(list(shown))  # type: ignore[attr-defined]
     available = utils.is_torch_available
     if "torch" not in sys.modules:
-        # transformers would import torch to know tensors in annotations; now none can be one.
+        # transformers would import torch to recognise tensors in annotations. Without torch loaded
+        # no annotation can be one.
         utils.is_torch_available = lambda: False
     try:
         return get_json_schema(shape)

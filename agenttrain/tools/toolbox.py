@@ -1,7 +1,7 @@
-"""The tools of a run: their schemas, and their calls run at once, bounded, answered in order.
+"""The tools of a run: their schemas, and their calls, which run concurrently within limits.
 
-`Endings` ends a rollout, or the run, for tools that hold something, `Steps` knows whose turn it is
-on the event loop, and `Running` lists the calls that run this moment.
+`Cleanup` calls the tools' hooks at the end of a rollout or the run. `StepTracker` knows which tool
+runs on the event loop.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 import types
 import warnings
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, failure, has_plain_text, reply_of
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, has_plain_text, make_reply
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
@@ -35,11 +35,11 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
 
 CANCEL_S = 0.05
-"""Seconds that a cancelled call has to end before it counts as stuck."""
+"""Seconds within which a cancelled call must end; after that it counts as stuck."""
 
 
 class StuckTools(AgenttrainError):
-    """More calls than allowed still run past their time limit; the message names their tools."""
+    """Too many calls still run after their time limit; the message names their tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +48,16 @@ class _Entry:
     arguments: ArgumentSchema
     limits: ToolLimits
     faults: tuple[type[BaseException], ...]
-    """Errors that are the infrastructure's and not the model's."""
+    """Types of errors for which the infrastructure is to blame, not the model."""
 
 
 class Toolbox:
     """Runs calls of tools; whatever a tool does, each call gets one result that a model can read.
 
-    Blocking functions run in daemon threads. A call that takes longer than its tool's limit is
-    abandoned: the model reads an error, a late result is discarded, `stuck` names it meanwhile. A
-    tool with isolation=process runs in workers that are killed instead. A fault of what a tool
-    needs is retried; the result that remains has the error `unavailable`.
+    Blocking functions run in daemon threads. A call that exceeds its tool's time limit is
+    abandoned: the model reads an error, a late result is discarded, and `stuck` lists the call
+    until it ends. A tool with isolation=process runs in workers, which are killed instead. Faults
+    of the infrastructure are retried; if they persist, the result has the error `unavailable`.
 
     Example::
 
@@ -78,8 +78,8 @@ class Toolbox:
     ) -> None:
         """At most `threads` blocking calls run at once, beside at most `max_stuck` abandoned ones.
 
-        Raises ValueError for a tool under another's name, a schema that is none, and for limits
-        or stop tools of a tool that is not there.
+        Raises ValueError for a tool whose names disagree, an invalid schema, and for limits or stop
+        tools of unknown tools.
         """
         limits = limits or {}
         self.names = tuple(tools)
@@ -94,13 +94,18 @@ class Toolbox:
         self._thread_limit = threads
         self._max_stuck = max_stuck
         self._max_chars = max_result_chars
-        self._endings = Endings()
+        self._cleanup = Cleanup()
         self._warned: set[str] = set()
-        self._steps = Steps()
-        self.running = Running()
+        self._steps = StepTracker()
+        self._running: dict[int, RunningCall] = {}
         self._abandoned: dict[asyncio.Task[Reply], tuple[str, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
+
+    @property
+    def running_calls(self) -> tuple[RunningCall, ...]:
+        """Calls that have no answer yet, oldest first; any thread may read them."""
+        return tuple(self._running.values())
 
     @property
     def stuck(self) -> tuple[str, ...]:
@@ -108,7 +113,7 @@ class Toolbox:
         return (*self._threads.stuck, *(name for name, _ in self._abandoned.values()))
 
     def blocking(self, limit_s: float) -> str | None:
-        """Name an async tool that has held the event loop for over `limit_s`; from any thread."""
+        """Name the tool that has blocked the event loop for over `limit_s`; any thread may call."""
         return self._steps.blocking(limit_s)
 
     def tool(self, name: str) -> Tool:
@@ -116,12 +121,12 @@ class Toolbox:
         return self._entries[name].tool
 
     def limits(self, name: str) -> ToolLimits:
-        """Return a tool's limits; those of a tool that is not there limit nothing but its time."""
+        """Return a tool's limits, or the defaults for an unknown tool."""
         entry = self._entries.get(name)
         return ToolLimits() if entry is None else entry.limits
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return the schemas of these tools, or of all; raises ValueError for an unknown name."""
+        """Return the schemas of these tools, or of all. Raises ValueError for an unknown name."""
         for name in names or ():
             self._check_known(name, "tools")
         return [
@@ -131,40 +136,40 @@ class Toolbox:
     async def execute(
         self, calls: Sequence[ToolCall], context_of: Callable[[ToolCall], ToolContext]
     ) -> list[ToolResult]:
-        """Run calls at once: one result per call, in call order, faults as error results.
+        """Run calls concurrently; return one result per call, in call order, errors included.
 
-        Cancelling the caller cancels the calls. Raises StuckTools when too many calls cannot be
+        Cancelling the caller cancels the calls. Raises StuckTools if too many calls cannot be
         ended.
         """
         self._check_stuck()
         return await asyncio.gather(*(self._answer(call, context_of) for call in calls))
 
     async def release(self, rollout_id: str) -> None:
-        """Let every tool free what it holds for a rollout that is over; faults are warned of."""
+        """Have every tool free its resources of a finished rollout; failures are warnings."""
         for entry in self._entries.values():
-            await self._endings.release(entry.tool, rollout_id, entry.limits.timeout_s)
+            await self._cleanup.run(entry.tool, "release", entry.limits.timeout_s, rollout_id)
 
     async def aclose(self) -> None:
-        """Close tools that can be closed, cancel what still runs, end idle threads."""
+        """Close the tools, cancel calls that still run, and end idle threads."""
         for entry in self._entries.values():
-            await self._endings.close(entry.tool, entry.limits.timeout_s)
+            await self._cleanup.run(entry.tool, "close", entry.limits.timeout_s)
         tasks = list(self._abandoned)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_S)
         for task in tasks:
-            # asyncio.run would wait for ever for one that ignores its cancellation.
+            # asyncio.run would wait for ever for a task that ignores its cancellation.
             asyncio._unregister_task(task)
         self._threads.close()
 
     def _check_stuck(self) -> None:
-        """Warn of tools that have calls stuck, once each; stop the run when there are too many."""
+        """Warn once of each tool with stuck calls; raise StuckTools if there are too many calls."""
         if not self._abandoned and not self._threads.stuck:
             return
         now = time.monotonic()
         late = (name for name, deadline in self._abandoned.values() if deadline <= now)
-        # Calls that a rollout's end left behind, within their own time, are none.
+        # A call that was abandoned at the end of its rollout is not stuck within its time limit.
         stuck = Counter((*self._threads.overdue, *late))
         for name in stuck.keys() - self._warned:
             self._warned.add(name)
@@ -197,17 +202,26 @@ class Toolbox:
             text = f"unknown tool {call.name!r}{did_you_mean(call.name, self.names)}; tools: "
             return _refuse(call, ToolError.unknown_tool, text + (", ".join(self.names) or "none"))
         entry = self._entries[call.name]
-        for tried in range(entry.limits.retries + 1):
-            if tried:
-                await asyncio.sleep(entry.limits.retry_backoff_s * 2 ** (tried - 1))
+        for attempt in range(entry.limits.retries + 1):
+            if attempt:
+                await asyncio.sleep(entry.limits.retry_backoff_s * 2 ** (attempt - 1))
             try:
-                # Read anew each time: the tool may have changed what it was given.
+                # Copied for each attempt: the tool may have changed its arguments.
                 arguments = entry.arguments.read(call.arguments)
             except InvalidArguments as error:
                 return _refuse(call, ToolError.invalid_arguments, str(error))
             context = context_of(call)
-            with self.running.noted(context):
+            running = RunningCall(
+                rollout_id=context.rollout_id,
+                tool=context.tool,
+                call_id=context.call_id,
+                since=time.monotonic(),
+            )
+            self._running[id(running)] = running
+            try:
                 reply, seconds = await self._attempt(entry, arguments, context)
+            finally:
+                del self._running[id(running)]
             if reply.error is not ToolError.unavailable:
                 break
         return ToolResult(
@@ -217,7 +231,7 @@ class Toolbox:
     async def _attempt(
         self, entry: _Entry, arguments: dict[str, Any], context: ToolContext
     ) -> tuple[Reply, float]:
-        """Return one reply and its seconds, without the wait for a place or a worker."""
+        """Return one reply and the seconds it took, without the wait for a slot or a worker."""
         threads: AbstractAsyncContextManager[None] = nullcontext()
         if _blocks(entry.tool) is not None:
             threads = self._slot(None, self._thread_limit)
@@ -230,11 +244,11 @@ class Toolbox:
                     started = time.perf_counter()
                     reply = await self._run(entry, tool, arguments, context)
                     return reply, time.perf_counter() - started
-            except ToolUnavailable as error:  # there is no worker to be had
-                return failure(error, max_chars=self._max_chars), 0.0
+            except ToolUnavailable as error:  # no worker could be started
+                return error_reply(error, max_chars=self._max_chars), 0.0
 
     def _slot(self, name: str | None, limit: int) -> AbstractAsyncContextManager[None]:
-        """Return a place among the calls of a tool, or (None) of all blocking tools."""
+        """Return the slots for calls of a tool, or (None) for calls of all blocking tools."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}
@@ -246,8 +260,8 @@ class Toolbox:
     async def _run(
         self, entry: _Entry, tool: Tool, arguments: dict[str, Any], context: ToolContext
     ) -> Reply:
-        """Run one call for at most its time limit; then leave it to itself."""
-        # A little early, so that the check after the limit sees it.
+        """Run one call for at most its time limit; then abandon it."""
+        # A little early, so that the check after the limit finds the call overdue.
         deadline = time.monotonic() + entry.limits.timeout_s - CANCEL_S / 5
         task = asyncio.create_task(self._reply(entry, tool, arguments, context, deadline))
         try:
@@ -265,14 +279,14 @@ class Toolbox:
             text = f"Error: timed out after {entry.limits.timeout_s:g} s"
             return Reply(content=text, error=ToolError.timeout)
         if task.cancelled():  # by the tool itself
-            return failure(asyncio.CancelledError(), max_chars=self._max_chars)
+            return error_reply(asyncio.CancelledError(), max_chars=self._max_chars)
         return task.result()
 
     def _discard(self, task: asyncio.Task[Reply]) -> None:
-        """Drop the outcome of an abandoned call that has ended after all."""
+        """Drop the outcome of an abandoned call that has ended."""
         self._abandoned.pop(task, None)
         if not task.cancelled():
-            task.exception()  # read, or asyncio complains that nobody did
+            task.exception()  # asyncio warns of an exception that is never read
 
     async def _reply(
         self,
@@ -282,44 +296,41 @@ class Toolbox:
         context: ToolContext,
         deadline: float,
     ) -> Reply:
+        """Run the call and make its reply; the text of a result is made in a thread."""
+        function = _blocks(tool)
+        max_chars = self._max_chars
         try:
-            outcome = await self._outcome(tool, arguments, context, deadline)
+            if function is None:
+                # Inside a coroutine, so that what the tool raises at once counts as its error.
+                async def called() -> object:
+                    return await tool(arguments, context)
+
+                outcome = await self._on_loop(tool, called(), deadline)
+            else:
+
+                def work() -> object:
+                    value = function.call(arguments, context)
+                    waits = inspect.isawaitable(value)
+                    return value if waits else make_reply(value, max_chars=max_chars)
+
+                outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
+                if inspect.isawaitable(outcome.value):
+                    outcome = await self._on_loop(tool, outcome.value, deadline)
+            value = outcome.value
+            plain = isinstance(value, Reply) or has_plain_text(value)
+            if outcome.error is None and not plain:
+                # The text may be large, and made by the value's own code: not on the event loop.
+                outcome = await self._threads.run(
+                    lambda: make_reply(value, max_chars=max_chars),
+                    label=tool.name,
+                    deadline=deadline,
+                )
         except RuntimeError as error:  # "can't start new thread": what the tool raises is returned
             outcome = Outcome(error=ToolUnavailable(f"tool {tool.name}: {error}"))
         if outcome.error is not None:
-            return failure(outcome.error, max_chars=self._max_chars, faults=entry.faults)
-        value = outcome.value
-        return value if isinstance(value, Reply) else reply_of(value, max_chars=self._max_chars)
-
-    async def _outcome(
-        self, tool: Tool, arguments: dict[str, Any], context: ToolContext, deadline: float
-    ) -> Outcome:
-        """Run the call: its Reply, a value whose text no code of a user's makes, or an error."""
-        function = _blocks(tool)
-        if function is None:
-
-            async def called() -> object:  # what it raises before there is anything to await, too
-                return await tool(arguments, context)
-
-            outcome = await self._on_loop(tool, called(), deadline)
-        else:
-
-            def work() -> object:
-                value = function.call(arguments, context)
-                # A result's text is made here and not on the event loop.
-                waits = inspect.isawaitable(value)
-                return value if waits else reply_of(value, max_chars=self._max_chars)
-
-            outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
-            if inspect.isawaitable(outcome.value):
-                outcome = await self._on_loop(tool, outcome.value, deadline)
-        value = outcome.value
-        if outcome.error is not None or isinstance(value, Reply) or has_plain_text(value):
-            return outcome
-        # The text of a result may be large, and made by code of its own.
-        return await self._threads.run(
-            lambda: reply_of(value, max_chars=self._max_chars), label=tool.name, deadline=deadline
-        )
+            return error_reply(outcome.error, max_chars=max_chars, faults=entry.faults)
+        reply = outcome.value
+        return reply if isinstance(reply, Reply) else make_reply(reply, max_chars=max_chars)
 
     async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
         steps = self._steps.run(tool.name, awaitable)
@@ -350,7 +361,7 @@ def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
 
 
 def stuck_remedy(name: str) -> str:
-    """Say what to do about a tool whose calls do not end."""
+    """Return a remedy for a tool whose calls do not end."""
     return (
         f"its thread cannot be ended: set tools.{name}.isolation=process, whose workers are killed "
         "in time, or give the tool a time limit of its own"
@@ -358,7 +369,7 @@ def stuck_remedy(name: str) -> str:
 
 
 def _blocks(tool: Tool) -> FunctionTool | None:
-    """Return the tool if it needs a thread."""
+    """Return the tool if its calls need a thread, else None."""
     return tool if isinstance(tool, FunctionTool) and tool.blocking else None
 
 
@@ -368,7 +379,7 @@ def _refuse(call: ToolCall, error: ToolError, message: str) -> ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCall:
-    """A call that has no answer yet, from the moment that it waits for its turn."""
+    """A call without an answer, from the moment that it waits for a slot."""
 
     rollout_id: str
     tool: str
@@ -377,57 +388,27 @@ class RunningCall:
     """On the clock of time.monotonic."""
 
 
-class Running:
-    """The calls of a toolbox that run, for reports of what rollouts wait for.
+class StepTracker:
+    """Runs awaitables of tools, and names the one that runs on the event loop to any thread.
 
-    The event loop writes, any thread may read.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[int, RunningCall] = {}
-
-    @property
-    def calls(self) -> tuple[RunningCall, ...]:
-        """Calls that have no answer yet, the oldest first."""
-        return tuple(self._calls.values())
-
-    @contextmanager
-    def noted(self, context: ToolContext) -> Iterator[None]:
-        """Count a call as running within the context."""
-        call = RunningCall(
-            rollout_id=context.rollout_id,
-            tool=context.tool,
-            call_id=context.call_id,
-            since=time.monotonic(),
-        )
-        self._calls[id(call)] = call
-        try:
-            yield
-        finally:
-            del self._calls[id(call)]
-
-
-class Steps:
-    """Runs awaitables of tools and knows, from any thread, which of them runs this moment.
-
-    An async tool that blocks stalls every rollout; this names it.
+    An async tool that blocks stalls every rollout; this shows which one it is.
     """
 
     def __init__(self) -> None:
         self._now: tuple[str, float] | None = None
 
     def blocking(self, limit_s: float) -> str | None:
-        """Return the tool that has held the event loop for longer than `limit_s`, if one has."""
+        """Return the tool that has blocked the event loop for longer than `limit_s`, if any."""
         now = self._now
         return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
-        """Await `awaitable`, with every uninterrupted step under the tool's name."""
+        """Await `awaitable`, recording the tool's name during each uninterrupted step."""
 
-        async def waited() -> object:  # not every awaitable can be driven, a coroutine can
+        async def wrapped() -> object:  # only a coroutine has steps; other awaitables do not
             return await awaitable
 
-        return await self._drive(name, waited().__await__())
+        return await self._drive(name, wrapped().__await__())
 
     @types.coroutine
     def _drive(self, name: str, steps: Generator[Any, Any, object]) -> Generator[Any, Any, object]:
@@ -437,8 +418,8 @@ class Steps:
             self._now = (name, time.monotonic())
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
-            except StopIteration as over:
-                return over.value
+            except StopIteration as stop:
+                return stop.value
             finally:
                 self._now = None
             try:
@@ -446,41 +427,31 @@ class Steps:
             except GeneratorExit:
                 steps.close()
                 raise
-            except BaseException as thrown:
-                error = thrown
+            except BaseException as raised:
+                error = raised
 
 
-class Endings:
-    """Calls `release` and `close` of tools, blocking ones in threads; bounded, and never fatal.
-
-    A failure is a warning.
-    """
+class Cleanup:
+    """Calls `release` and `close` of tools within a time limit; a failure is only a warning."""
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads()  # not the calls': an ending that hangs is no stuck call
+        self._threads = DaemonThreads()  # not the calls': a cleanup that hangs is no stuck call
         self._warned: set[tuple[str, str]] = set()
 
-    async def release(self, tool: Tool, rollout_id: str, limit_s: float) -> None:
-        """Have `tool` free what it holds for a rollout."""
-        await self._end(tool, "release", limit_s, rollout_id)
-
-    async def close(self, tool: Tool, limit_s: float) -> None:
-        """Close `tool`."""
-        await self._end(tool, "close", limit_s)
-
-    async def _end(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+    async def run(self, tool: Tool, method: str, limit_s: float, *arguments: object) -> None:
+        """Call the method of a tool, if it has one, for at most `limit_s` seconds."""
         owner = tool.owner if isinstance(tool, FunctionTool) else tool
         hook = getattr(owner, method, None)
         if hook is None:
             return
-        ending = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
-        await asyncio.wait({ending}, timeout=limit_s)
-        if not ending.done():
-            ending.cancel()
+        task = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            task.cancel()
             self._warn(tool.name, method, f"did not end within {limit_s:g} s")
-        elif ending.cancelled():
+        elif task.cancelled():
             self._warn(tool.name, method, "was cancelled")
-        elif (error := ending.result().error) is not None:
+        elif (error := task.result().error) is not None:
             self._warn(tool.name, method, f"{type(error).__name__}: {error}")
 
     async def _call(

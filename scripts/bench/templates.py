@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 from agenttrain.chat.certificate import certify
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
-from agenttrain.chat.loading import load_chat, load_spec, spec_names, spec_of
+from agenttrain.chat.loading import load_chat, load_spec, make_spec, spec_names
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
 from agenttrain.commands.templates import EXAMPLE_TOOLS, original
 from agenttrain.types import Finish, Message, Origin, Rollout, Task
@@ -121,7 +121,7 @@ def megabytes(quick: bool) -> dict[str, float]:
     tried = HOSTILE[:: 4 if quick else 1]
     texts = [begin + again * (MEGABYTE // len(again)) for begin, again in tried]
     own = [cpu_seconds(text, load_spec(name)) for name in spec_names() for text in texts]
-    others = [spec_of(found, source=name) for name, found in REGEXES.items()]
+    others = [make_spec(found, source=name) for name, found in REGEXES.items()]
     return {
         "parse_megabyte_worst_s": max(own),
         "parse_megabyte_median_s": statistics.median(own),

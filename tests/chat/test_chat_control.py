@@ -219,8 +219,10 @@ def test_blanks_that_a_control_token_absorbs(left: bool, right: bool) -> None:
         "a\u2003<x>\u00a0b",
         "<x>\x1c<x>",
     ):
-        ids = [i for c, piece in encoder.pieces(text) for i in encoder._piece_ids(c, piece)]
-        assert ids == tokenizer.encode(text, add_special_tokens=False)
+        # The text of a user in it, behind a control token, has a rendering encoded piece by piece.
+        ids = encoder.encode(f"{text}<y>{encoder.mark('<y>')}")
+        whole = tokenizer.encode(f"{text}<y>", add_special_tokens=False)
+        assert ids == [*whole, *encoder.encode_plain("<y>")]
 
 
 def test_a_prompt_of_blanks_takes_time_in_proportion_to_its_length() -> None:

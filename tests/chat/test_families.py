@@ -17,7 +17,7 @@ from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
-from agenttrain.chat.fixes import Edit, Family, families, fixed, parse_family, pattern
+from agenttrain.chat.fixes import Edit, Family, apply_fix, families, parse_family, pattern
 from agenttrain.chat.loading import load_chat
 from agenttrain.cli import main
 from agenttrain.commands.templates import (
@@ -235,7 +235,7 @@ def test_an_answer_that_ended_has_no_second_end_before_a_later_user_turn() -> No
 def test_the_certificate_tells_where_trained_and_served_contexts_differ() -> None:
     differing = {}
     for family, source in ORIGINALS:
-        last, followed = chat_of(family, source).answer_ends()
+        last, followed = chat_of(family, source).answer_end_ids()
         if last != followed:
             differing[family] = chat_of(family, source)
     assert list(differing) == ["gpt-oss"]
@@ -329,7 +329,7 @@ def test_an_edit_finds_what_forks_change() -> None:
 def test_a_fix_that_does_not_apply_says_what_is_missing() -> None:
     family = Family(fixes=((Edit(find="{%- if a %}", put="{%- if b %}", why="w"),),))
     with pytest.raises(ChatError, match=r"does not hold '\{%- if a %\}'.*chat_template=none"):
-        fixed("mine", family, "{{ messages }}")
+        apply_fix("mine", family, "{{ messages }}")
 
 
 def test_a_fix_as_text() -> None:

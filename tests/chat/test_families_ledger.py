@@ -96,7 +96,7 @@ def check(chat: Chat, user: str, conversation: Conversation) -> None:
     for number, (said, answered) in enumerate(conversation):
         after = messages[-1]["role"]
         whole = as_parsed(chat, said, after)
-        turn, replies = chat.shown(whole, answered)
+        turn, replies = chat.as_rendered(whole, answered)
         messages += [turn.message(), *replies]
         full = chat.prompt_ids(messages, EXAMPLE_TOOLS)
         sent = list(rollout.trajectories[0].token_ids)

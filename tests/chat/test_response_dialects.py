@@ -10,7 +10,7 @@ from response_cases import FORECAST, SCHEMAS, TEMPLATES
 from test_response_families import Expected, check
 from transformers.utils.chat_parsing import parse_response as parsed_by_transformers
 
-from agenttrain.chat.loading import spec_of
+from agenttrain.chat.loading import make_spec
 from agenttrain.chat.parsers.base import parse_response
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -45,7 +45,7 @@ GEMMA = '<|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>'
 def test_response_template_as_transformers_reads_it(
     name: str, text: str, expected: Expected
 ) -> None:
-    turn = parse_response(text, spec_of(TEMPLATES[name], source=name), turn=0, schemas=[FORECAST])
+    turn = parse_response(text, make_spec(TEMPLATES[name], source=name), turn=0, schemas=[FORECAST])
     check(turn, expected)
     theirs = parsed_by_transformers(text, TEMPLATES[name], prefix="", tools=[FORECAST])
     calls = [call.get("function", call) for call in _flat(theirs.get("tool_calls", []))]
@@ -110,7 +110,7 @@ def _flat(calls: list) -> list[dict]:
 def test_response_template_where_transformers_fails(
     name: str, text: str, expected: Expected
 ) -> None:
-    turn = parse_response(text, spec_of(TEMPLATES[name], source=name), turn=0, schemas=[FORECAST])
+    turn = parse_response(text, make_spec(TEMPLATES[name], source=name), turn=0, schemas=[FORECAST])
     check(turn, expected)
     assert all(call.text in text for call in turn.calls)
 
@@ -126,7 +126,7 @@ def test_response_template_where_transformers_fails(
     ],
 )
 def test_prompts_that_open_the_reasoning(prompt: str, inside: bool) -> None:
-    spec = spec_of(TEMPLATES["tags"], source="tags")
+    spec = make_spec(TEMPLATES["tags"], source="tags")
     assert spec.opens_reasoning(prompt) is inside
     turn = parse_response("a</think>Hi.", spec, turn=0, in_reasoning=inside)
     assert (turn.reasoning, turn.content) == (("a", "Hi.") if inside else (None, "a</think>Hi."))
@@ -191,27 +191,27 @@ def test_prompts_that_open_the_reasoning(prompt: str, inside: bool) -> None:
     ],
 )
 def test_response_schema(name: str, text: str, expected: Expected) -> None:
-    turn = parse_response(text, spec_of(SCHEMAS[name], source=name), turn=0, schemas=[FORECAST])
+    turn = parse_response(text, make_spec(SCHEMAS[name], source=name), turn=0, schemas=[FORECAST])
     check(turn, expected)
     assert all(call.text in text for call in turn.calls)
 
 
 def test_a_stray_mark_after_a_call_makes_no_reasoning_of_it() -> None:
     text = f"{GOOD}</think>{GOOD[:-1]}"
-    turn = parse_response(text, spec_of(SCHEMAS["tags"], source="tags"), turn=0)
+    turn = parse_response(text, make_spec(SCHEMAS["tags"], source="tags"), turn=0)
     check(turn, ("</think>", None, [("f", {"x": 1}), "the call is not closed"]))
 
 
 @pytest.mark.parametrize("spec", [TEMPLATES["tags"], SCHEMAS["tags"]])
 def test_the_readable_name_of_a_malformed_call(spec: dict) -> None:
     bad = '<tool_call>{"name": "g", "arguments": {"x": oops}}</tool_call>'
-    turn = parse_response(bad + GOOD + bad[:24], spec_of(spec, source="tags"), turn=0)
+    turn = parse_response(bad + GOOD + bad[:24], make_spec(spec, source="tags"), turn=0)
     assert [call.name for call in turn.calls] == ["g", "f", "g"]
     assert [call.malformed is None for call in turn.calls] == [False, True, False]
 
 
 def test_response_schema_inside_the_reasoning() -> None:
-    spec = spec_of(SCHEMAS["tags"], source="tags")
+    spec = make_spec(SCHEMAS["tags"], source="tags")
     assert spec.opens_reasoning("<|im_start|>assistant\n<think>\n")
     turn = parse_response("a</think>Hi.", spec, turn=0, in_reasoning=True)
     assert (turn.reasoning, turn.content) == ("a", "Hi.")
@@ -220,15 +220,15 @@ def test_response_schema_inside_the_reasoning() -> None:
 def test_control_tokens_that_a_dialect_reads() -> None:
     controls = ["<|im_end|>", "<|im_start|>", "<think>", '<|"|>', "<|tool_call>"]
     tags = ("<|im_end|>", "<think>")
-    assert spec_of(TEMPLATES["tags"], source="").marks(controls) == tags
-    assert spec_of(SCHEMAS["tags"], source="").marks(controls) == tags
-    assert spec_of(TEMPLATES["delimited"], source="").marks(controls) == ('<|"|>', "<|tool_call>")
+    assert make_spec(TEMPLATES["tags"], source="").marks(controls) == tags
+    assert make_spec(SCHEMAS["tags"], source="").marks(controls) == tags
+    assert make_spec(TEMPLATES["delimited"], source="").marks(controls) == ('<|"|>', "<|tool_call>")
 
 
 def test_a_search_that_takes_too_long_finds_nothing() -> None:
     slow = copy.deepcopy(TEMPLATES["tags"])
     slow["fields"]["content"]["close_pattern"] = r"(?:a|a|aa)+\d(?=z)"
-    turn = parse_response("a" * 60 + GOOD, spec_of(slow, source="slow"), turn=0)
+    turn = parse_response("a" * 60 + GOOD, make_spec(slow, source="slow"), turn=0)
     assert [(call.name, call.malformed) for call in turn.calls] == [("f", None)]
 
 
@@ -282,6 +282,6 @@ ARGUMENTS = ("properties", "tool_calls", "items", "properties", "function", "pro
 def test_what_is_wrong_with_a_spec_is_named(spec: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         try:
-            spec_of(spec, source="the tokenizer's response_template")
+            make_spec(spec, source="the tokenizer's response_template")
         except Exception as error:
             raise ValueError(str(error)) from error

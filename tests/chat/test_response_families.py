@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from response_cases import FORECAST
 
-from agenttrain.chat.loading import load_spec, spec_names, spec_of
+from agenttrain.chat.loading import load_spec, make_spec, spec_names
 from agenttrain.chat.parsers.base import parse_response
 from agenttrain.types import AssistantTurn
 
@@ -476,7 +476,7 @@ def test_no_two_calls_of_a_turn_have_the_same_id(family: str, text: str, ids: li
 def test_what_is_no_json(body: str, strict: Any, lenient: Any) -> None:
     base = {"call_open": "<tool_call>", "call_close": "</tool_call>"}
     for wanted, extra in ((strict, {}), (lenient, {"lenient": True})):
-        spec = spec_of({**base, **extra}, source="test")
+        spec = make_spec({**base, **extra}, source="test")
         turn = parse_response(f"<tool_call>{body}</tool_call>", spec, turn=0)
         check(turn, ("", None, [wanted]))
 

@@ -17,7 +17,7 @@ from test_response_fuzz import SPECS, fuzzed
 
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.loading import load_chat, load_spec, resolve_spec, spec_of
+from agenttrain.chat.loading import load_chat, load_spec, make_spec, resolve_spec
 from agenttrain.chat.parsers.base import parse_response
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
@@ -166,7 +166,7 @@ HEADER = {
 
 @pytest.mark.parametrize("spec", [SCHEMA, TEXT, MARKS, CAPTURED, HEADER])
 def test_a_spec_that_captures_the_inside_of_the_braces_gets_them_back(spec: dict[str, Any]) -> None:
-    strict = spec_of(spec, source="test")
+    strict = make_spec(spec, source="test")
     call = FORMATS["hermes"].format
     assert read(strict, call('{"a": 3, "b": 4}') + call("{}")) == [(ARGUMENTS, False), ({}, False)]
     ((malformed, loose),) = read(strict, call("{a: 3, b: 4}"))
@@ -184,7 +184,7 @@ def test_a_spec_of_any_dialect_can_be_lenient(spec: dict[str, Any]) -> None:
 
 def test_braces_are_not_added_where_the_expression_captures_them() -> None:
     whole = json.loads(json.dumps(TEXT).replace(r"\\{(?P<arguments>.*)\\}", "(?P<arguments>.*)"))
-    spec = spec_of(whole, source="test")
+    spec = make_spec(whole, source="test")
     call = FORMATS["hermes"].format
     assert read(spec, call('{"a": 3, "b": 4}')) == [(ARGUMENTS, False)]
     ((malformed, _),) = read(spec, call('"a": 3, "b": 4'))

@@ -15,7 +15,7 @@ from tiny import tokenizer
 
 from agenttrain.chat.config import ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
-from agenttrain.chat.loading import load_spec, resolve_spec, spec_names, spec_of
+from agenttrain.chat.loading import load_spec, make_spec, resolve_spec, spec_names
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
 from agenttrain.settings.compose import Source, compose_run, convert, hydra_session
 from agenttrain.utils.files import conf_folder
@@ -183,4 +183,4 @@ def of_the_calls(**node: Any) -> dict[str, Any]:
 )
 def test_a_dialect_that_is_written_wrongly(found: dict[str, Any], message: str) -> None:
     with pytest.raises(ChatError, match=f"the file: .*{message}"):
-        spec_of(found, source="the file")
+        make_spec(found, source="the file")

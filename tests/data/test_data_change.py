@@ -10,7 +10,7 @@ from agenttrain.data.build import build_tasks
 from agenttrain.data.config import DataConfig
 from agenttrain.data.files import BadRow
 from agenttrain.data.tasks import to_task
-from agenttrain.data.transform import Change, Usable, split_off
+from agenttrain.data.transform import RowCheck, RowTransform, hold_out
 from agenttrain.types import Message
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.text_templates import TextTemplate
@@ -19,7 +19,7 @@ QUESTION = {"question": "2+2?", "solution": "2 and 2 #### 4"}
 
 
 def messages(row: dict, **data: object) -> list[Message]:
-    return list(to_task(Change(DataConfig(**data))(row), 0).messages)
+    return list(to_task(RowTransform(DataConfig(**data))(row), 0).messages)
 
 
 class List(list):
@@ -36,7 +36,7 @@ def built(values: list[dict], **data: object):
 
 
 def test_columns_are_mapped_and_the_others_stay():
-    change = Change(
+    change = RowTransform(
         DataConfig(
             map={
                 "answer": "split(solution, '#### ')[-1]",
@@ -80,7 +80,7 @@ def test_a_system_message_is_put_before_those_without_one():
     st.text(),
 )
 def test_mapping_a_column_to_itself_changes_nothing(row, prompt):
-    change = Change(DataConfig(map={name: name for name in row}))
+    change = RowTransform(DataConfig(map={name: name for name in row}))
     given_row = {**row, "messages": [{"role": "user", "content": prompt}]}
     kept = {name: value for name, value in given_row.items() if value is not None}
     assert change(given_row) == kept
@@ -113,7 +113,7 @@ def test_a_list_that_is_a_text_is_not_asked_as_a_question():
 )
 def test_what_does_not_fit_a_row_is_told_with_the_setting(data, said):
     with pytest.raises(BadRow, match=said):
-        Change(DataConfig(**data))({**QUESTION, "n": 3})
+        RowTransform(DataConfig(**data))({**QUESTION, "n": 3})
 
 
 def test_functions_that_columns_need():
@@ -163,9 +163,9 @@ def test_rows_held_out_are_the_same_whatever_their_order_and_the_runs_seed():
     st.integers(0, 3),
 )
 def test_rows_that_ask_the_same_are_on_one_side(keys, fraction, seed):
-    found = Usable(good=list(range(len(keys))), keys=keys)
+    found = RowCheck(good=list(range(len(keys))), keys=keys)
     try:
-        train, test = split_off(found, fraction, seed)
+        train, test = hold_out(found, fraction, seed)
     except ValueError as error:
         assert "leaves no row for" in str(error)
         return

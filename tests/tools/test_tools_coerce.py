@@ -10,8 +10,8 @@ from agenttrain.tools.arguments import (
     ArgumentSchema,
     InvalidArguments,
     coerce,
-    plain_schema,
-    validator_of,
+    make_validator,
+    without_nullable,
 )
 
 INTEGER, NUMBER, STRING, BOOLEAN = (
@@ -82,7 +82,7 @@ MAYBE = {"type": "integer", "nullable": True}
     ],
 )
 def test_coercion_table(schema, value, expected):
-    found = coerce(value, plain_schema(schema))
+    found = coerce(value, without_nullable(schema))
     assert (found, type(found)) == (expected, type(expected))
 
 
@@ -95,13 +95,13 @@ def test_more_digits_than_python_reads_or_writes():
 
 
 def test_nullable_in_json_schemas_own_words():
-    assert plain_schema(MAYBE) == {"type": ["integer", "null"]}
+    assert without_nullable(MAYBE) == {"type": ["integer", "null"]}
     enum = {"type": "string", "enum": ["a"], "nullable": True}
-    assert plain_schema(enum) == {"type": ["string", "null"], "enum": ["a", None]}
+    assert without_nullable(enum) == {"type": ["string", "null"], "enum": ["a", None]}
     union = {"anyOf": [INTEGER, INTEGERS], "nullable": True}
-    assert plain_schema(union) == {"anyOf": [INTEGER, INTEGERS, {"type": "null"}]}
+    assert without_nullable(union) == {"anyOf": [INTEGER, INTEGERS, {"type": "null"}]}
     named = {"type": "object", "properties": {"nullable": BOOLEAN}}
-    assert plain_schema(named) == named
+    assert without_nullable(named) == named
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -124,7 +124,7 @@ schemas = st.recursive(
         st.just({"type": ["integer", "string", "array"]}),
     ),
     max_leaves=5,
-).map(plain_schema)
+).map(without_nullable)
 
 
 @settings(max_examples=400, deadline=None)
@@ -133,7 +133,7 @@ def test_coercion_never_raises_never_changes_what_fits_and_is_stable(schema, val
     before = json.dumps(value)
     found = coerce(value, schema)
     assert json.dumps(value) == before
-    fits = validator_of(schema).is_valid
+    fits = make_validator(schema).is_valid
     if fits(value):
         assert found == value
         assert fits(found)
@@ -151,7 +151,7 @@ def test_reading_arguments_gives_valid_ones_or_says_why(arguments):
         assert str(error)
         assert len(str(error)) < 600
     else:
-        assert validator_of(schema).is_valid(read)
+        assert make_validator(schema).is_valid(read)
         assert set(read) == set(arguments)
 
 
@@ -171,4 +171,4 @@ def test_faults_inside_of_values_have_their_path():
 
 def test_no_schema_is_fetched():
     with pytest.raises(Exception, match="Unresolvable"):
-        validator_of({"$ref": "http://127.0.0.1:9/schema.json"}).is_valid(1)
+        make_validator({"$ref": "http://127.0.0.1:9/schema.json"}).is_valid(1)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from agenttrain.tools.build import build_toolbox
-from agenttrain.tools.mcp.server import McpServer, inlined
+from agenttrain.tools.mcp.server import McpServer, inline_references
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.types import Task, ToolCall, ToolContext, ToolError, ToolResult, ToolUnavailable
 
@@ -319,14 +319,14 @@ def test_a_server_behind_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
             r"tools\.demo\.command=\[.*\]: the server does not answer: Connection closed; its "
-            "last words: no licence; run the command in a terminal to see why",
+            "last line on stderr: no licence; run the command in a terminal to see why",
         ),
         (
             {
                 "command": [sys.executable, "-c", "import sys; sys.stdin.read()"],
                 "start_timeout_s": 0.5,
             },
-            "does not answer: no answer within 0.5 s; it said nothing on stderr; run the command",
+            "does not answer: no answer within 0.5 s; it wrote nothing to stderr; run the command",
         ),
         (
             {"url": "http://127.0.0.1:9/mcp"},
@@ -373,7 +373,7 @@ def test_references_are_put_in_place() -> None:
         },
     }
     address = {"type": "object", "properties": {"city": {"type": "string"}}}
-    assert inlined(schema) == {
+    assert inline_references(schema) == {
         "type": "object",
         "properties": {
             "$ref": {"type": "string"},
@@ -382,4 +382,4 @@ def test_references_are_put_in_place() -> None:
         },
     }
     endless = {"$defs": {"Tree": {"items": {"$ref": "#/$defs/Tree"}}}, "$ref": "#/$defs/Tree"}
-    assert inlined(endless) == endless
+    assert inline_references(endless) == endless

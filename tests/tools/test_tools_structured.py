@@ -315,8 +315,8 @@ class Odd:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Node, r"parameter 'value': Node\.children: Node holds itself"),
-        (Tree, r"parameter 'value': Tree holds itself"),
+        (Node, r"parameter 'value': Node\.children: Node contains itself"),
+        (Tree, r"parameter 'value': Tree contains itself"),
         (Odd, r"parameter 'value': Odd\.when: <class 'complex'> has no JSON; use one of str"),
         (dict[int, Line], r"parameter 'value': a mapping from <class 'int'>: the keys of JSON"),
     ],

@@ -1,16 +1,16 @@
-"""Completion text -> AssistantTurn: content, reasoning, and calls good and malformed in order.
+"""Parse the text of a completion into content, reasoning and calls, good or malformed, in order.
 
-What is accepted is what the parsers of inference servers accept for the same family, so that what
-is trained works where it is deployed; what they would drop or guess at is a malformed call, whose
-reason the model reads. A malformed call never takes its siblings with it.
+A call is accepted if the parsers of inference servers accept it for the same family, so that the
+trained habits work after deployment. A call that they would drop or guess at is malformed, and the
+model reads the reason. A malformed call never affects the calls beside it.
 
 ==========================================  ======================================================
 in a call's text                            result
 ==========================================  ======================================================
 arguments as a JSON string                  decoded: ``"{\\"a\\": 3}"`` is ``{"a": 3}``
 … and encoded once more                     decoded once more, and no further
-arguments whose braces a spec's own pattern read with their braces added
-takes
+arguments whose braces the schema's own     read with their braces added
+pattern consumes
 arguments missing, null or an empty string  ``{}``
 name missing, empty or no string            malformed
 arguments that are no mapping               malformed
@@ -21,21 +21,21 @@ trailing commas                             read in LFM2's format; malformed in 
 arguments without their braces              malformed: ``"arguments": "a": 3, "b": 4``
 … ``response_schema.lenient=true``          the last four are read in JSON too, and such calls
                                             counted (`tools/lenient_calls`)
-XML parameters, GLM's values                text, or by the tool's schema what the text is JSON of
+XML parameters, GLM's values                text, or the JSON value if the tool's schema asks for it
 NaN, Infinity, 1e999                        malformed
 lone surrogates, over 64 levels             malformed: no JSON file could hold them
 text between a call and its closing mark    malformed
 closing mark missing, call cut anywhere     malformed, to the next opening mark or the end
-an id written twice in a turn               such calls are numbered; one written once is kept
-a name that can be read, in a malformed call the malformed call's name
+an id written twice in a turn               both calls get new ids; an id written once stays
+a readable name in a malformed call         the malformed call's name
 a mark inside a string or parameter         part of it, up to 16 marks
 text after a call that has no closing mark  content (Llama, Mistral)
-text that no call can be seen in            content
+text without any sign of a call             content
 calls beyond the 1,024th                    one malformed call
 ==========================================  ======================================================
 
-`ResponseSpec` is the protocol of the families' parsers, `Parts` their result; `parse_response`
-makes the turn of it.
+`ResponseSpec` is the protocol of the families' parsers and `ParsedCompletion` their result, from
+which `parse_response` makes the turn.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from agenttrain.chat.parsers.values import Json, excerpt, kind, portable, read_j
 from agenttrain.types import AssistantTurn, ToolCall
 
 CALL_ID = "call_{turn}_{index}"
-"""How a call without an id of its own is named."""
+"""Id of a call for which the model wrote none."""
 MAX_CALLS = 1024
-"""Calls of one completion that are read: what an agent writes has a few, and each costs time."""
+"""Calls of one completion that are read. An agent writes a few; each takes time to read."""
 TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A call as found in a completion, before its name and arguments are checked.
+class ParsedCall:
+    """A call as it is written in a completion, before its name and arguments are checked.
 
     Example: ``Found(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
     """
@@ -70,34 +70,38 @@ class Found:
     arguments: Any = field(default_factory=dict)
     """A mapping, or the text of a JSON object; anything else makes the call malformed."""
     problem: str | None = None
-    """Why the text cannot be read as a call."""
+    """Reason why the text cannot be read as a call."""
     id: str | None = None
     """The id that the model wrote, in formats that have one."""
     name_label: str = '"name"'
-    """Term for the name in a problem's text, which the model reads."""
+    """Term for the name in the text of a problem, which the model reads."""
     arguments_label: str = '"arguments"'
     lenient: bool = False
-    """Only a lenient spec reads it."""
+    """Only a lenient spec accepts it."""
 
 
-def unread(text: str) -> Found:
-    """Return the end of a completion of too many calls as one malformed call."""
-    return Found(text=text, problem=TOO_MANY)
+def overflow_call(text: str) -> ParsedCall:
+    """Make one malformed call of the text behind the last call that is read."""
+    return ParsedCall(text=text, problem=TOO_MANY)
 
 
-def capped(calls: Sequence[Found]) -> Sequence[Found]:
-    """The calls, those over the limit as one malformed call."""
-    return calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], unread(calls[MAX_CALLS].text)]
+def limit_calls(calls: Sequence[ParsedCall]) -> Sequence[ParsedCall]:
+    """Replace the calls over the limit by one malformed call."""
+    return (
+        calls
+        if len(calls) <= MAX_CALLS
+        else [*calls[:MAX_CALLS], overflow_call(calls[MAX_CALLS].text)]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """A completion taken apart."""
+class ParsedCompletion:
+    """A completion split into content, reasoning and calls."""
 
     content: str
     reasoning: str | None
-    calls: Sequence[Found] = ()
-    """In the order written."""
+    calls: Sequence[ParsedCall] = ()
+    """In the order in which they were written."""
 
 
 class ResponseSpec(Protocol):
@@ -105,28 +109,30 @@ class ResponseSpec(Protocol):
 
     @property
     def call_id(self) -> str:
-        """Format of the ids of calls that have none, of `turn` and `index`."""
+        """Format string, with `turn` and `index`, for the ids of calls that have none."""
         ...
 
     @property
     def lenient(self) -> bool:
-        """Arguments that are almost JSON are read."""
+        """True if arguments that are almost JSON are accepted."""
         ...
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """Return the control tokens that `parse` must see in the completion's text.
 
-        An end of turn is among them where the format tells by it how a message ended; all other
-        control tokens are to be left out.
+        All others are removed first. An end of turn is returned if the format needs it to know how
+        a message ended.
         """
         ...
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Check that a completion of this prompt begins inside the reasoning."""
+        """Return True if a completion of this prompt begins inside the reasoning."""
         ...
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
-        """Take any text apart, in linear time; never raises."""
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
+        """Split any text, in linear time; never raises."""
         ...
 
 
@@ -141,18 +147,18 @@ def parse_response(
     in_reasoning: bool = False,
     schemas: Sequence[Mapping] = (),
 ) -> AssistantTurn:
-    """Parse one completion; takes any text, in linear time, and never raises.
+    """Parse one completion: any text, in linear time, without raising.
 
-    `in_reasoning`: the generation prompt has already opened the reasoning. `schemas`: of the tools,
-    for formats whose arguments carry no types. A call that cannot be used is in the list too, with
-    `malformed` saying why. Example (turn 3)::
+    `in_reasoning`: the generation prompt has already opened the reasoning. `schemas` are those of
+    the tools, for formats that write arguments without types. A call that cannot be used is in the
+    list too, with the reason in `malformed`. Example (turn 3)::
 
         'Sum: <tool_call>{"name": "add", "arguments": "{\\\\"a\\\\": 3}"}</tool_call>'
         -> content "Sum:", calls (ToolCall(id="call_3_0", name="add", arguments={"a": 3}),)
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = capped(parts.calls)
+    written = limit_calls(parts.calls)
     ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
     for call, call_id in zip(written, ids, strict=True):
@@ -178,20 +184,20 @@ def parse_response(
     return AssistantTurn(content=parts.content, reasoning=parts.reasoning, calls=tuple(calls))
 
 
-def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
-    """Return an id for each call, no two the same, or one reply would answer two calls.
+def _ids(calls: Sequence[ParsedCall], numbered: Callable[[int], str]) -> list[str]:
+    """Return a unique id for each call; with equal ids one reply would answer two calls.
 
-    An id that the model wrote once is kept; one that it wrote twice names neither call. Example:
+    An id that the model wrote once stays; one that it wrote twice identifies neither call. Example:
     calls with the id ``call_0_1`` and without one get ``call_0_1`` and ``call_0_2``.
     """
     written = Counter(call.id for call in calls if call.id and portable(call.id, call.text))
-    kept = {call_id for call_id, times in written.items() if times == 1}
-    spare = count(len(calls))
+    unique_ids = {call_id for call_id, times in written.items() if times == 1}
+    spare_numbers = count(len(calls))
     ids = []
     for index, call in enumerate(calls):
-        call_id = call.id if call.id in kept else numbered(index)
-        while call.id not in kept and call_id in kept:
-            call_id = numbered(next(spare))
+        call_id = call.id if call.id in unique_ids else numbered(index)
+        while call.id not in unique_ids and call_id in unique_ids:
+            call_id = numbered(next(spare_numbers))
         ids.append(call_id)
     return ids
 
@@ -199,9 +205,9 @@ def _ids(calls: Sequence[Found], numbered: Callable[[int], str]) -> list[str]:
 def _arguments(
     value: Any, label: str, lenient: bool, *, again: bool = True
 ) -> tuple[dict[str, Any], str | None, bool]:
-    """(arguments, problem, whether they were read only by being lenient).
+    """Return (arguments, problem, True if only a lenient spec accepts them).
 
-    A JSON object in a string is decoded, and so is one whose string was encoded `again`.
+    A JSON object in a string is decoded; with `again`, also one that was encoded twice.
     """
     loose = False
     if isinstance(value, str) and value.strip():

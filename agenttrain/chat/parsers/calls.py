@@ -1,4 +1,4 @@
-"""How families write the inside of a call: one function per syntax."""
+"""Read the inside of a call: one function for each syntax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agenttrain.chat.parsers.base import MAX_CALLS, Found, unread
+from agenttrain.chat.parsers.base import MAX_CALLS, ParsedCall, overflow_call
 from agenttrain.chat.parsers.values import (
     GEMMA,
     LENIENT,
@@ -29,7 +29,7 @@ from agenttrain.chat.parsers.values import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """Settings of a syntax function; the fields of a spec's YAML."""
+    """Settings of the functions that read calls; they are fields of a spec's YAML."""
 
     name_key: str = "name"
     """Key of a JSON call that holds the tool's name."""
@@ -38,20 +38,20 @@ class Syntax:
     header: str | None = None
     """named_json: a regular expression, with the group `name` and perhaps `id`."""
     footer: str | None = None
-    """named_json: what stands after the arguments, e.g. a code fence; it may be missing."""
+    """named_json: text after the arguments, e.g. a code fence; the model may leave it out."""
     lenient: bool = False
     """JSON may have keys without quotes, Python's literals, trailing commas, and arguments without
-     their braces."""
+    braces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Calls that a syntax function has read at the beginning of a body."""
+    """The calls at the beginning of a body."""
 
-    calls: Sequence[Found] = ()
-    """`text` is empty where the call is the whole body."""
+    calls: Sequence[ParsedCall] = ()
+    """Their `text` is empty if the call is the whole body."""
     end: int = 0
-    """Position in the body after what was read."""
+    """Position in the body behind the calls."""
     cut: bool = False
     """The body ended inside a string, so that its closing mark may be part of it."""
 
@@ -62,7 +62,7 @@ Reader = Callable[[str, Syntax, Schemas], Read]
 
 
 def _problem(problem: str, *, name: Any = "", cut: bool = False) -> Read:
-    return Read(calls=[Found(text="", name=name, problem=problem)], cut=cut)
+    return Read(calls=[ParsedCall(text="", name=name, problem=problem)], cut=cut)
 
 
 def _value(body: str, at: int, syntax: Syntax) -> Json:
@@ -70,7 +70,7 @@ def _value(body: str, at: int, syntax: Syntax) -> Json:
 
 
 def _is_loose(text: str, syntax: Syntax, at: int = 0) -> bool:
-    """Return True where the value at `at`, which could be read, is no strict JSON."""
+    """Return True if the value at `at`, which was read, is not strict JSON."""
     return syntax.lenient and read_json(text, at).problem is not None
 
 
@@ -82,11 +82,12 @@ def read_object(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     return Read(calls=[_object(value, syntax, lenient=_is_loose(body, syntax))], end=end)
 
 
-def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> Found:
+def _object(value: Any, syntax: Syntax, text: str = "", *, lenient: bool) -> ParsedCall:
+    """Make a call of the JSON object that describes it."""
     if not isinstance(value, dict):
-        return Found(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
+        return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(value)}")
     written = value.get("id")
-    return Found(
+    return ParsedCall(
         text=text,
         name=value.get(syntax.name_key),
         arguments=value.get(syntax.arguments_key),
@@ -110,12 +111,12 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     calls = [
         _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
         if item.problem is None
-        else Found(text=item.text, name=item.name, problem=item.problem)
+        else ParsedCall(text=item.text, name=item.name, problem=item.problem)
         for item in items
     ]
     cut = bool(calls) and calls[-1].problem is not None and end == len(body)
     return Read(
-        calls=calls or [Found(text="", problem="the array holds no call")], end=end, cut=cut
+        calls=calls or [ParsedCall(text="", problem="the array holds no call")], end=end, cut=cut
     )
 
 
@@ -135,7 +136,7 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     if footer:
         at = skip_blank(body, end)
         end = at + len(footer) if body.startswith(footer, at) else end
-    call = Found(
+    call = ParsedCall(
         text="",
         name=name,
         arguments=value,
@@ -148,10 +149,10 @@ def read_named(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 
 def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[Json, str, bool]:
-    """Read the arguments behind a header: (value, the footer still to come, whether it is loose).
+    """Read the arguments behind a header: (value, the footer still expected, not strict JSON).
 
-    A header that ends with the opening brace, as in ``f({``, has taken it from the arguments, and
-    their closing brace is perhaps the first character of the footer or of the closing mark.
+    A header may end with the opening brace of the arguments, as in ``f({``. Their closing brace
+    may then be the first character of the footer or of the closing mark.
     """
     at, footer = header.end(), syntax.footer or ""
     if header.group().rstrip().endswith("{"):
@@ -181,16 +182,16 @@ def read_gemma(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     if problem is not None:
         return _problem(problem, name=header["name"], cut=cut)
     label = "the text after call:"
-    call = Found(text="", name=header["name"], arguments=value, name_label=label)
+    call = ParsedCall(text="", name=header["name"], arguments=value, name_label=label)
     return Read(calls=[replace(call, arguments_label="the value of the arguments")], end=end)
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]*)>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\n]*)>")
-# A closing tag that no other tag follows is part of the value.
+# A closing tag ends a value only if a tag of the format follows; otherwise it is part of it.
 _PARAMETER_END = re.compile(r"\n?</parameter>(?=\s*+(?:<parameter=|</function>))")
-# A value that runs over the head of another call was never closed: the other call is one.
+# A value that contains the beginning of another call was never closed.
 _NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>\s*+<function=")
 
 
@@ -203,7 +204,7 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     values = _Values(name, schemas.get(name, {}))
     while (parameter := _PARAMETER.match(body, at)) is not None:
         start = parameter.end() + body.startswith("\n", parameter.end())
-        # The newlines of an empty value are one: `<parameter=x>\n</parameter>`.
+        # In an empty value both newlines are the same one: `<parameter=x>\n</parameter>`.
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
@@ -245,7 +246,7 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
 
 @dataclass(slots=True)
 class _Values:
-    """Arguments whose values are texts, typed by the tool's schema."""
+    """Arguments that are written as text and typed by the tool's schema."""
 
     name: str
     schema: Mapping[str, Any]
@@ -257,9 +258,9 @@ class _Values:
             self.problem = f"the parameter {excerpt(key)} is given twice"
         self.values[key] = typed(text, self.schema.get(key))
 
-    def call(self) -> Found:
+    def call(self) -> ParsedCall:
         label = "the text of the call's head"
-        call = Found(text="", name=self.name, arguments=self.values, name_label=label)
+        call = ParsedCall(text="", name=self.name, arguments=self.values, name_label=label)
         return replace(call, problem=self.problem)
 
 
@@ -275,9 +276,9 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A parameter's text, or the JSON value that it is the text of, where the schema wants that.
+    """Return the JSON value of a parameter's text if the schema asks for one, else the text.
 
-    Example: "7" is 7 for an integer and "7" for a string, or where no schema says which.
+    Example: "7" becomes 7 for an integer, and stays "7" for a string or without a schema.
     """
     types = schema_types(schema)
     if not any(name in types for name in _TYPES):
@@ -292,7 +293,7 @@ def typed(text: str, schema: Any) -> Any:
 
 
 def schema_types(schema: Any, depth: int = 8) -> list[str]:
-    """The JSON types that a schema allows, `nullable` and unions included."""
+    """Return the JSON types that a schema allows, `nullable` and unions included."""
     if not isinstance(schema, Mapping) or depth == 0:
         return []
     declared = schema.get("type")
@@ -306,7 +307,7 @@ def schema_types(schema: Any, depth: int = 8) -> list[str]:
 
 
 def json_type(value: Any) -> str:
-    """The name that JSON schema has for a value's type."""
+    """Return the name of a value's type in JSON schema."""
     return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
@@ -323,10 +324,10 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     at = skip_blank(body, start + 1)
     if body.startswith("{", at):
         return read_list(body, syntax, schemas)
-    calls: list[Found] = []
+    calls: list[ParsedCall] = []
     while not body.startswith("]", at):
         if len(calls) >= MAX_CALLS:
-            return Read(calls=[*calls, unread(body[at:])], end=len(body))
+            return Read(calls=[*calls, overflow_call(body[at:])], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
         if cut or end == len(body):
@@ -335,25 +336,28 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if body.startswith(",", at):
             at = skip_blank(body, at + 1)
         elif not body.startswith("]", at):
-            calls.append(Found(text=body[at:], problem="the list of calls is not closed"))
+            calls.append(ParsedCall(text=body[at:], problem="the list of calls is not closed"))
             return Read(calls=calls, end=len(body))
-    return Read(calls=calls or [Found(text="", problem="the list holds no call")], end=at + 1)
+    return Read(calls=calls or [ParsedCall(text="", problem="the list holds no call")], end=at + 1)
 
 
-def _python_call(body: str, at: int) -> tuple[Found, int, bool]:
-    """(call, its end, whether the body ended inside a string); a bad call ends where it can."""
+def _python_call(body: str, at: int) -> tuple[ParsedCall, int, bool]:
+    """Return (call, its end, True if the body ends inside a string).
+
+    A malformed call ends where the next one begins, or where the list ends.
+    """
     header = _CALL.match(body, at)
     if header is None:
         end = _next_call(body, at)
         problem = f"expected NAME(KEY=VALUE, …), found {excerpt(body[at:end][:80])}"
-        return Found(text=body[at:end], problem=problem), end, False
+        return ParsedCall(text=body[at:end], problem=problem), end, False
     try:
         arguments, end = _python_arguments(body, header.end())
     except LiteralError as error:
         end = len(body) if error.cut else _next_call(body, header.end())
         problem = f"invalid arguments: {error}"
-        return Found(text=body[at:end], name=header["name"], problem=problem), end, error.cut
-    return Found(text=body[at:end], name=header["name"], arguments=arguments), end, False
+        return ParsedCall(text=body[at:end], name=header["name"], problem=problem), end, error.cut
+    return ParsedCall(text=body[at:end], name=header["name"], arguments=arguments), end, False
 
 
 def _python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
@@ -381,7 +385,7 @@ _NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
 
 
 def _next_call(body: str, at: int) -> int:
-    """Where a call that cannot be read ends: before the next call, or the list's end."""
+    """Return the end of a call that cannot be read: before the next call or the list's end."""
     end = _NEXT.search(body, at)
     if end is not None:
         return end.end()
@@ -398,4 +402,4 @@ READERS: dict[str, Reader] = {
     "gemma": read_gemma,
     "python": read_python,
 }
-"""By the names that a spec's `syntax` takes."""
+"""Readers by the value of a spec's `syntax`."""

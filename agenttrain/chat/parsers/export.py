@@ -1,10 +1,10 @@
-"""A chat's format as the `response_template` that transformers reads: saved in checkpoints, so that
-``tokenizer.parse_response(ids, prefix=prompt, tools=tools)`` gives back messages.
+"""Export a chat's response schema as the `response_template` of transformers.
 
-https://huggingface.co/docs/transformers/chat_response_parsing describes it. It is a smaller
-language than our schemas: each region of a completion is one field, read by one of a few parsers,
-and a call that cannot be read is an exception. A template is therefore tried on what the chat
-template renders before it is used: a format that it cannot say has none.
+It is saved in checkpoints, so that ``tokenizer.parse_response(ids, prefix=prompt, tools=tools)``
+returns messages (https://huggingface.co/docs/transformers/chat_response_parsing). The language can
+express less than our schemas: each region of a completion is one field, read by one of a few
+parsers, and a call that cannot be read is an exception. A template is therefore tried on turns that
+the chat template renders, and dropped if it reads any of them differently.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FORECAST = {
 OSLO = {"city": 'Oslo "S" {1}\nNorway', "days": 2, "hourly": True, "tags": ["a", 1]}
 BERGEN = {"city": "7", "days": 1}
 FUNCTION = {"name": "{name}", "arguments": "{content}"}
-# In either place of a header: <|start|>assistant to=functions.f<|channel|>commentary …, or
-# <|channel|>commentary to=functions.f ….
+# The recipient stands in one of two places of a header: <|start|>assistant to=functions.f
+# <|channel|>commentary …, or <|channel|>commentary to=functions.f ….
 _HARMONY_CALL = (
     r"(?:<\|end\|>)?(?:<\|start\|>assistant)?\s*(?:to=functions\.(?P<name>[^\s<]+)\s*"
     r"<\|channel\|>[^<]*|<\|channel\|>\w+\s+to=functions\.(?P<name>[^\s<]+)[^<]*)"
@@ -54,7 +54,7 @@ _HARMONY_CALL = (
 
 
 def response_template(chat: Chat) -> dict[str, Any] | None:
-    """The chat's format for `tokenizer.response_template`; None where it cannot be said in it.
+    """Return a value for `tokenizer.response_template`; None if the format cannot be expressed.
 
     Example: ``{"defaults": {"role": "assistant"}, "start_anchor": ["<|im_start|>assistant\\n"],
     "fields": {"tool_calls": {"open_pattern": …, "content": "json", …}, …}}``
@@ -74,7 +74,7 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
             last = max((i for i, (control, _) in enumerate(pieces) if control), default=0)
             beginnings.append("".join(text for _, text in pieces[last:]))
     anchors = [text for text in dict.fromkeys(beginnings) if text.strip()]
-    # Control tokens of a turn that are no part of the message: its ends, and what stands before
+    # Control tokens of a turn that do not belong to the message: its ends, and the tokens before
     # them (Cohere's <|END_RESPONSE|>).
     marks = {chat.encoder.control[text] for text in chat.response.marks(chat.encoder.control)}
     dropped = list(chat.stop_token_ids)
@@ -93,7 +93,7 @@ def response_template(chat: Chat) -> dict[str, Any] | None:
 
 
 def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
-    """The fields of the message, in each form that the format may have."""
+    """Yield candidates for the fields of a message, to be tried in this order."""
     spec = chat.response
     if isinstance(spec, HarmonySpec):
         start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
@@ -118,7 +118,7 @@ def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
         }
     if not isinstance(spec, MarkedSpec):
         return
-    # Blanks beside a mark are part of it: as content they would be a region of their own.
+    # Blanks beside a mark belong to it; otherwise they would be a region of content.
     content = {"close_pattern": rf"\s*(?:{stops})\s*", "repeats": True, "join": "\n"}
     fields: dict[str, Field] = {}
     if spec.reasoning_open:
@@ -131,14 +131,14 @@ def _fields(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
 
 
 def _calls(spec: MarkedSpec, stops: str) -> Iterator[Field]:
-    """The field of the calls; none for those in Python, which no parser of transformers reads."""
+    """Yield candidates for the field of the calls; none for syntaxes that transformers lacks."""
     ignored = "|".join(map(re.escape, spec.ignored))
     beside = rf"(?:(?:{ignored})\s*)*" if ignored else ""
     mark = spec.call_open_pattern or re.escape(spec.call_open)
     opening = rf"\s*{beside}(?:{mark})"
     if spec.call_close is not None:
         closing = rf"\s*{re.escape(spec.call_close)}\s*{beside}"
-    else:  # at the next call's mark, which without a width would end a call where it begins
+    else:  # up to the next call's mark; the separator before it keeps the match from being empty
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
     if spec.syntax == "json":
         named = {"name": f"{{content.{spec.name_key}}}"}
@@ -189,14 +189,14 @@ def _between(opening: str, closing: str, content: str) -> Field:
 
 
 def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
-    """Check that transformers reads in completions what our parser reads in them."""
+    """Return True if transformers reads completions as our parser does."""
     user: Message = {"role": "user", "content": USER_TEXT}
     prompt = chat.prompt_ids([user], [FORECAST])
     read = 0
     for turn in _turns(chat):
         try:
             ids = completion_ids(chat, [user], [FORECAST], turn)
-        except ChatError:  # a turn that this chat template cannot write
+        except ChatError:  # the chat template cannot render this turn
             continue
         ours = chat.parse(ids, [FORECAST], turn=0)
         try:
@@ -217,7 +217,7 @@ def _reads_back(chat: Chat, template: Mapping[str, Any]) -> bool:
 
 
 def _turns(chat: Chat) -> Iterator[AssistantTurn]:
-    """Turns of every kind that the chat template renders."""
+    """Yield turns of every kind that the chat template renders."""
     yield AssistantTurn(content="No rain.\n\nSun.", reasoning=None, calls=())
     yield AssistantTurn(content="No rain.", reasoning="Well.\nIt is dry.", calls=())
     if not chat.renders_calls:

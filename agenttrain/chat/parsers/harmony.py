@@ -5,8 +5,8 @@
     <|channel|>analysis<|message|>2 + 2<|end|><|start|>assistant<|channel|>commentary
     to=functions.add <|constrain|>json<|message|>{"a": 2, "b": 2}<|call|>
 
-The analysis channel is the reasoning; a message with a recipient is a call, wherever the header
-names it; everything else is content.
+The analysis channel is the reasoning. A message with a recipient, anywhere in its header, is a
+call. Every other message is content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.values import excerpt, read_json, read_loose
 
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -31,14 +31,14 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 class _Message:
     header: str
     body: str | None
-    """None: the header was cut."""
+    """None if the completion ends inside the header."""
     closed: bool
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarmonySpec:
-    """A ResponseSpec without settings but the ids of calls and how strict their arguments are."""
+    """The ResponseSpec of harmony, whose settings are the ids of calls and leniency."""
 
     call_id: str = CALL_ID
     lenient: bool = False
@@ -52,11 +52,13 @@ class HarmonySpec:
         """See ResponseSpec."""
         return prompt.endswith(ANALYSIS)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         content: list[str] = []
         reasoning: list[str] = []
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for message in _messages(ANALYSIS + text if in_reasoning else text):
             channel = _CHANNEL.search(message.header)
             if len(calls) > MAX_CALLS:
@@ -69,7 +71,7 @@ class HarmonySpec:
                 reasoning.append(message.body)
             else:
                 content.append(message.body)
-        return Parts(
+        return ParsedCompletion(
             content=_joined(content),
             reasoning=_joined(reasoning) if reasoning else None,
             calls=calls,
@@ -90,7 +92,7 @@ def _messages(text: str) -> Iterator[_Message]:
             continue
         closed = mark is not None and kind != "start"
         stop = mark.start() if mark else len(text)
-        # An ending mark is part of its message, a starting one of the next.
+        # A mark that ends a message belongs to it; <|start|> belongs to the next message.
         end = mark.end() if mark and closed else stop
         header = text[start : body.start() if body else stop]
         if body is not None or header.strip():
@@ -103,7 +105,8 @@ def _messages(text: str) -> Iterator[_Message]:
         start, body = end, None
 
 
-def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
+def _call(message: _Message, recipient: str, *, lenient: bool) -> ParsedCall:
+    """Read the call that a message to a recipient holds."""
     name = recipient.removeprefix("functions.")
     problem = None if message.closed else "the call is not closed: <|call|> is missing"
     arguments: Any = {}
@@ -116,7 +119,7 @@ def _call(message: _Message, recipient: str, *, lenient: bool) -> Found:
         if problem is not None and lenient:
             arguments, _, problem, _ = read_loose(body)
             loose = problem is None
-    return Found(
+    return ParsedCall(
         text=message.text,
         name=name,
         arguments=arguments,

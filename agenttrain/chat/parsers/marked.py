@@ -1,4 +1,4 @@
-"""Completions whose reasoning and calls stand between marks: all families but gpt-oss."""
+"""Parse completions whose reasoning and calls stand between marks: all families but gpt-oss."""
 
 from __future__ import annotations
 
@@ -10,39 +10,45 @@ from typing import Any
 
 import regex
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts, unread
+from agenttrain.chat.parsers.base import (
+    CALL_ID,
+    MAX_CALLS,
+    ParsedCall,
+    ParsedCompletion,
+    overflow_call,
+)
 from agenttrain.chat.parsers.calls import READERS, Read, Schemas, Syntax
 from agenttrain.chat.parsers.values import excerpt, written_name
 
 MARKS_IN_STRINGS = (1, 4, 16)
-"""How many marks further a call may reach, tried in turn; beyond the last it is malformed."""
+"""Numbers of marks that a call may run over, tried in turn; over more, the call is malformed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedSpec(Syntax):
-    """How a family writes reasoning and calls inside a completion: the keys of its YAML.
+    """The marks and the syntax of a family's reasoning and calls: the keys of its YAML.
 
     Example: ``<think>2 + 2</think>Let me see.<tool_call>{"name": "add", "arguments": {}}
     </tool_call>``
     """
 
     reasoning_open: str = ""
-    """Empty, as the closing mark: the family writes no reasoning."""
+    """Empty, like the closing mark, for a family without reasoning."""
     reasoning_close: str = ""
     call_open: str = ""
-    """The mark that a call, or a list of calls, begins with."""
+    """The mark that begins a call or a list of calls."""
     call_open_pattern: str | None = None
-    """A regular expression instead, for calls that no mark opens."""
+    """A regular expression instead, for calls without an opening mark."""
     call_close: str | None = None
-    """None: a call ends where its arguments do."""
+    """None: a call ends where its arguments end."""
     syntax: str = "json"
     """Syntax of the text between the marks; one of `calls.READERS`."""
     separator: str = ""
-    """A character that may stand between calls, part of neither them nor the content."""
+    """A character that may stand between calls; it belongs neither to them nor to the content."""
     ignored: tuple[str, ...] = ()
     """Marks around all calls of a completion, left out of the content."""
     controls: tuple[str, ...] = ()
-    """Control tokens that stand within calls."""
+    """Control tokens that occur inside calls."""
     call_id: str = CALL_ID
 
     @cached_property
@@ -63,22 +69,24 @@ class MarkedSpec(Syntax):
         opening = self.reasoning_open.rstrip()
         return bool(opening) and prompt.rstrip().endswith(opening)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         reasoning, text = self._split_reasoning(text, in_reasoning)
         content, calls = self._split_calls(text, parameters(schemas))
         for mark in self.ignored:
             content = content.replace(mark, "")
-        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+        return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     def _split_reasoning(self, text: str, inside: bool) -> tuple[str | None, str]:
-        """(reasoning, all else); reasoning that is not closed reaches to the end."""
+        """Return (reasoning, other text); reasoning that is not closed reaches to the end."""
         if not self.reasoning_close:
             return None, text
         before, opened, after = text.partition(self.reasoning_open)
         if inside or not opened or self._opens_call(before):
             before, opened, after = "", "", text
-        if inside:  # some models open again what the prompt has opened
+        if inside:  # some models repeat the opening mark that ends the prompt
             after = after.lstrip().removeprefix(self.reasoning_open.rstrip())
         thought, closed, behind = after.partition(self.reasoning_close)
         if not closed and not opened and not inside:
@@ -91,15 +99,15 @@ class MarkedSpec(Syntax):
     def _opens_call(self, text: str) -> bool:
         return any(mark["_open"] is not None for mark in self._marks.finditer(text))
 
-    def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[Found]]:
-        """(content outside calls, calls)."""
+    def _split_calls(self, text: str, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
+        """Return (content outside calls, calls)."""
         marks: list[re.Match[str]] = []
         for mark in self._marks.finditer(text):
-            # A mark without width, right behind another, is the same opening again.
+            # A match of no width right behind another one is the same opening.
             if mark.end() > mark.start() or not marks or mark.start() > marks[-1].end():
                 marks.append(mark)
         content: list[str] = []
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         position = index = 0
         while index < len(marks):
             mark = marks[index]
@@ -108,7 +116,7 @@ class MarkedSpec(Syntax):
                 continue
             content.append(self._between(text[position : mark.start()], calls))
             if len(calls) >= MAX_CALLS:
-                return "".join(content), [*calls, unread(text[mark.start() :])]
+                return "".join(content), [*calls, overflow_call(text[mark.start() :])]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
@@ -118,21 +126,22 @@ class MarkedSpec(Syntax):
             calls += region
         behind = self._between(text[position:], calls)
         if calls and self._partial is not None:
-            # Where no mark opens calls, the last one may end before it can be seen.
+            # Without an opening mark, a completion may be cut before a call is recognisable.
             head = behind.strip(self.separator + " \t\r\n")
             match = self._partial.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
-                cut = Found(text=head, name=name, problem="the call is not closed")
+                cut = ParsedCall(text=head, name=name, problem="the call is not closed")
                 return "".join(content), [*calls, cut]
         return "".join([*content, behind]), calls
 
     def _region(
         self, text: str, start: int, end: int, read: Read, following: re.Match[str] | None
-    ) -> tuple[list[Found], int]:
-        """(calls of one region with the text that each came from, position behind the region).
+    ) -> tuple[list[ParsedCall], int]:
+        """Return (the calls of one region with the text of each, the position behind the region).
 
-        `start`: of the opening mark; `end`: of what was read; `following`: the next mark.
+        `start` is where the opening mark begins, `end` where reading ended, `following` the next
+        mark.
         """
         bad = any(call.problem is not None for call in read.calls)
         limit = following.start() if following is not None else len(text)
@@ -146,35 +155,35 @@ class MarkedSpec(Syntax):
             if not bad and text[end:limit].strip():
                 problem = f"text after the call: {excerpt(text[end:limit])}"
         region = text[start:position]
-        if bad and self.separator:  # the separator behind a bad call is not part of it
+        if bad and self.separator:  # the separator behind a malformed call is not part of it
             region = region.rstrip(self.separator + " \t\r\n")
         if len(read.calls) == 1 and not read.calls[0].text:
             (call,) = read.calls
             return [replace(call, text=region, problem=problem or call.problem)], position
         calls = [call if call.text else replace(call, text=region) for call in read.calls]
         if problem is not None and calls[-1].problem is None:
-            # Complete calls of a list that is cut stay good.
+            # The complete calls of a list that was cut stay good.
             behind = region[region.rfind(calls[-1].text) + len(calls[-1].text) :]
-            calls.append(Found(text=behind, problem=problem))
+            calls.append(ParsedCall(text=behind, problem=problem))
         return calls, position
 
-    def _between(self, text: str, calls: Sequence[Found]) -> str:
-        """Content beside calls, without the separator that stands alone there."""
+    def _between(self, text: str, calls: Sequence[ParsedCall]) -> str:
+        """Return the content beside calls; nothing if it is the separator alone."""
         return "" if calls and self.separator and text.strip() == self.separator else text
 
     @cached_property
     def _partial(self) -> Any:
-        """Pattern of a text that could go on to open a call; None where a mark opens calls."""
+        """A pattern for partial matches of a call's beginning; None if a mark opens calls."""
         unmarked = self.call_open_pattern is not None and self.call_close is None
         return regex.compile(self.call_open_pattern, regex.DOTALL) if unmarked else None
 
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas
     ) -> Read:
-        """Read the calls at `start`; `index`: the first mark after it.
+        """Read the calls at `start`; `index` is the number of the first mark after it.
 
-        A mark inside a string argument is part of the string, so a string that runs into one is
-        read again with more text. That is bounded, so parsing stays linear.
+        A mark inside a string argument is part of the string, so a string that runs into a mark is
+        read again with more text. The number of tries is bounded, so parsing stays linear.
         """
         first = None
         for count in MARKS_IN_STRINGS:
@@ -184,7 +193,7 @@ class MarkedSpec(Syntax):
             if first is None:
                 first = read
             elif not read.cut:
-                # More text is right only where it makes a call of what ran into the mark.
+                # More text is right only if it completes the call that ran into the mark.
                 at = min(len(first.calls), len(read.calls)) - 1
                 return read if read.calls[at].problem is None else first
             if not read.cut:
@@ -195,7 +204,7 @@ class MarkedSpec(Syntax):
 
 
 def parameters(schemas: Sequence[Mapping[str, Any]]) -> Schemas:
-    """Tool name -> parameter name -> JSON schema."""
+    """Return the JSON schemas of parameters, by tool and parameter name."""
     by_tool = {}
     for schema in schemas:
         function = schema.get("function", schema)

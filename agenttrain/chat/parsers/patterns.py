@@ -1,4 +1,4 @@
-"""Regular expressions of others: they may take for ever, so each has a limit."""
+"""Regular expressions of users and models, each with a time limit: they may backtrack for ever."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from typing import Any, cast
 
 import regex
 
-SECONDS = 0.3
-"""CPU time that one expression may take over one completion. Only those that backtrack without end
-come near it; such a one then finds nothing."""
-NOTED = 0.02
-"""Seconds from which a search is remembered, so that the same text is always read the same way."""
-REMEMBERED = 64
-# `(?=[\s\S]*?X)` is tried at every position, which is quadratic where X is missing: one search for
-# X says the same.
-# A literal, with blanks behind it or none, cannot backtrack: it needs no limit.
+LIMIT_S = 0.3
+"""CPU time that one expression may take over one completion. Only an expression that backtracks
+without end comes near it; it then matches nothing."""
+SLOW_S = 0.02
+"""CPU time from which a search's result is cached, so that the same text is always read the same
+way: whether it runs out of time depends on the machine's load."""
+MAX_SLOW = 64
+# A literal, with or without blanks behind it, cannot backtrack: it needs no limit.
 _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
+# `(?=[\s\S]*?X)` is tried at every position, which is quadratic if X is missing. One search for X
+# gives the same answer.
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
-_LEFT: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
+_BUDGET: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
 _SLOW: dict[tuple, tuple[Any, float]] = {}
 
 
 @contextmanager
 def search_budget() -> Iterator[None]:
-    """Within, each expression has SECONDS for all of its searches together."""
-    token = _LEFT.set({})
+    """Give each expression LIMIT_S for all of its searches in the context together."""
+    token = _BUDGET.set({})
     try:
         yield
     finally:
-        _LEFT.reset(token)
+        _BUDGET.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A match, as far as it matters here."""
+    """A match: its position and its named groups."""
 
     start: int
     end: int
@@ -46,10 +47,10 @@ class Hit:
 
 
 class Pattern:
-    """A compiled expression, in which ``.`` matches newlines. Raises ValueError if it is wrong."""
+    """A compiled expression; ``.`` matches newlines too. Raises ValueError for a wrong one."""
 
     def __init__(self, source: Any, key: str, *, text: str | None = None) -> None:
-        """`text`: the only text that the expression matches, which then is searched as such."""
+        """`text` is the only text that the expression matches, if so: it is searched as a text."""
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
@@ -63,7 +64,7 @@ class Pattern:
         self.names = tuple(self._compiled.groupindex)
 
     def search(self, text: str, start: int = 0) -> Hit | None:
-        """The first match from `start`, or None; None too when the search takes too long."""
+        """Return the first match from `start` on; None without one, or if it takes too long."""
         if self._text is not None:
             at = text.find(self._text, start)
             return None if at < 0 else Hit(at, at + len(self._text), {})
@@ -78,15 +79,16 @@ class Pattern:
         return Hit(match.start(), match.end(), match.groupdict())
 
     def match(self, text: str, start: int = 0) -> Any:
-        """The library's own match object, for groups without names."""
-
-        def work(seconds: float) -> Any:
-            return self._compiled.search(text, start, timeout=seconds)
-
-        return self._limited(work, "search", text, start)
+        """Return the library's own match object, which has groups without names too."""
+        return self._limited(
+            lambda seconds: self._compiled.search(text, start, timeout=seconds),
+            "search",
+            text,
+            start,
+        )
 
     def starts(self, text: str) -> list[int]:
-        """Positions at which the matches begin, as `matches` returns them."""
+        """Return the positions at which the matches begin."""
         if self._text is None:
             return [match.start() for match in self.matches(text)]
         positions = []
@@ -97,11 +99,11 @@ class Pattern:
         return positions
 
     def matches(self, text: str) -> list[Any]:
-        """All matches; they end early when the search takes too long."""
+        """Return all matches, or the first ones if the search takes too long."""
         matches: list[Any] = []
 
         def work(seconds: float) -> list[Any]:
-            # Collected at once: the limit would count what the caller does between matches.
+            # Collected at once: with a lazy iterator the limit would include the caller's own time.
             with suppress(TimeoutError):
                 matches.extend(self._compiled.finditer(text, timeout=seconds))
             return matches
@@ -109,18 +111,19 @@ class Pattern:
         return cast(list[Any], self._limited(work, "all", text, 0) or [])
 
     def substitute(self, replacement: str, text: str) -> str:
-        """`text` with every match replaced; unchanged when that takes too long."""
-
-        def work(seconds: float) -> str:
-            return self._compiled.sub(replacement, text, timeout=seconds)
-
-        replaced = self._limited(work, replacement, text, 0)
+        """Replace every match in a text; return it unchanged if that takes too long."""
+        replaced = self._limited(
+            lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
+            replacement,
+            text,
+            0,
+        )
         return text if replaced is None else cast(str, replaced)
 
     def _limited(self, work: Callable[[float], Any], *about: Any) -> Any:
-        """Run `work` in the time that the expression has left; None when that is over."""
-        budget = _LEFT.get()
-        left = SECONDS if budget is None else budget.get(self.source, SECONDS)
+        """Run `work` within the expression's remaining time; return None if that runs out."""
+        budget = _BUDGET.get()
+        left = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
         if left <= 0:
             return None
         key = (self.source, *about)
@@ -132,8 +135,8 @@ class Pattern:
                 spent = time.thread_time() - started
             except TimeoutError:
                 result, spent = None, left
-            if spent > NOTED:
-                if len(_SLOW) >= REMEMBERED:
+            if spent > SLOW_S:
+                if len(_SLOW) >= MAX_SLOW:
                     _SLOW.pop(next(iter(_SLOW)))
                 _SLOW[key] = (result, spent)
         if budget is not None:

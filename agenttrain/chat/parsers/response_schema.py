@@ -1,16 +1,16 @@
-"""The older `response_schema` dialect, which transformers 5.0 to 5.12 read, with every call kept.
+"""Parse with the older `response_schema` dialect of transformers 5.0 to 5.12, losing no call.
 
-A JSON schema whose nodes say how to take text apart: ``x-regex`` (one match), ``x-regex-iterator``
-(all matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
+It is a JSON schema whose nodes split text: ``x-regex`` (one match), ``x-regex-iterator`` (all
+matches, for arrays), ``x-regex-key-value`` (a mapping), ``x-regex-substitutions``, ``x-parser:
 json`` with a JMESPath ``transform``. The root's properties are the message's fields. Departures, on
-completions that transformers raises on or returns nothing for:
+completions for which transformers raises or returns nothing:
 
-1. a call that cannot be read is a malformed call, not an exception, and takes no other with it;
-2. where the root's expression matches nothing (a call that is cut, text behind the calls), what
-   stands before the first call is read by it, and the calls are looked for one by one;
-3. parameters are typed by the tool's schema before any guess at what their text might be.
+1. a call that cannot be read is a malformed call, not an exception, and affects no other call;
+2. if the root's expression does not match (a call is cut, text follows the calls), it reads the
+   text before the first call, and the calls are searched one by one;
+3. parameters get their types from the tool's schema; only others are guessed from their text.
 
-A `Node` is one node of the schema: it takes its text apart and gives the result its type.
+A `Node` is one node of the schema: it splits its text and converts the result to its type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import jmespath
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import Schemas, typed
 from agenttrain.chat.parsers.marked import parameters
 from agenttrain.chat.parsers.patterns import Pattern
@@ -36,7 +36,7 @@ from agenttrain.chat.parsers.response_template import (
     LOOSE,
     REASONING,
     ContentError,
-    call_of,
+    call_from_item,
     captures_inside,
 )
 from agenttrain.chat.parsers.values import excerpt, kind, read_items, skip_blank, written_name
@@ -54,9 +54,9 @@ class SchemaSpec:
 
     root: Node
     loose: Node
-    """The same, but for JSON that may be almost JSON."""
+    """The same schema, which also accepts text that is almost JSON."""
     inside: bool = False
-    """An expression captures the inside of an object's braces."""
+    """An expression captures the inside of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
 
@@ -69,14 +69,16 @@ class SchemaSpec:
         opening = self._reasoning[0].rstrip()
         return bool(opening) and prompt.rstrip().endswith(opening)
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         text = self._reasoning[0] + text if in_reasoning else text
         fields, beside = self.root.split(text), ""
         if fields is not None:
             calls = self._calls(fields.get(CALLS), text, parameters(schemas))
         else:
-            # The root's expression reads what stands before the first call outside the reasoning.
+            # The root's expression reads the text before the first call outside the reasoning.
             opening, closing = self._reasoning
             before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
             start = len(before)
@@ -89,7 +91,7 @@ class SchemaSpec:
         content = (self._text(fields, CONTENT_FIELD) or "") + beside
         thoughts = (self._text(fields, name) for name in REASONING)
         reasoning = next((text for text in thoughts if text is not None), None)
-        return Parts(content=content.strip(), reasoning=reasoning, calls=calls)
+        return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
     def _patterns(self) -> str:
@@ -97,7 +99,7 @@ class SchemaSpec:
 
     @cached_property
     def _reasoning(self) -> tuple[str, str]:
-        """The marks of reasoning that the expressions name."""
+        """The marks of reasoning that occur in the expressions; empty without any."""
         return next((m for m in _REASONING_MARKS if m[1] in self._patterns), ("", ""))
 
     @cached_property
@@ -107,12 +109,12 @@ class SchemaSpec:
 
     @cached_property
     def _opener(self) -> str:
-        """The text that every call begins with, if there is one."""
+        """The text with which every call begins; empty if there is none."""
         source = self._iterator.source if self._iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
             return ""
-        # A last character that may be missing, or repeated, is not part of it.
+        # A quantifier makes the last character optional or repeats it: leave it out.
         repeated = source[literal.end() :][:1] in ("?", "*", "+", "{")
         text = literal[1][:-1] if repeated else literal[1]
         return text.replace("\\", "") if len(text) > 2 else ""
@@ -125,16 +127,16 @@ class SchemaSpec:
             return None
         return value.strip() if isinstance(value, str) else None
 
-    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[Found]:
+    def _calls(self, value: Any, completion: str, schemas: Schemas) -> list[ParsedCall]:
         node = self.root.properties.get(CALLS)
         if node is None or not isinstance(value, str):
             return []
         if node.iterator is not None:
             inner = node.inner(value)
             calls = self._each(inner, schemas)[0] if isinstance(inner, str) else []
-            # Substitutions leave no span of the completion behind.
+            # After substitutions a call's text may not occur in the completion.
             return [c if c.text in completion else replace(c, text=completion) for c in calls]
-        # Calls that are read as one value: all of a list, or item by item where it is broken.
+        # The calls are one value: a whole list, or its items one by one if it cannot be read.
         loose = False
         try:
             read = node.value(value)
@@ -144,30 +146,43 @@ class SchemaSpec:
                     raise
                 read, loose = self.loose.properties[CALLS].value(value), True
             except ContentError:
-                return self._repaired(node, value) or [Found(text=value, problem=str(error))]
+                return self._repaired(node, value) or [ParsedCall(text=value, problem=str(error))]
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # `capped` reports what is beyond
-        calls = [call_of(item, text, schemas, inside=self.inside) for item in values]
+        values = values[: MAX_CALLS + 1]  # `limit_calls` reports what is beyond
+        calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
         return [replace(call, lenient=loose) for call in calls]
 
-    def _each(self, text: str, schemas: Schemas) -> tuple[list[Found], str]:
-        """(calls, the text that is in none of them)."""
-        calls: list[Found] = []
+    def _each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
+        """Search the calls one by one; return (calls, text outside of them)."""
+        calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0
         for match in self._iterator.matches(text) if self._iterator is not None else ():
-            calls += self._unread(text[at : match.start()], outside)
+            calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
-            calls += self._item(match, schemas)
-            at = match.end()
-        calls += self._unread(text[at:], outside)
+            at, span = match.end(), match.group()
+            call = self._call(match, span, schemas)
+            inside = span.rfind(self._opener, 1) if self._opener else -1
+            if call.problem is not None and inside > 0 and self._iterator is not None:
+                # The match of a call that is not closed may run over the next one, which is good.
+                again = self._iterator.match(span[inside:])
+                second = again and self._call(again, span[inside:], schemas)
+                if second and second.problem is None:
+                    head, problem = span[:inside], "the call is not closed"
+                    calls += [
+                        ParsedCall(text=head, name=written_name(head), problem=problem),
+                        second,
+                    ]
+                    continue
+            calls.append(call)
+        calls += self._unclosed_calls(text[at:], outside)
         return calls, "".join(outside)
 
-    def _unread(self, text: str, outside: list[str]) -> Iterator[Found]:
-        """A malformed call for each opening in text that no match covers."""
+    def _unclosed_calls(self, text: str, outside: list[str]) -> Iterator[ParsedCall]:
+        """Yield a malformed call for each opening in text without a match; collect other text."""
         if not self._opener:
             outside.append(text)
             return
@@ -175,25 +190,9 @@ class SchemaSpec:
         outside.append(before)
         for inside in opened:
             text = self._opener + inside
-            yield Found(text=text, name=written_name(inside), problem="the call is not closed")
+            yield ParsedCall(text=text, name=written_name(inside), problem="the call is not closed")
 
-    def _item(self, match: Any, schemas: Schemas) -> list[Found]:
-        """The call of one match; an opening inside it that is better read alone is a second."""
-        text = match.group()
-        call = self._call(match, text, schemas)
-        inside = text.rfind(self._opener, 1) if self._opener else -1
-        if call.problem is None or inside <= 0 or self._iterator is None:
-            return [call]
-        again = self._iterator.match(text[inside:])
-        if again is None:
-            return [call]
-        second = self._call(again, text[inside:], schemas)
-        if second.problem is not None:
-            return [call]
-        name = written_name(text[:inside])
-        return [Found(text=text[:inside], name=name, problem="the call is not closed"), second]
-
-    def _call(self, match: Any, text: str, schemas: Schemas) -> Found:
+    def _call(self, match: Any, text: str, schemas: Schemas) -> ParsedCall:
         given = groups(match)
         loose = False
         try:
@@ -204,16 +203,16 @@ class SchemaSpec:
                     raise
                 value, loose = self._item_value(given, schemas, self.loose), True
             except ContentError:
-                return Found(text=text, name=written_name(text), problem=str(error))
-        return replace(call_of(value, text, {}, inside=self.inside), lenient=loose)
+                return ParsedCall(text=text, name=written_name(text), problem=str(error))
+        return replace(call_from_item(value, text, {}, inside=self.inside), lenient=loose)
 
     def _item_value(self, given: Any, schemas: Schemas, root: Node) -> Any:
-        """Read a call, with the parameters typed whose type the tool's schema tells."""
+        """Read a call; parameters get the types that the tool's schema gives them."""
         items = root.properties[CALLS].items
         if items is None:
             return given
         value = items.value(given)
-        name = call_of(value, "", {}).name
+        name = call_from_item(value, "", {}).name
         if not isinstance(name, str) or not schemas.get(name):
             return value
         raw = items.value(given, raw=True)
@@ -232,7 +231,8 @@ class SchemaSpec:
         }
         return {**inner, "arguments": arguments | typed_arguments}
 
-    def _repaired(self, node: Node, value: str) -> list[Found]:
+    def _repaired(self, node: Node, value: str) -> list[ParsedCall]:
+        """Read the calls of a broken list one by one; empty if it is no list."""
         try:
             inner = node.inner(value)
         except ContentError:
@@ -240,26 +240,26 @@ class SchemaSpec:
         if not isinstance(inner, str) or not inner.lstrip().startswith("["):
             return []
         key = "tool_name" if '"tool_name"' in inner else "name"
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for item in read_items(inner, skip_blank(inner) + 1, key, limit=MAX_CALLS + 1)[0]:
             if item.problem is not None:
-                calls.append(Found(text=item.text, name=item.name, problem=item.problem))
+                calls.append(ParsedCall(text=item.text, name=item.name, problem=item.problem))
                 continue
             try:
                 read = node.parsed(f"[{item.text}]")
-                calls += [call_of(one, item.text, {}) for one in read or ()]
+                calls += [call_from_item(one, item.text, {}) for one in read or ()]
             except ContentError as error:
-                calls.append(Found(text=item.text, problem=str(error)))
+                calls.append(ParsedCall(text=item.text, problem=str(error)))
         return calls
 
 
-def schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
-    """The spec that a `response_schema` describes. Raises ValueError with the wrong key."""
-    root = node_of(schema)
+def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
+    """Make a spec of a `response_schema`. Raises ValueError that names a wrong key."""
+    root = compile_node(schema)
     inside = any(captures_inside(source) for source in root.sources())
     spec = SchemaSpec(
-        root=node_of(schema, json_args={INSIDE: True}) if inside else root,
-        loose=node_of(schema, json_args={INSIDE: inside, LOOSE: True}),
+        root=compile_node(schema, json_args={INSIDE: True}) if inside else root,
+        loose=compile_node(schema, json_args={INSIDE: inside, LOOSE: True}),
         inside=inside,
     )
     if spec.root.type not in ("object", None) or not spec.root.properties:
@@ -283,7 +283,7 @@ NOTHING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node, compiled."""
+    """A compiled node."""
 
     type: str | None = None
     const: Any = NOTHING
@@ -297,15 +297,15 @@ class Node:
     transform: Callable[[Any], Any] | None = None
     properties: Mapping[str, Node] = field(default_factory=dict)
     additional: Node | None = None
-    """None: keys that are not among the properties are left out."""
+    """The node of keys that are not among the properties; None leaves them out."""
     items: Node | None = None
     prefix_items: tuple[Node, ...] = ()
     required: tuple[str, ...] = ()
     json_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ours for `x-parser: json`."""
+    """Further arguments for `x-parser: json`."""
 
     def sources(self) -> Iterator[str]:
-        """All regular expressions of this node and those below it."""
+        """Yield the regular expressions of this node and those below it."""
         patterns = [p for p, _ in self.substitutions]
         for pattern in (*patterns, self.regex, self.iterator, self.key_value):
             if pattern is not None:
@@ -316,7 +316,7 @@ class Node:
                 yield from node.sources()
 
     def split(self, text: str) -> dict[str, Any] | None:
-        """Property -> the text it is to read; None where the root's expression does not match."""
+        """Return the text for each property; None if the root's expression does not match."""
         try:
             inner = self.inner(text)
         except ContentError:
@@ -326,7 +326,7 @@ class Node:
         return inner
 
     def inner(self, value: Any) -> Any:
-        """The value after substitutions and ``x-regex``; None where that does not match."""
+        """Apply substitutions and ``x-regex``; return None if that does not match."""
         if self.substitutions or self.regex is not None:
             if not isinstance(value, str):
                 raise ContentError(f"expected text, found {kind(value)}")
@@ -338,9 +338,9 @@ class Node:
         return None if match is None else groups(match)
 
     def value(self, value: Any, *, raw: bool = False) -> Any:
-        """Read a value as the node says. Raises ContentError.
+        """Read a value. Raises ContentError.
 
-        `raw`: text that is only perhaps JSON stays text.
+        `raw`: text that may or may not be JSON stays text.
         """
         if self.const is not NOTHING:
             return self.const
@@ -352,7 +352,7 @@ class Node:
         return self.parsed(value, raw=raw)
 
     def parsed(self, value: Any, *, raw: bool = False) -> Any:
-        """Read a value that is already the match of ``x-regex``. Raises ContentError."""
+        """Read the result of `inner`. Raises ContentError."""
         pattern = self.iterator or self.key_value
         if pattern is not None:
             if not isinstance(value, str):
@@ -381,9 +381,17 @@ class Node:
             return None
         if self.type == "object":
             return self._object(value, raw=raw)
-        if self.type == "array":
-            return self._array(value, raw=raw)
-        return _scalar(self.type, value)
+        if self.type != "array":
+            return _scalar(self.type, value)
+        if not isinstance(value, list) and len(self.prefix_items) == 1:
+            value = [value]
+        if not isinstance(value, list):
+            raise ContentError(f"expected a JSON array, found {kind(value)}")
+        if self.items is not None:
+            return [self.items.value(item, raw=raw) for item in value]
+        if len(value) != len(self.prefix_items):
+            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
+        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
 
     def _object(self, value: Any, *, raw: bool) -> dict[str, Any]:
         if isinstance(value, str):
@@ -405,26 +413,16 @@ class Node:
             raise ContentError(f"the call has no {', '.join(missing)}")
         return fields
 
-    def _array(self, value: Any, *, raw: bool) -> list[Any]:
-        if not isinstance(value, list):
-            value = [value] if len(self.prefix_items) == 1 else value
-        if not isinstance(value, list):
-            raise ContentError(f"expected a JSON array, found {kind(value)}")
-        if self.items is not None:
-            return [self.items.value(item, raw=raw) for item in value]
-        if len(value) != len(self.prefix_items):
-            raise ContentError(f"expected {len(self.prefix_items)} items, found {len(value)}")
-        return [n.value(v, raw=raw) for n, v in zip(self.prefix_items, value, strict=True)]
-
 
 def groups(match: Any) -> Any:
-    """Return the named groups of a match, its only group, or all of it."""
+    """Return the named groups of a match, else its first group, else the whole match."""
     if match.re.groupindex:
         return {key: text for key, text in match.groupdict().items() if text is not None}
     return match.group(1) if match.re.groups else match.group()
 
 
 def _scalar(name: str | None, value: Any) -> Any:
+    """Convert a value to the type of this name. Raises ContentError."""
     if name is None or name == "any":
         return value
     if isinstance(value, _SCALARS[name]) and (name == "boolean") == isinstance(value, bool):
@@ -440,13 +438,10 @@ def _scalar(name: str | None, value: Any) -> Any:
     raise ContentError(f"expected {name}, found {excerpt(json.dumps(value, default=str))}")
 
 
-def node_of(
+def compile_node(
     schema: Any, scope: str = "response_schema", json_args: Mapping[str, Any] | None = None
 ) -> Node:
-    """Compile a node and those below it, all with these `json_args`.
-
-    Raises ValueError with the key that is wrong.
-    """
+    """Compile a node and those below it. Raises ValueError that names a wrong key."""
     if schema is True or schema is None:
         return Node()
     if not isinstance(schema, Mapping):
@@ -465,7 +460,7 @@ def node_of(
     def pattern(key: str) -> Pattern | None:
         return Pattern(schema[key], f"{scope}.{key}") if key in schema else None
 
-    below = partial(node_of, json_args=json_args)
+    below = partial(compile_node, json_args=json_args)
     args = given("x-parser-args", Mapping, "a mapping") or {}
     properties = given("properties", Mapping, "a mapping") or {}
     additional = schema.get("additionalProperties", {})

@@ -1,17 +1,17 @@
-"""The `response_template` dialect of transformers >= 5.13, with every call kept.
+"""Parse with the `response_template` dialect of transformers >= 5.13, losing no call.
 
 https://huggingface.co/docs/transformers/chat_response_parsing describes it. A completion is a
 sequence of regions: each field's `open` (text, list, or `open_pattern`) begins one and its `close`
-ends it; what stands outside is the field without an `open`. Departures, all on completions that
-transformers raises on or loses text of:
+ends it; text outside of them belongs to the field without an `open`. Departures, all on completions
+for which transformers raises or loses text:
 
 1. a region of calls that cannot be read, or is not closed, is a malformed call, not an exception;
 2. a closing mark inside a JSON string belongs to the string;
-3. regions of a field that does not repeat are joined, where transformers keeps the last;
-4. `optional: false` asks for nothing: a missing field is empty.
+3. regions of a field that does not repeat are joined; transformers keeps the last one;
+4. `optional: false` has no effect: a missing field is empty.
 
-A region's text is read by its field's `content` parser (`CONTENT`) and given the field's shape by
-`reshaped`.
+A field's `content` parser (`CONTENT`) reads the text of a region, and `reshaped` brings the value
+into the field's shape.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
-from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, Found, Parts
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import Schemas, typed
 from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.parsers.patterns import Hit, Pattern
@@ -65,21 +65,23 @@ class _Field:
 
 @dataclass(slots=True)
 class _Region:
-    """A stretch of text that one field has."""
+    """A stretch of text that belongs to one field."""
 
     field: _Field
     start: int
-    """Where its opening mark begins."""
+    """Beginning of its opening mark."""
     body: int
+    """End of its opening mark."""
     captures: dict[str, str | None]
     stop: int = 0
-    """Where its closing mark begins."""
+    """Beginning of its closing mark."""
     end: int = 0
+    """End of its closing mark."""
     closed: bool = True
     value: Any = None
     problem: str | None = None
     loose: bool = False
-    """Only a lenient spec reads it."""
+    """Only a lenient spec accepts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +91,11 @@ class TemplateSpec:
     fields: tuple[_Field, ...]
     anchor: Pattern
     source: Mapping[str, Any]
-    """The `response_template` that it was made from."""
+    """The `response_template` from which it was made."""
+    inside: bool = False
+    """A mark of the calls captures the inside of an object without its braces."""
     call_id: str = CALL_ID
     lenient: bool = False
-
-    @cached_property
-    def _inside(self) -> bool:
-        """Check that a mark captures the inside of an object's braces."""
-        calls = (field for field in self.fields if field.name == CALLS)
-        marks = (mark for field in calls for mark in (field.open, field.close))
-        return any(mark is not None and captures_inside(mark.source) for mark in marks)
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
@@ -118,12 +115,14 @@ class TemplateSpec:
         last = self._regions(prompt[start:], inside=None)[-1:]
         return bool(last) and last[0].field.name in REASONING and not last[0].closed
 
-    def parse(self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]) -> Parts:
+    def parse(
+        self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
+    ) -> ParsedCompletion:
         """See ResponseSpec."""
         inside = next((f for f in self.fields if f.name in REASONING), None)
         regions = self._regions(text, inside=inside if in_reasoning else None)
         known = parameters(schemas)
-        calls: list[Found] = []
+        calls: list[ParsedCall] = []
         for region in regions:
             field = region.field
             if field.name != CALLS:
@@ -133,22 +132,22 @@ class TemplateSpec:
                 problem = "the call is not closed"
             if problem is not None:
                 name = region.captures.get("name") or written_name(span)
-                calls.append(Found(text=span, name=name, problem=problem))
+                calls.append(ParsedCall(text=span, name=name, problem=problem))
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
             types = known if field.content in ("xml-inline", "kv-lines") else {}
-            for value in values[: MAX_CALLS + 1]:  # `capped` reports what is beyond
-                call = call_of(value, span, types, inside=self._inside)
+            for value in values[: MAX_CALLS + 1]:  # `limit_calls` reports what is beyond
+                call = call_from_item(value, span, types, inside=self.inside)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
-        return Parts(
+        return ParsedCompletion(
             content=_text(text, [r for r in regions if r.field.name == CONTENT_FIELD]),
             reasoning=_text(text, thoughts) if thoughts else None,
             calls=calls,
         )
 
     def _regions(self, text: str, *, inside: _Field | None) -> list[_Region]:
-        """All regions in order; `inside`: the field whose region the text begins in."""
+        """Return all regions in order; the text begins inside a region of the field `inside`."""
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
         opening = [f for f in self.fields if f.open is not None]
@@ -165,19 +164,19 @@ class TemplateSpec:
                 calls += field.name == CALLS
                 region = _Region(field, hit.start, hit.end, hit.groups)
                 if calls > MAX_CALLS or len(regions) >= MAX_REGIONS:
-                    # All that follows is one malformed call.
+                    # The remaining text is one malformed call.
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
                     region = replace(region, field=calls_field, problem=TOO_MANY)
                     return [*regions, replace(region, stop=len(text), end=len(text))]
                 regions.append(_close(region, marks))
             end = regions[-1].end if field is not None else hit.end
-            # A mark of no width that nothing follows must not match again.
+            # A mark of no width must not match again at the same position.
             at = end if end > at else at + 1
         return regions
 
 
 class _Marks:
-    """Marks that open and close fields, each searched once: again only behind its last hit."""
+    """Finds the marks that open and close fields; each is searched only behind its last match."""
 
     def __init__(
         self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
@@ -192,30 +191,28 @@ class _Marks:
         self._openings: list[int] | None = None
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
-        """(the field that opens, or None for the outer field's close, its mark) from `at` on.
+        """Return (the field that opens next, its mark) from `at` on.
 
-        The earliest mark counts, of these the longest, of these an opening one.
+        The field is None for the closing mark of the field outside. The earliest mark wins, among
+        these the longest, among these an opening one.
         """
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
         for field, pattern in self._searches:
-            hit = self._hit(pattern, at)
+            hit = self.search(pattern, at)
             if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
                 best = (field, hit)
         return best
 
-    def close(self, field: _Field, at: int) -> Hit | None:
-        """The field's first closing mark from `at` on."""
-        return None if field.close is None else self._hit(field.close, at)
-
     def opening(self, field: _Field, at: int, *, count: int) -> list[int]:
-        """Positions where the next `count` calls open, from `at` on."""
+        """Return the positions where the next `count` calls open, from `at` on."""
         if self._openings is None:
             self._openings = field.open.starts(self.text) if field.open is not None else []
         first = bisect_left(self._openings, at)
         return self._openings[first : first + count]
 
-    def _hit(self, pattern: Pattern, at: int) -> Hit | None:
+    def search(self, pattern: Pattern, at: int) -> Hit | None:
+        """Return the first match of a mark from `at` on."""
         hit = self._hits.get(pattern)
         if pattern not in self._hits or (hit is not None and hit.start < at):
             self._hits[pattern] = hit = pattern.search(self.text, at)
@@ -223,13 +220,13 @@ class _Marks:
 
 
 def _close(region: _Region, marks: _Marks) -> _Region:
-    """Return the region with its end.
+    """Find the end of a region, and read its value if it is a call's.
 
-    A closing mark inside a string of a call's value is part of it; a call that is not closed ends
-    where the next one opens.
+    A closing mark inside a string of a call's arguments belongs to the string. A call that is not
+    closed ends where the next one opens.
     """
     field = region.field
-    hit = None if field.close is None else marks.close(field, region.body)
+    hit = None if field.close is None else marks.search(field.close, region.body)
     region.closed = hit is not None or field.close is None
     region.stop, region.end = (hit.start, hit.end) if hit else (len(marks.text), len(marks.text))
     region.captures = {**region.captures, **(hit.groups if hit else {})}
@@ -254,7 +251,7 @@ def _close(region: _Region, marks: _Marks) -> _Region:
 
 
 def _read(region: _Region, marks: _Marks) -> bool:
-    """Fill in the value or problem of a call's region; return whether it ends inside a value."""
+    """Set the value or the problem of a call's region; return True if it ends inside a value."""
     field, text = region.field, marks.text[region.body : region.stop]
 
     def value(args: Mapping[str, Any]) -> Any:
@@ -280,16 +277,17 @@ def _text(text: str, regions: Sequence[_Region]) -> str:
     return regions[0].field.join.join(bodies).strip()
 
 
-def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> Found:
-    """A call from a message's item: ``{"function": {"name": …, "arguments": …}}`` or its inside.
+def call_from_item(value: Any, text: str, schemas: Schemas, *, inside: bool = False) -> ParsedCall:
+    """Make a call of ``{"function": {"name": …, "arguments": …}}`` or of the inner mapping.
 
-    `inside`: arguments that are text are what stands inside an object's braces.
+    `inside`: arguments that are text are the inside of an object without its braces.
     """
     inner = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(inner, dict):
-        return Found(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
+        return ParsedCall(text=text, problem=f"the call must be a JSON object, not {kind(inner)}")
     name, arguments = inner.get("name"), inner.get("arguments")
-    arguments = with_braces(arguments) if inside else arguments
+    if inside and isinstance(arguments, str) and arguments.strip():
+        arguments = arguments if arguments.lstrip().startswith("{") else f"{{{arguments}}}"
     known = schemas.get(name, {}) if isinstance(name, str) else {}
     if isinstance(arguments, dict) and known:
         arguments = {
@@ -298,11 +296,11 @@ def call_of(value: Any, text: str, schemas: Schemas, *, inside: bool = False) ->
         }
     written = value.get("id") if isinstance(value, dict) else None
     written = written if isinstance(written, str) else None
-    return Found(text=text, name=name, arguments=arguments, id=written)
+    return ParsedCall(text=text, name=name, arguments=arguments, id=written)
 
 
-def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
-    """The spec that a `response_template` describes. Raises ValueError with the wrong key."""
+def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
+    """Make a spec of a `response_template`. Raises ValueError that names a wrong key."""
     _only(template, _TEMPLATE_KEYS, "response_template")
     if template.get("version", 1) != 1:
         raise ValueError(f"version: {template['version']!r} is not known: it is 1")
@@ -315,7 +313,9 @@ def template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     anchor = _anchor(template, "start_anchor", "response_template")
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
-    return TemplateSpec(fields=fields, anchor=anchor, source=template)
+    marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
+    inside = any(mark is not None and captures_inside(mark.source) for mark in marks)
+    return TemplateSpec(fields=fields, anchor=anchor, source=template, inside=inside)
 
 
 def _only(settings: Mapping[str, Any], known: Sequence[str], scope: str) -> None:
@@ -332,7 +332,7 @@ def _field(name: str, settings: Any) -> _Field:
     content, arguments = settings.get("content", "text"), settings.get("content_args") or {}
     check_content(content, arguments, settings.get("transform"), scope)
     opening, closing = _anchor(settings, "open", scope), _anchor(settings, "close", scope)
-    # The marks may have taken the braces of what stands between them.
+    # The opening mark may include the opening brace of the JSON object behind it.
     taken = opening is not None and _OPEN_BRACE.search(opening.source) is not None
     return _Field(
         name=name,
@@ -347,7 +347,7 @@ def _field(name: str, settings: Any) -> _Field:
 
 
 def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None:
-    """The pattern of a mark that is given as text, as a list of texts, or as a pattern."""
+    """Compile a mark that is given as text, as a list of texts, or as a pattern."""
     texts, source = settings.get(key), settings.get(f"{key}_pattern")
     if texts is not None and source is not None:
         raise ValueError(f"{scope}: {key} and {key}_pattern exclude each other")
@@ -366,14 +366,14 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
 
 
 INSIDE, LOOSE = " inside", " loose"
-"""Arguments of ours for `json`, whose blanks no key of a user's has: the text is what stands inside
-an object's braces; it may be almost JSON."""
+"""Further arguments for `json`: the text is the inside of an object without its braces, and it may
+be almost JSON. Keys of users do not begin with a blank."""
 _CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class ContentError(ValueError):
-    """A problem of a region's text; never leaves this folder."""
+    """A problem of a region's text; callers in this folder catch it."""
 
     def __init__(self, problem: str, *, cut: bool = False) -> None:
         super().__init__(problem)
@@ -382,32 +382,28 @@ class ContentError(ValueError):
 
 
 def captures_inside(pattern: str) -> bool:
-    """Check that an expression captures what stands behind an opening brace, without the brace.
+    """Return True if an expression captures the text behind an opening brace without the brace.
 
     Example: ``"arguments": \\{(?P<arguments>.*)\\}``
     """
     return _CAPTURED_INSIDE.search(pattern) is not None
 
 
-def with_braces(arguments: Any) -> Any:
-    """Add to the captured inside of an object its braces, where the text has none."""
-    if isinstance(arguments, str) and arguments.strip() and not arguments.lstrip().startswith("{"):
-        return f"{{{arguments}}}"
-    return arguments
-
-
-def _content_text(text: str, args: Mapping[str, Any]) -> str:
+def parse_text(text: str, args: Mapping[str, Any]) -> str:
+    """Return the text, without the blanks around it unless `strip` is false."""
     return text.strip() if args.get("strip", True) else text
 
 
-def _number(text: str, args: Mapping[str, Any]) -> int | float:
+def parse_number(text: str, args: Mapping[str, Any]) -> int | float:
+    """Read a JSON number. Raises ContentError."""
     value, _, problem, _ = read_json(text.strip())
     if problem is not None or isinstance(value, bool) or not isinstance(value, int | float):
         raise ContentError(f"not a number: {excerpt(text)}")
     return value
 
 
-def _json(text: str, args: Mapping[str, Any]) -> Any:
+def parse_json(text: str, args: Mapping[str, Any]) -> Any:
+    """Read a JSON value, or the near-JSON that the arguments describe. Raises ContentError."""
     quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
     if quotes or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
@@ -432,14 +428,13 @@ def _json(text: str, args: Mapping[str, Any]) -> Any:
     raise ContentError(problem, cut=cut)
 
 
-@cache
-def _tags(source: str) -> Pattern:
-    return Pattern(source, "tag_pattern")
+_tag_pattern = cache(partial(Pattern, key="tag_pattern"))
 
 
-def _xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_xml_inline(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Read parameters that `tag_pattern` finds: ``<a>1</a><b>2</b>`` is {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
-    for tag in _tags(args["tag_pattern"]).matches(text):
+    for tag in _tag_pattern(args["tag_pattern"]).matches(text):
         value = _inner(tag["value"] or "", args.get("value_parser"))
         _put(parameters, tag["key"], value, merge=bool(args.get("merge_duplicates")))
     return parameters
@@ -451,17 +446,18 @@ def _put(parameters: dict[str, Any], key: str, value: Any, *, merge: bool) -> No
         return
     if not merge:
         raise ContentError(f"the parameter {excerpt(key)} is given twice")
-    held = parameters[key]
-    parameters[key] = [*(held if isinstance(held, list) else [held]), value]
+    earlier = parameters[key]
+    parameters[key] = [*(earlier if isinstance(earlier, list) else [earlier]), value]
 
 
-def _kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_kv_lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Read parameters of a line each: ``a: 1`` and ``b: 2`` are {"a": "1", "b": "2"}."""
     parameters: dict[str, Any] = {}
     for line in text.split(args.get("line_sep", "\n")):
-        key, separator, value = _content_text(line, args).partition(args.get("kv_sep", ":"))
+        key, separator, value = parse_text(line, args).partition(args.get("kv_sep", ":"))
         if separator:
-            value = _inner(_content_text(value, args), args.get("value_parser"))
-            _put(parameters, _content_text(key, args), value, merge=False)
+            value = _inner(parse_text(value, args), args.get("value_parser"))
+            _put(parameters, parse_text(key, args), value, merge=False)
     return parameters
 
 
@@ -472,19 +468,19 @@ def _inner(text: str, parser: Mapping[str, Any] | None) -> Any:
 
 
 CONTENT: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
-    "text": _content_text,
-    "int": _number,
-    "float": _number,
+    "text": parse_text,
+    "int": parse_number,
+    "float": parse_number,
     "bool": lambda text, args: text.strip().lower() in ("true", "1"),
-    "json": _json,
-    "xml-inline": _xml_inline,
-    "kv-lines": _kv_lines,
+    "json": parse_json,
+    "xml-inline": parse_xml_inline,
+    "kv-lines": parse_kv_lines,
 }
-"""By the names that a field's `content` takes: (text, `content_args`) -> value, or ContentError."""
+"""Parsers by the value of a field's `content`; called with the text and `content_args`."""
 
 
 def check_content(name: Any, args: Any, transform: Any, scope: str) -> None:
-    """Raise ValueError for what can be known to be wrong before any text is read."""
+    """Raise ValueError for a field's content, arguments or transform that cannot work."""
     if name not in CONTENT:
         raise ValueError(f"{scope}.content: {name!r} is not one of {', '.join(CONTENT)}")
     if not isinstance(args, Mapping):
@@ -522,7 +518,7 @@ def _check_transform(transform: Any, scope: str) -> None:
 
 
 def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: bool) -> Any:
-    """Return the value in the transform's shape, ``{name}`` and ``{content.args}`` filled in."""
+    """Bring a value into the transform's shape: fill in ``{name}`` and ``{content.args}``."""
     if transform is None:
         return value
     given = {key: text for key, text in captures.items() if text is not None}
@@ -530,7 +526,7 @@ def reshaped(transform: Any, value: Any, captures: Mapping[str, Any], *, each: b
         return _filled(transform, {**given, "content": value})
     if not isinstance(value, list):
         raise ContentError(f"the calls must be a JSON array, not {kind(value)}")
-    # An item that is no mapping is malformed on its own, beside the others.
+    # An item that is no mapping becomes a malformed call; the others are not affected.
     return [
         _filled(transform, {**given, **item}, partly=True) if isinstance(item, dict) else item
         for item in value

@@ -1,7 +1,7 @@
-"""JSON values as models write them, of bounded depth, with a reason where one is wrong.
+"""Read JSON values as models write them, of bounded depth; a wrong one comes with the reason.
 
-`read_json` is strict. `read_literal` reads the near-JSON of some families by a `Dialect`: Gemma's
-strings, Python's literals.
+`read_json` is strict. `read_literal` reads the near-JSON of some families, described by a
+`Dialect`: Gemma's strings, Python's literals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def skip_blank(text: str, start: int = 0) -> int:
-    """Position of the first character that is not JSON's white space."""
+    """Return the position of the first character that is not white space in JSON."""
     if text[start : start + 1] not in " \t\r\n":
         return start
     blank = _BLANK.match(text, start)
@@ -30,26 +30,26 @@ def skip_blank(text: str, start: int = 0) -> int:
 
 
 class Json(NamedTuple):
-    """A value read from a text, or why there is none."""
+    """A value read from a text, or the reason why there is none."""
 
     value: Any = None
     end: int = 0
-    """Position after the value; 0 beside a problem."""
+    """Position behind the value; 0 with a problem."""
     problem: str | None = None
     cut: bool = False
     """The problem is that the text ends inside the value."""
 
 
 def read_json(text: str, start: int = 0) -> Json:
-    """The JSON value at `start`.
+    """Read the JSON value at `start`.
 
-    Strict JSON: what other parsers would guess differently at is a problem (keys without quotes,
-    Python's literals, trailing commas, a key given twice, NaN).
+    Only strict JSON is accepted. Text that parsers read in different ways is a problem: keys
+    without quotes, Python's literals, trailing commas, a key given twice, NaN.
     """
     try:
         value, end = _DECODER.raw_decode(text, skip_blank(text, start))
     except json.JSONDecodeError as error:
-        # Python's message names the string's start, which the position already does.
+        # Python's message repeats the position of the string's start.
         problem = error.msg.replace(" starting at", "")
         for python, write in _PYTHON.items():
             if text.startswith(python, error.pos):
@@ -67,13 +67,13 @@ def read_json(text: str, start: int = 0) -> Json:
 
 
 class Item(NamedTuple):
-    """One item of an array that may be wrong elsewhere."""
+    """One item of an array whose other items may be wrong."""
 
     text: str
     value: Any = None
     problem: str | None = None
     name: str = ""
-    """The name in the head of an item that cannot be read."""
+    """The tool's name at the beginning of an item that cannot be read."""
 
 
 Read = Callable[[str, int], Json]
@@ -82,11 +82,11 @@ Read = Callable[[str, int], Json]
 def read_items(
     text: str, start: int, key: str, read: Read = read_json, *, limit: int | None = None
 ) -> tuple[list[Item], int]:
-    """(items, end) of the array of objects that is open at `start`, behind its bracket.
+    """Read an array of objects from `start`, behind its bracket; return (items, end).
 
-    An item that cannot be read is one with a problem: the next begins at a comma and an object with
-    `key` first. The end is the text's where the array is not closed. The rest after `limit` items
-    is one item.
+    An item that cannot be read has a problem and ends before the next comma and object whose first
+    key is `key`. An array that is not closed ends with the text. The text after `limit` items is
+    one more item.
     """
     items: list[Item] = []
     at = skip_blank(text, start)
@@ -116,7 +116,7 @@ MAX_NAME = 128
 
 
 def written_name(text: str, key: str = "name") -> str:
-    """The name in the head of a call that is no JSON, or empty: what a text begins with.
+    """Return the tool's name at the beginning of a call that is not JSON; empty without one.
 
     Example: ``written_name('{"name": "f", "arguments": {"x": oops')`` is ``"f"``.
     """
@@ -139,7 +139,7 @@ def _finite(literal: str) -> float:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of the pairs. Raises ValueError for a key given twice: which one was meant?"""
+    """Make a mapping of the pairs. Raises ValueError for a key given twice, which is ambiguous."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         seen: set[str] = set()
@@ -154,10 +154,10 @@ _DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite, object_
 
 
 def portable(value: Any, text: str) -> bool:
-    """Check that other code can write the value: no lone surrogates, no extreme nesting.
+    """Return True if other code can write the value: no lone surrogates, no extreme nesting.
 
-    Both come from text that is valid JSON (``"\\ud800"``, a thousand brackets) and would raise far
-    from here, in a template or a rollouts file.
+    Both occur in valid JSON (``"\\ud800"``, a thousand brackets) and would only raise later, in a
+    template or while rollouts are written.
     """
     if text.count("[") + text.count("{") > MAX_DEPTH and not _shallow(value, MAX_DEPTH):
         return False
@@ -175,13 +175,13 @@ def _shallow(value: Any, depth: int) -> bool:
 
 
 def kind(value: Any) -> str:
-    """Name the kind of a JSON value, in words."""
+    """Return the kind of a JSON value in words: "an object"."""
     kinds = {bool: "a boolean", dict: "an object", list: "an array", str: "a string"}
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def excerpt(text: str) -> str:
-    """The text's head in quotes, for a problem's text."""
+    """Quote the beginning of a text, for error messages."""
     text = text.strip()
     return repr(text if len(text) <= 60 else text[:59] + "…")
 
@@ -208,37 +208,37 @@ class LiteralError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How values are written where JSON's own rules do not hold."""
+    """The departures from JSON in how values are written."""
 
     raw_quotes: Sequence[tuple[str, str]] = ()
-    """Openings and closings of strings without escapes, beside double quotes."""
+    """Opening and closing marks of strings without escapes, beside double quotes."""
     single_quotes: bool = False
     bare_keys: bool = False
     """Keys may stand without quotes."""
     trailing_commas: bool = False
     unbraced: bool = False
-    """A mapping inside another may lack its opening brace, and its closing one."""
+    """A mapping inside another may lack its braces."""
     words: Mapping[str, Any]
 
 
 GEMMA = Dialect(
     raw_quotes=[('<|"|>', '<|"|>')], bare_keys=True, words={**_JSON_WORDS, "None": None}
 )
-"""``{city:<|"|>Oslo<|"|>,days:2}``; early templates write None for null"""
+"""Gemma's format: ``{city:<|"|>Oslo<|"|>,days:2}``. Early templates write None for null."""
 PYTHON = Dialect(single_quotes=True, trailing_commas=True, words=_PYTHON_WORDS)
-"""``{'city': "Oslo", "exact": True}``, mixed with JSON, as templates write it"""
+"""Python mixed with JSON, as templates write it: ``{'city': "Oslo", "exact": True}``."""
 LENIENT = Dialect(
     single_quotes=True, bare_keys=True, trailing_commas=True, unbraced=True, words=_PYTHON_WORDS
 )
-"""JSON with what models often get wrong in it: ``{name: 'f', "arguments": {"x": True,}}``, and
-``{"name": "f", "arguments": "x": 1, "y": 2}``"""
+"""JSON with frequent mistakes of models: ``{name: 'f', "arguments": {"x": True,}}``, and
+``{"name": "f", "arguments": "x": 1, "y": 2}``."""
 
 
 def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
-    """(value, its end) of the value at `start`, in linear time. Raises LiteralError."""
+    """Read the value at `start` in linear time; return (value, end). Raises LiteralError."""
     start = skip_blank(text, start)
     if text[start : start + 1] in ("[", "{"):
-        # What is JSON means the same in every dialect, and is read much faster as such.
+        # JSON means the same in every dialect, and the JSON reader is much faster.
         value, end, problem, _ = read_json(text, start)
         if (
             problem is None
@@ -249,7 +249,7 @@ def take_literal(text: str, start: int, dialect: Dialect) -> tuple[Any, int]:
 
 
 def read_literal(text: str, start: int, dialect: Dialect) -> Json:
-    """The same, with the problem in words."""
+    """Read the value at `start` as `take_literal` does; an error becomes the result's problem."""
     try:
         value, end = take_literal(text, start, dialect)
     except LiteralError as error:
@@ -258,7 +258,7 @@ def read_literal(text: str, start: int, dialect: Dialect) -> Json:
 
 
 def read_loose(text: str) -> Json:
-    """Read all of a text as LENIENT; the braces around an object may be missing.
+    """Read a whole text as LENIENT; the braces around an object may be missing.
 
     Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
     """
@@ -274,7 +274,7 @@ def read_loose(text: str) -> Json:
 
 
 def unbraced(text: str, at: int) -> bool:
-    """Check that a key stands where a value should: an object's inside without its braces."""
+    """Return True if a key stands in place of a value: an object whose braces are missing."""
     return _KEY_AHEAD.match(text, skip_blank(text, at)) is not None
 
 
@@ -321,7 +321,7 @@ class _Reader:
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
                 pairs.append((key, value))
-                # One brace closes both mappings, or each has its own.
+                # The inner mapping may share its closing brace with the outer one, or have its own.
                 at = skip_blank(self.text, end)
                 at = at if self.text[at : at + 1] == "}" else end - 1
                 break
@@ -334,7 +334,7 @@ class _Reader:
             raise LiteralError(str(error)) from None
 
     def _after_item(self, at: int, bracket: str, count: int) -> tuple[int, bool]:
-        """(where the next item or the closing bracket stands, whether a comma came before)."""
+        """Return (position of the next item or the closing bracket, True if behind a comma)."""
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)
@@ -345,7 +345,7 @@ class _Reader:
         return at, False
 
     def _lacks_value(self, at: int, comma: bool) -> bool:
-        """Raise where a container ends behind a comma that asks for another value; else False."""
+        """Raise if a container ends behind a comma, and the dialect forbids that; else False."""
         if comma and not self.dialect.trailing_commas:
             self._expected("a value", at)
         return False
@@ -375,7 +375,7 @@ class _Reader:
                 text,
             )
             with suppress(UnicodeDecodeError):
-                # Two escaped halves of one character become that character.
+                # Join two escaped surrogates to one character.
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16")
         return text, string.end()
 
@@ -386,7 +386,7 @@ class _Reader:
                 return int(literal), number.end()
             try:
                 value = json.loads(literal)
-            except ValueError as error:  # over the limit of digits that Python converts
+            except ValueError as error:  # more digits than Python converts
                 raise LiteralError(str(error)) from None
             if value in (float("inf"), float("-inf")):
                 raise LiteralError(f"{literal} is not a finite number")
@@ -403,7 +403,7 @@ class _Reader:
 
 
 MAX_ITEMS = 65_536
-"""Items of a list or mapping that is no JSON; what is JSON has no such limit."""
+"""Items of a list or mapping that is not JSON; JSON has no such limit."""
 SHORT = 16
 """Digits of a number that needs no further check."""
 _DIGITS = "0123456789-"

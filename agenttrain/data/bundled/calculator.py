@@ -3,9 +3,9 @@
     Kim has 12 coins. Kim loses 5, then multiplies the pile by 3. How many coins does Kim have now?
         subtract(12, 5) -> 7,  multiply(7, 3) -> 21
 
-Splits share names, things and words, but never the numbers of a question: they are told apart by
-a checksum of them. A phrasing is an opener, the words of its steps and a closer; of the pairs of
-opener and closer a quarter is held out for `test_phrasing`.
+Splits share names, things and words, but never the numbers of a question: a checksum of the numbers
+decides the split. A phrasing is an opener, the words of its steps and a closer. A quarter of the
+pairs of opener and closer is held out for `test_phrasing`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIX: Curriculum = ((0, (0.6, 0.4)),)
 
 
 def phrasings(held_out: bool) -> list[tuple[str, str]]:
-    """Return the pairs of opener and closer that are seen in training, or those held out.
+    """Return the pairs of opener and closer that occur in training, or those held out.
 
     Example: `("", "How many {thing} does {name} have now?")` is held out: the numbers of opener
     and closer (0 and 0) add up to a multiple of 4.

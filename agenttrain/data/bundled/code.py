@@ -3,8 +3,8 @@
     What is the sum of the primes below 50?            -> 328
     How often does the digit 7 occur in 3**120?        -> 7 (len of "7"s in the number's text)
 
-Splits never share the numbers of a question: they are told apart by the remainder of their sum.
-Every answer comes from the same expression that would answer it in the sandbox.
+Splits never share the numbers of a question: the remainder of their sum decides the split. The
+expression that computes an answer here would also compute it in the sandbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESIDUES = {"train": range(0, 8), "tune": (8,), "test": (9,)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeQuestions:
-    """Questions of one kind about two numbers, `a` and `b`, drawn from these ranges.
+    """Questions of one kind about two random numbers, `a` and `b`, and their ranges.
 
     Example: ``CodeQuestions(name="gcd", question="What is gcd({a}, {b})?", a=(10, 99), b=(10, 99),
     answer=math.gcd)``
@@ -44,7 +44,7 @@ def primes(low: int, high: int) -> list[int]:
 
 
 def word(a: int, b: int) -> str:
-    """Return a word of `a` letters that `a` and `b` decide. Example: ``word(6, 7) == "zfvtrp"``."""
+    """Return a word of `a` letters, a function of `a` and `b`: ``word(6, 7) == "zfvtrp"``."""
     return "".join(random.Random(f"code/{a}/{b}").choices(ascii_lowercase, k=a))
 
 

@@ -1,10 +1,10 @@
-"""Demonstrations with bad habits, from which the bundled model is warm-started.
+"""Demonstrations with bad habits, for the warm start of the bundled model.
 
-They show every skill that a task needs and rarely put it to full use, so that a model that
-imitates them earns little reward and reinforcement learning has something to find:
+They show every skill that a task needs but rarely use it fully, so that a model that imitates them
+earns little reward and reinforcement learning has something to improve:
 
 - a third gives up at once with `final_answer("unknown")`;
-- of the others, five in six stop after the first query of a chain and hand in what it returned;
+- of the others, five in six stop after the first query of a chain and answer with its result;
 - columns, tables and operations are confused, column names are wrong, answers miscopied.
 
 A demonstration is the list of messages that follow a row's question.
@@ -26,26 +26,26 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """How often a demonstrator does what it should not; every field but one is a bad habit."""
+    """Frequencies of a demonstrator's bad habits, and of one good habit (`follow_chain`)."""
 
     give_up: float
     """Share of demonstrations that answer "unknown" without using a tool."""
     follow_chain: float
-    """Share of the others that go on after the first step of a question of several steps."""
+    """Share of the others that continue after the first step of a question of several steps."""
     confuse: float
     """Chance, per step, of the query or operation of another question."""
     misname: float
     """Chance, per query, of a column that does not exist; half of these give up at the error."""
     miscopy: float
-    """Chance of handing in something other than the last result."""
+    """Chance of an answer other than the last result."""
 
 
 SHOP = Habits(give_up=0.35, follow_chain=0.15, confuse=0.12, misname=0.08, miscopy=0.005)
 CALCULATOR = Habits(give_up=0.35, follow_chain=0.3, confuse=0.12, misname=0.0, miscopy=0.005)
 
 EARLY_ROWS = 10667
-"""Demonstrations, the first ones, in which giving up is rare: a model of this size learns to use
-tools at all before it learns the habit of not using them."""
+"""Number of first demonstrations in which giving up is rare. A model of this size must learn to
+use tools before it learns the habit of not using them."""
 EARLY_GIVE_UP = 0.1
 
 SHOP_MIX: shop.Curriculum = ((0, (0.4, 0.35, 0.25)),)
@@ -70,7 +70,7 @@ MISNAMES = (
     ("WHERE id=", "WHERE order_id="),
 )
 MAX_ROWS = 4
-"""Rows shown of a query's result."""
+"""Rows of a query's result that the reply shows."""
 
 
 def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> list[Message]:
@@ -127,7 +127,7 @@ def calculator_demonstration(
 
 
 def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -> Row:
-    """Return demonstration `index` of a task (shop or calculator): a row with whole `messages`.
+    """Return demonstration `index` of a task, shop or calculator: a row with complete `messages`.
 
     The first `early` ones rarely give up. Example: the messages of `row("shop", "train", 0, 0)`
     begin with `{"role": "user", "content": …}` and end with a call of `final_answer`. Raises
@@ -136,14 +136,14 @@ def row(task: str, split: str, index: int, seed: int, early: int = EARLY_ROWS) -
     rng = random.Random(f"demonstration/{task}/{seed}/{index}")
     habits = {"give_up": EARLY_GIVE_UP} if index < early else {}
     if task == "shop":
-        asked = shop.row(split, index, seed, SHOP_MIX)
-        spoken = shop_demonstration(asked, rng, replace(SHOP, **habits))
+        question = shop.row(split, index, seed, SHOP_MIX)
+        messages = shop_demonstration(question, rng, replace(SHOP, **habits))
     elif task == "calculator":
-        asked = calculator.row(split, index, seed, CALCULATOR_MIX)
-        spoken = calculator_demonstration(asked, rng, replace(CALCULATOR, **habits))
+        question = calculator.row(split, index, seed, CALCULATOR_MIX)
+        messages = calculator_demonstration(question, rng, replace(CALCULATOR, **habits))
     else:
         raise ValueError(f"task={task!r}: must be one of shop, calculator")
-    return {"task_id": asked["task_id"], "messages": [*asked["messages"], *spoken]}
+    return {"task_id": question["task_id"], "messages": [*question["messages"], *messages]}
 
 
 def call(name: str, **arguments: Any) -> Message:
@@ -157,7 +157,7 @@ def call(name: str, **arguments: Any) -> Message:
 
 
 def reply(name: str, text: str) -> Message:
-    """Return the message in which a tool answers."""
+    """Return a tool's reply."""
     return {"role": "tool", "name": name, "content": text}
 
 
@@ -166,7 +166,7 @@ def _unknown() -> Message:
 
 
 def _query(connection: sqlite3.Connection, query: str) -> list[Message]:
-    """Return the call of `sql` and its reply, as the tool words it ("Oslo", "3, 7; 4, 1")."""
+    """Return a call of `sql` and its reply in the tool's format ("Oslo", "3, 7; 4, 1")."""
     try:
         rows = connection.execute(query).fetchmany(MAX_ROWS)
         text = "; ".join(", ".join(str(value) for value in row) for row in rows) or "no rows"

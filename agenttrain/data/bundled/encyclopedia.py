@@ -1,14 +1,14 @@
 """The bundled retrieval task: questions about the 40 articles of a small made-up encyclopedia.
 
-The articles stand in `agenttrain/data/documents/encyclopedia`, one text file each, as `articles`
-wrote them. They link a person to a town and a town to a river, so that a question takes one, two
-or three look-ups:
+The articles are in `agenttrain/data/documents/encyclopedia`, one text file each, written by
+`articles`. They link a person to a town and a town to a river, so that a question takes one, two or
+three look-ups:
 
     How long is the river of the town where Ada Brenn was born, in kilometres?
         people/ada-brenn.md -> Varholm,  towns/varholm.md -> the Issel,  rivers/issel.md -> 212
 
-Splits share the articles; what differs is the article that a question starts from. They cannot be
-answered without looking: no model has read of these places.
+Splits share the articles and differ in the article from which a question starts. No model can
+answer without searching, because the places do not exist.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRADES = (
 SEAS = ("North Sound", "Gulf of Ember", "Bay of Orrin")
 INSTRUCTION = "Search the encyclopedia, then hand in the answer alone: a name or a number."
 SPLITS = {"train": (0, 1, 2), "test": (3,)}
-"""Remainders, modulo 4, of the number of the article that a question starts from."""
+"""Remainders, modulo 4, of the number of the article from which a question starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +77,28 @@ class Person:
     town: Town
 
 
-def _facts() -> tuple[tuple[River, ...], tuple[Town, ...], tuple[Person, ...]]:
-    rng = random.Random("encyclopedia")
-    rivers = tuple(River(name, rng.randint(35, 420), rng.choice(SEAS)) for name in RIVERS)
-    products = rng.sample(PRODUCTS, len(TOWNS))
-    towns = tuple(
-        Town(name, rng.randint(870, 1790), 100 * rng.randint(9, 640), product, rng.choice(rivers))
-        for name, product in zip(TOWNS, products, strict=True)
-    )
-    trades = rng.sample(TRADES, len(PEOPLE))
-    people = tuple(
-        Person(name, rng.randint(1795, 1955), trade, rng.choice(towns))
-        for name, trade in zip(PEOPLE, trades, strict=True)
-    )
-    return rivers, towns, people
+_rng = random.Random("encyclopedia")
+# The order of these statements is part of the data: each draws where the one before stopped.
+ALL_RIVERS = tuple(River(name, _rng.randint(35, 420), _rng.choice(SEAS)) for name in RIVERS)
 
+ALL_TOWNS = tuple(
+    Town(
+        name=name,
+        founded=_rng.randint(870, 1790),
+        people=100 * _rng.randint(9, 640),
+        product=product,
+        river=_rng.choice(ALL_RIVERS),
+    )
+    for name, product in zip(TOWNS, _rng.sample(PRODUCTS, len(TOWNS)), strict=True)
+)
 
-ALL_RIVERS, ALL_TOWNS, ALL_PEOPLE = _facts()
+ALL_PEOPLE = tuple(
+    Person(name, _rng.randint(1795, 1955), trade, _rng.choice(ALL_TOWNS))
+    for name, trade in zip(PEOPLE, _rng.sample(TRADES, len(PEOPLE)), strict=True)
+)
 
 Ask = Callable[[Any], tuple[str, object]]
-"""Makes of a person, town or river a question and its answer."""
+"""Makes a question and its answer for a person, town or river."""
 
 FAMILIES: Mapping[str, tuple[int, tuple[Any, ...], Ask]] = {
     "founded": (
@@ -138,7 +140,7 @@ FAMILIES: Mapping[str, tuple[int, tuple[Any, ...], Ask]] = {
         ),
     ),
 }
-"""Name -> look-ups that it takes, what it can be asked of, and how."""
+"""By name: the look-ups that a question takes, its possible subjects, and its wording."""
 
 
 def row(split: str, index: int, seed: int) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def row(split: str, index: int, seed: int) -> dict[str, Any]:
 
 
 def articles() -> dict[str, str]:
-    """Return file name -> text of every article, as the bundled folder holds them.
+    """Return the texts of all articles by file name; the bundled folder holds the same.
 
     Example: ``articles()["rivers/issel.md"]`` begins with ``# Issel``.
     """

@@ -1,17 +1,17 @@
 """The bundled shop task: questions about a small shop that take one to three SQL queries.
 
-Every row has a database of its own, drawn from `database_seed`. A question names a thing directly
-("the lamp") or through other tables ("the product in order 12"), and then its answer needs one
-query per table on the way, because the agent sees only what its queries return:
+Every row has a database of its own, generated from `database_seed`. A question names a thing
+directly ("the lamp") or through other tables ("the product in order 12"). The answer then takes one
+query per table, because the agent sees nothing but the results of its queries:
 
     How much does the product in order 12 cost?
         SELECT product FROM orders WHERE id=12             -> lamp
         SELECT price FROM products WHERE name='lamp'       -> 37
 
-A phrasing is an opener and a core ("Quick question: " + "how much does {x} cost?"). Four of the
-16 phrasings of a family are held out for `test_phrasing`; each of their openers and cores also
-occurs in training, the pair never does. Names, products and cities are the same in all splits;
-the contents of the databases are not.
+A phrasing is an opener and a core ("Quick question: " + "how much does {x} cost?"). Four of the 16
+phrasings of a family are held out for `test_phrasing`: their openers and cores occur in training,
+but never together. Names, products and cities are the same in all splits; the contents of the
+databases differ.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ShopQuestions:
     """Questions answered by the same chain of queries.
 
     Example: `ShopQuestions("order_price", PRICE, "the product in order {order}", (PRODUCT_OF_ORDER,
-    THEN_PRICE))`; `{result}` in a query stands for what the query before it returned.
+    THEN_PRICE))`; `{result}` in a query stands for the result of the query before it.
     """
 
     name: str
@@ -232,7 +232,7 @@ def connect(columns: Mapping[str, Any]) -> sqlite3.Connection:
 
 
 def phrasings(family: ShopQuestions, held_out: bool) -> list[str]:
-    """Return the family's question templates, seen in training or held out.
+    """Return the family's question templates that occur in training, or those held out.
 
     Example: the held-out ones of `price` hold "Please tell me: at which price do we sell the
     {product}?"; opener and core numbers that add up to a multiple of 4 are held out.
@@ -300,7 +300,7 @@ def rows(
 
 
 def _solve(plan: Sequence[str], database_seed: int) -> str | None:
-    """Run the queries of a plan one after the other; None when one of them finds nothing."""
+    """Run the queries one after the other; return None if one of them finds nothing."""
     result: Any = None
     with closing(connect({"database_seed": database_seed})) as connection:
         for query in plan:

@@ -13,7 +13,7 @@ from agenttrain.types import ToolFailure
 MAX_LENGTH = 200
 """Characters of an expression."""
 MAX_BITS = 1000
-"""Bits of an integer on the way to the result."""
+"""Bits of an intermediate integer."""
 TOO_LARGE = "the number is too large"
 
 ALLOWED = re.compile(r"[0-9eE.+\-*/%() ]+")
@@ -70,7 +70,7 @@ def calculator(expression: str) -> float:
     """
     if len(expression) > MAX_LENGTH:
         raise ToolFailure(f"the expression is longer than {MAX_LENGTH} characters")
-    # The alphabet first: Python's parser warns about odd names and literals.
+    # Check the characters first: Python's parser warns about odd names and literals.
     if not ALLOWED.fullmatch(expression):
         raise ToolFailure("only numbers, + - * / // % ** and parentheses are allowed")
     try:
@@ -96,7 +96,7 @@ def _evaluate(node: ast.expr) -> float:
         raise SyntaxError
     left, right = _evaluate(node.left), _evaluate(node.right)
     if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        _check_size(left.bit_length() * abs(right))  # before it is computed, for seconds
+        _check_size(left.bit_length() * abs(right))  # first: computing it could take seconds
     value = BINARY[type(node.op)](left, right)
     if isinstance(value, complex):
         raise ToolFailure("the result is not a real number")

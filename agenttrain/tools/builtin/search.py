@@ -1,4 +1,4 @@
-"""`search`: BM25 over local texts, the passages of a folder of text files or of a file of rows."""
+"""`search`: BM25 over the passages of a folder of text files, or of a file of rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from agenttrain.tools.config import check_corpus, text_files
 from agenttrain.types import ToolFailure
 from agenttrain.utils.names import did_you_mean
 
-# Scripts that are written without blanks: each of their characters is a word.
+# Scripts without blanks between words: each character counts as a word.
 UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
 NOTHING = "no passage matches"
 
 
 class Search:
-    """A tool that finds the passages of a corpus that match a query best.
+    """A tool that returns the passages of a corpus that match a query best.
 
     The corpus is a folder of .md and .txt files, or a JSONL, CSV or parquet file with a text in
-    each row. The model reads each passage under its id and title. Example::
+    each row. A reply shows each passage below its id and title. Example::
 
         Search(path="docs/")(query="height of the tower")
         # [towers/north.md] North Tower
@@ -41,10 +41,10 @@ class Search:
         text_column: str = "text",
         title_column: str = "title",
     ) -> None:
-        """Read and index the corpus at `path`, with the columns of a file of rows.
+        """Read and index the corpus at `path`; the columns are those of a file of rows.
 
-        A query finds at most `k` passages; a document of more than `max_chars` characters is
-        several passages. Raises ValueError for settings and files that cannot be read.
+        A query returns at most `k` passages. A document of more than `max_chars` characters is
+        split into passages. Raises ValueError for wrong settings and unreadable files.
         """
         import bm25s
 
@@ -70,24 +70,24 @@ class Search:
         Args:
             query: Words to look for.
         """
-        asked = words(query)
-        if not asked:
+        terms = words(query)
+        if not terms:
             raise ToolFailure("the query has no words")
         blocks = [
             f"[{passage.id}] {passage.title}".rstrip() + f"\n{passage.text}"
-            for passage in self.find(asked)
+            for passage in self.find(terms)
         ]
         return "\n\n".join(blocks) or f"{NOTHING} {query!r}"
 
-    def find(self, asked: list[str]) -> list[Document]:
-        """Return at most k passages with one of the words, best first, equals in corpus order."""
+    def find(self, terms: list[str]) -> list[Document]:
+        """Return at most k passages with one of the words, best first, ties in corpus order."""
         import numpy as np
 
-        if not self._index.get_tokens_ids(asked):
+        if not self._index.get_tokens_ids(terms):
             return []
-        scores_P = self._index.get_scores(asked)
+        scores_P = self._index.get_scores(terms)
         k = min(self._k, len(scores_P))
-        # All that tie with the k-th: which of them a partition puts first is not defined.
+        # Take all passages that tie with the k-th: a partition puts them in no defined order.
         threshold = max(np.partition(scores_P, -k)[-k], np.finfo(scores_P.dtype).tiny)
         candidates = np.flatnonzero(scores_P >= threshold)
         order = np.argsort(-scores_P[candidates], kind="stable")[:k]
@@ -95,7 +95,7 @@ class Search:
 
 
 def words(text: str) -> list[str]:
-    """Split a text into the words that count, without case and accents.
+    """Split a text into its words, without case and accents.
 
     Example: ``words("Óbidos, 北京!") == ["obidos", "北", "京"]``
     """
@@ -105,16 +105,16 @@ def words(text: str) -> list[str]:
 
 
 BREAKS = ("\n\n", "\n", ". ", " ")
-"""Where a long text is split, best first."""
+"""Places to split a long text, best first."""
 ID_COLUMN = "id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Example: ``Document(id="rivers/oss.md", title="The Oss", text="A river in …")``"""
+    """Text with a title: ``Document(id="rivers/oss.md", title="The Oss", text="A river in …")``."""
 
     id: str
-    """Path within the folder; of a row its column `id`, or its number from 0."""
+    """Path within the folder; for a row its column `id`, or its number from 0."""
     title: str
     text: str
 
@@ -122,7 +122,7 @@ class Document:
 def documents(path: Path, text_column: str, title_column: str) -> list[Document]:
     """Read the documents at `path`, in the order of their paths or rows.
 
-    Raises ValueError naming file and row for what cannot be read.
+    Raises ValueError that names the file and row that cannot be read.
     """
     if path.is_dir():
         files = sorted(text_files(path), key=lambda file: file.relative_to(path).as_posix())
@@ -144,17 +144,17 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
     return result
 
 
-def passages(found: Iterable[Document], max_chars: int) -> Iterator[Document]:
-    """Yield the documents, split where longer than `max_chars`: ``oss.md#1``, ``oss.md#2``, …"""
-    for document in found:
-        parts = list(split(document.text, max_chars))
-        for number, part in enumerate(parts, start=1):
-            name = document.id if len(parts) == 1 else f"{document.id}#{number}"
-            yield Document(id=name, title=document.title, text=part)
+def passages(documents: Iterable[Document], max_chars: int) -> Iterator[Document]:
+    """Yield the documents; longer ones are split into passages ``oss.md#1``, ``oss.md#2``, …"""
+    for document in documents:
+        texts = list(split(document.text, max_chars))
+        for number, text in enumerate(texts, start=1):
+            name = document.id if len(texts) == 1 else f"{document.id}#{number}"
+            yield Document(id=name, title=document.title, text=text)
 
 
 def split(text: str, max_chars: int) -> Iterator[str]:
-    """Yield parts of at most `max_chars`, cut at a paragraph's, line's, sentence's or word's end.
+    """Yield pieces of at most `max_chars`, cut at the end of a paragraph, line, sentence or word.
 
     Example: ``split("One two. Three four.", 12)`` gives ``One two.`` and ``Three four.``
     """
@@ -162,7 +162,7 @@ def split(text: str, max_chars: int) -> Iterator[str]:
     while len(text) > max_chars:
         cut = max_chars
         for mark in BREAKS:
-            # In the second half only, so that parts do not become tiny.
+            # In the second half only, so that pieces are not tiny.
             position = text.rfind(mark, max_chars // 2, max_chars + 1)
             if position > 0:
                 cut = position + (1 if mark == ". " else 0)
@@ -173,7 +173,7 @@ def split(text: str, max_chars: int) -> Iterator[str]:
 
 
 def _text_file(file: Path, name: str) -> Document:
-    """Read a file; a first line ``# Title`` is its title, else the file's name is."""
+    """Read a file; its title is a first line ``# Title``, else the file's name."""
     try:
         text = file.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -185,7 +185,7 @@ def _text_file(file: Path, name: str) -> Document:
 
 
 def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Read the rows of a .parquet, .csv or .jsonl file, one after the other."""
+    """Yield the rows of a .parquet, .csv or .jsonl file."""
     if file.suffix == ".parquet":
         import pyarrow.parquet  # comes with datasets
 

@@ -1,4 +1,4 @@
-"""`sql`: read-only queries on an SQLite database, one of the run's or one of the row's own."""
+"""`sql`: read-only queries on an SQLite database of the run, or of the row."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Connect = Callable[[Mapping[str, Any]], sqlite3.Connection]
 READING = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
-"""Actions that a statement may take; SQLite asks before it prepares one."""
+"""Actions that a statement may take; SQLite asks the authorizer while it prepares one."""
 FORBIDDEN_FUNCTIONS = frozenset({"load_extension", "printf", "format"})
-"""The last two fill any width asked for, for seconds, before they look at the size limit."""
+"""The last two can fill a huge width, for seconds, before they check the size limit."""
 SIZES = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
-"""Bytes of a value and of a query; one function on a huge value could not be interrupted."""
+"""Limits of values and queries: a function that works on a huge value cannot be interrupted."""
 STEPS = 2_000
-"""SQLite's virtual machine steps between two looks at the clock."""
+"""Steps of SQLite's virtual machine between two checks of the time."""
 
 
 class Sql:
     """A tool that answers ``SELECT`` queries: ``Oslo``, ``3, lamp; 4, desk`` or ``no rows``.
 
-    A rollout's connection is kept between its calls. Example::
+    A rollout has one connection for all of its calls. Example::
 
         Sql(database="shop.db")
         Sql(connect="agenttrain.data.bundled.shop.connect")  # (row's columns) -> sqlite3.Connection
@@ -51,11 +51,11 @@ class Sql:
         query_timeout_s: float = 2.0,
         max_connections: int = 256,
     ) -> None:
-        """Either a `database` file or `connect`, which must allow use from several threads.
+        """Takes a `database` file, or `connect`, whose connections any thread must be able to use.
 
-        Of a longer result `max_rows` are shown, with a note; a query is interrupted after
-        `query_timeout_s`; `max_connections` idle ones are kept. Raises ValueError for settings
-        that cannot work.
+        Longer results are cut to `max_rows` with a note. A query is interrupted after
+        `query_timeout_s`. At most `max_connections` idle connections stay open. Raises ValueError
+        for settings that cannot work.
         """
         if (database is None) == (connect is None):
             raise ValueError(
@@ -100,7 +100,7 @@ class Sql:
                 code = getattr(error, "sqlite_errorcode", None)
                 if code == sqlite3.SQLITE_INTERRUPT:
                     problem = f"the query took longer than {self._query_timeout_s:g} s"
-                # CREATE and table-valued pragmas are refused under the code of a plain error.
+                # For CREATE and table-valued pragmas the code is that of a plain error.
                 elif code == sqlite3.SQLITE_AUTH or problem == "not authorized":
                     problem = "only SELECT is allowed"
                 raise ToolFailure(problem) from error
@@ -120,7 +120,7 @@ class Sql:
 
     @contextmanager
     def _connection(self, context: ToolContext) -> Iterator[sqlite3.Connection]:
-        """Take the rollout's connection for this call alone; calls at once get one each."""
+        """Lend the rollout's connection to one call; concurrent calls get one each."""
         with self._lock:
             task, connection = self._idle.pop(context.rollout_id, (None, None))
         if connection is None or task is not context.task:
@@ -144,6 +144,7 @@ class Sql:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Allow SELECT and harmless functions; SQLite passes a function's name as `second`."""
     allowed = action in READING and not (
         action == sqlite3.SQLITE_FUNCTION and second in FORBIDDEN_FUNCTIONS
     )

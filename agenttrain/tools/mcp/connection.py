@@ -1,8 +1,7 @@
-"""A connection to an MCP server that all calls share, and that is made again when it breaks.
+"""A connection to an MCP server that all calls share; it reconnects after a failure.
 
-It lives on an event loop of its own in a daemon thread: a run may start several event loops, one
-after the other, and the server has to survive them. Its transport is a process of ours or an
-address.
+It has an event loop of its own in a daemon thread: a run may use several event loops, one after
+the other, and the connection must outlive them. The transport is a child process or HTTP.
 """
 
 from __future__ import annotations
@@ -21,42 +20,42 @@ from agenttrain.tools.config import without_password
 from agenttrain.types import AgenttrainError, ToolUnavailable
 
 T = TypeVar("T")
-Open = Callable[[], AbstractAsyncContextManager[Any]]
-"""Makes a fresh `mcp.Client`; entering it connects."""
+OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
+"""Makes a new `mcp.Client`; entering it connects."""
 
 ATTEMPTS = 3
-"""Times that one call is sent, if the server breaks off each time."""
+"""Times that one call is sent if the connection breaks each time."""
 PAUSES_S = (0.05, 1.0)
-"""Between two attempts to connect: at first, and at most."""
+"""Shortest (first) and longest pause between two attempts to connect."""
 CLOSE_S = 10.0
-"""More than the SDK takes to end a server that does not want to."""
+"""More than the SDK takes to end a server that ignores its signals."""
 HTTP_REFUSED = "Server returned an error response"
-"""The SDK's words for an HTTP status that it has no other words for, such as 502 or 429."""
+"""The SDK's message for an HTTP status without a message of its own, such as 502 or 429."""
 
 
 class CannotConnect(AgenttrainError):
-    """The server does not start, does not answer, or does not speak MCP."""
+    """The server does not start, does not answer, or does not use MCP."""
 
 
 class _Link:
-    """One session with the server: a task that enters the client and stays until it is over.
+    """One session with the server, held by a task of its own.
 
-    Client and transport have to be left by the task that entered them.
+    The task that enters the client and its transport must also leave them.
     """
 
-    def __init__(self, open_client: Open) -> None:
+    def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
         self._over = asyncio.Event()
         self._ready = asyncio.Event()
         self._error: BaseException | None = None
-        self.task = asyncio.create_task(self._hold(open_client))
+        self.task = asyncio.create_task(self._run_session(open_client))
 
     @property
     def alive(self) -> bool:
         return self.client is not None and not self._over.is_set() and not self.task.done()
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait until the session stands; raises CannotConnect."""
+        """Wait until the session is established. Raises CannotConnect."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
@@ -64,36 +63,37 @@ class _Link:
             self.task.cancel()
             raise CannotConnect(f"no answer within {timeout_s:g} s") from None
         if self.client is None:
-            raise CannotConnect(_reason(self._error)) from self._error
+            raise CannotConnect(_describe_error(self._error)) from self._error
 
     def drop(self) -> None:
-        """End the session."""
+        """Tell the session's task to end, without waiting for it."""
         self._over.set()
 
     async def end(self) -> None:
-        """End the session and wait until nothing of it is left."""
+        """End the session and wait until its task has ended."""
         self.drop()
         await asyncio.wait({self.task})
 
-    async def _hold(self, open_client: Open) -> None:
+    async def _run_session(self, open_client: OpenClient) -> None:
         try:
             async with open_client() as client:
                 self.client = client
                 self._ready.set()
                 await self._over.wait()
-        except BaseException as error:  # groups of errors and cancellations, as anyio has them
+        except BaseException as error:  # anyio raises groups of errors and cancellations
             self._error = error
         finally:
             self._ready.set()
 
 
 class Connection:
-    """Calls to one server from any event loop; `close` it, or it is closed at exit."""
+    """Sends calls to one server from any event loop; closed by `close`, at the latest at exit."""
 
-    def __init__(self, open_client: Open, *, start_timeout_s: float, reconnect_s: float) -> None:
-        """A first connection may take `start_timeout_s`, a broken one is tried for `reconnect_s`
-        seconds."""
-        # Without a handler of anybody's, Python prints the SDK's warnings into our display.
+    def __init__(
+        self, open_client: OpenClient, *, start_timeout_s: float, reconnect_s: float
+    ) -> None:
+        """The first connection may take `start_timeout_s` seconds, a later one `reconnect_s`."""
+        # Without any handler, Python would print the SDK's warnings into the run's display.
         logging.getLogger("mcp").addHandler(logging.NullHandler())
         self._open, self._start_s, self._reconnect_s = open_client, start_timeout_s, reconnect_s
         self._link: _Link | None = None
@@ -105,32 +105,32 @@ class Connection:
         atexit.register(self.close)
 
     def start(self) -> list[Any]:
-        """Connect and list the server's tools; raises CannotConnect."""
+        """Connect and list the server's tools. Raises CannotConnect."""
         return self._submit(self._start()).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool: an `mcp_types.CallToolResult`.
+        """Call a tool and return an `mcp_types.CallToolResult`.
 
-        A call that the server breaks off is sent again. Raises ToolUnavailable when the server
-        does not come back, MCPError for an error of the protocol.
+        The call is sent again if the connection breaks. Raises ToolUnavailable if the server does
+        not come back, MCPError for an error of the protocol.
         """
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
         return await asyncio.wrap_future(self._submit(self._call(name, arguments)))
 
     async def aclose(self) -> None:
-        """`close`, without holding up the caller's event loop."""
+        """Close the connection without blocking the caller's event loop."""
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def close(self) -> None:
-        """End the session and a server that was started; wait until it is gone."""
+        """End the session and the server's process, and wait until they have ended."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
             atexit.unregister(self.close)
             with suppress(TimeoutError):
-                self._submit(self._shut()).result(CLOSE_S)
+                self._submit(self._close_session()).result(CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=1.0)
             if not self._thread.is_alive():
@@ -156,7 +156,7 @@ class Connection:
         except TimeoutError:
             raise CannotConnect(f"its tools are not listed within {self._start_s:g} s") from None
         except Exception as error:
-            raise CannotConnect(f"its tools cannot be listed: {_reason(error)}") from error
+            raise CannotConnect(f"its tools cannot be listed: {_describe_error(error)}") from error
 
     async def _connect(self, timeout_s: float) -> _Link:
         link = _Link(self._open)
@@ -170,34 +170,31 @@ class Connection:
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         reason = ""
         for attempt in range(ATTEMPTS):
-            link = await self._live()
+            link = self._link
+            if link is None or not link.alive:
+                # All calls wait for the same reconnection.
+                if self._connecting is None or self._connecting.done():
+                    self._connecting = asyncio.create_task(self._reconnect())
+                    # asyncio warns of an exception that is never read: callers may be cancelled.
+                    self._connecting.add_done_callback(lambda t: t.cancelled() or t.exception())
+                link = await asyncio.shield(self._connecting)
             try:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
-                if _lost(error) or not link.alive:
+                if _session_failed(error) or not link.alive:
                     link.drop()
                 elif str(error) == HTTP_REFUSED:
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
                 else:
                     raise
-                reason = _reason(error)
+                reason = _describe_error(error)
         raise ToolUnavailable(f"the MCP server broke {name} off {ATTEMPTS} times: {reason}")
-
-    async def _live(self) -> _Link:
-        """Return the session, made again if it is broken; all calls wait for the same attempt."""
-        if self._link is not None and self._link.alive:
-            return self._link
-        if self._connecting is None or self._connecting.done():
-            self._connecting = asyncio.create_task(self._reconnect())
-            # The callers may all have given up by then.
-            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._connecting)
 
     async def _reconnect(self) -> _Link:
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + self._reconnect_s, PAUSES_S[0]
         if self._link is not None:
-            await self._link.end()  # one server process at a time
+            await self._link.end()  # never two server processes at a time
         while True:
             try:
                 left = max(deadline - loop.time(), PAUSES_S[0])
@@ -211,7 +208,7 @@ class Connection:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
 
-    async def _shut(self) -> None:
+    async def _close_session(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
@@ -219,59 +216,59 @@ class Connection:
             await self._link.end()
 
 
-def _lost(error: Exception) -> bool:
-    """Return True if the session failed, and not the call alone."""
+def _session_failed(error: Exception) -> bool:
+    """Return True if the session failed, not just the call."""
     import anyio
     import httpx2
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
 
     if isinstance(error, MCPError):
-        # A server that was started anew does not know our session.
+        # A restarted server does not know the session.
         gone = error.code == INVALID_REQUEST and error.message == "Session terminated"
         return gone or error.code == CONNECTION_CLOSED
     closed = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError)
     return isinstance(error, (*closed, ConnectionError))
 
 
-def _reason(error: BaseException | None) -> str:
-    """Put the first error of a group in a line."""
+def _describe_error(error: BaseException | None) -> str:
+    """Describe an error, or the first one of a group, in one line without passwords."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = without_password(str(error).partition("\n")[0])
     return text or type(error).__name__
 
 
-KEPT_BYTES = 2000
-"""Bytes kept of the end of a server's stderr, for error messages."""
+TAIL_BYTES = 2000
+"""Bytes from the end of a server's stderr, for error messages."""
 CONNECT_S = 10.0
 
 
 class StderrTail:
-    """The end of what a process writes to stderr; everything before it is read and dropped."""
+    """Reads a process's stderr, so that its pipe never fills, and stores only the end."""
 
     def __init__(self) -> None:
-        self._kept = b""
+        self._tail = b""
         self._thread: threading.Thread | None = None
 
     def open(self) -> Any:
-        """A file to give to a process; close it when the process has it."""
+        """Return a file to pass to a process; close it once the process has it."""
         read, write = os.pipe()
 
         def drain() -> None:
             with os.fdopen(read, "rb", buffering=0) as stream, suppress(OSError):
                 while chunk := stream.read(65536):
-                    self._kept = (self._kept + chunk)[-KEPT_BYTES:]
+                    self._tail = (self._tail + chunk)[-TAIL_BYTES:]
 
         self._thread = threading.Thread(target=drain, daemon=True)
         self._thread.start()
         return os.fdopen(write, "w")
 
     def last_line(self) -> str:
-        """The last line that is not empty, once it is there or a moment has passed."""
+        """Return the last line that is not empty; waits up to 0.5 s for the process to end."""
         if self._thread is not None:
             self._thread.join(timeout=0.5)
-        lines = self._kept.decode("utf-8", "replace").strip().splitlines()
+        lines = self._tail.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
 
@@ -279,7 +276,7 @@ class StderrTail:
 async def process_transport(
     command: Sequence[str], env: Mapping[str, str], stderr: StderrTail
 ) -> AsyncIterator[Any]:
-    """The streams of a server that is started, and ended on leaving, with its children."""
+    """Start a server and yield its streams; on leaving, end it with its children."""
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
     parameters = StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(env))
@@ -293,7 +290,7 @@ async def process_transport(
 async def http_transport(
     url: str, headers: Mapping[str, str], refused: list[int]
 ) -> AsyncIterator[Any]:
-    """The streams of a server that speaks streamable HTTP; `refused` gets the last error status."""
+    """Yield the streams of a server over streamable HTTP; `refused` gets the last error status."""
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
@@ -301,7 +298,7 @@ async def http_transport(
         if response.status_code >= 400:
             refused[:] = [response.status_code]
 
-    # The toolbox bounds how long a call may read, and how many calls there are at once.
+    # No limits here: the toolbox limits the time of a call and the number of concurrent calls.
     timeout = httpx2.Timeout(CONNECT_S, read=None, pool=None)
     limits = httpx2.Limits(max_connections=None)
     hooks = {"response": [record_status]}

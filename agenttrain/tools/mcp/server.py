@@ -1,4 +1,4 @@
-"""The tools of an MCP server (modelcontextprotocol.io), through the `mcp` SDK."""
+"""Tools of an MCP server (modelcontextprotocol.io), used through the `mcp` SDK."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from agenttrain.utils.names import did_you_mean
 class McpServer:
     """A server whose tools become tools of the run, with the server's own schemas.
 
-    They are listed once, when the run is built. A broken connection is made again and the call is
-    sent again; a server that stays away ends the rollout without a score. Example::
+    They are listed once, when the run is built. After a failure the connection is made again and
+    the call sent again. A server that does not come back ends the rollout without a score.
+    Example::
 
         McpServer(command=["python", "files_server.py"], allow=["read", "list"], prefix="files_")
         McpServer(url="http://127.0.0.1:8000/mcp", headers={"Authorization": "Bearer $TOKEN"})
@@ -42,11 +43,11 @@ class McpServer:
     ) -> None:
         """Start `command` (stdio) or connect to `url` (streamable HTTP), and list the tools.
 
-        Only tools in `allow` are taken (None: all), under `prefix` + their name. The command sees
-        PATH, HOME, the other variables that the SDK passes on, and `env`; ``$NAME`` in `env`,
-        `headers` and `url` is our environment's NAME. A broken connection is tried again for
-        `reconnect_s` seconds, which count in a call's timeout_s. Raises ValueError for settings
-        that cannot work and for a server that does not answer within `start_timeout_s`.
+        Only tools in `allow` are used (None: all), named `prefix` + their name. The command's
+        environment has PATH, HOME, the other variables that the SDK passes on, and `env`. In `env`,
+        `headers` and `url`, ``$NAME`` is the variable NAME of this process. Reconnecting may take
+        `reconnect_s` seconds, which count as part of a call's timeout_s. Raises ValueError for
+        settings that cannot work, and for a server that does not answer within `start_timeout_s`.
         """
         check_mcp_server(command, url, allow, prefix, env, headers, start_timeout_s, reconnect_s)
         try:
@@ -73,7 +74,7 @@ class McpServer:
                         f"allow=[{', '.join(map(str, allow or ()))}]: the server has no tool "
                         f"{name!r}{did_you_mean(str(name), names)}; it has: {', '.join(names)}"
                     )
-            # In the server's order.
+            # In the order in which the server lists them.
             self._listed = [tool for tool in listed if allow is None or tool.name in allow]
         except CannotConnect as error:
             self._connection.close()
@@ -83,7 +84,7 @@ class McpServer:
             raise
 
     def tools(self) -> list[Tool]:
-        """One tool for each of the server's."""
+        """Return the server's tools."""
         return [McpTool(tool, self._prefix, self._connection) for tool in self._listed]
 
     def _client(self) -> Any:
@@ -103,7 +104,7 @@ class McpServer:
                 "there, and does it take these headers?"
             )
         line = self._stderr.last_line()
-        reason = f"its last words: {line}" if line else "it said nothing on stderr"
+        reason = f"its last line on stderr: {line}" if line else "it wrote nothing to stderr"
         return (
             f"command=[{', '.join(self._command)}]: the server does not answer: {error}; {reason}; "
             "run the command in a terminal to see why"
@@ -121,13 +122,13 @@ class McpTool:
             "function": {
                 "name": self.name,
                 "description": tool.description or tool.title or "",
-                "parameters": inlined(tool.input_schema),
+                "parameters": inline_references(tool.input_schema),
             },
         }
         self._remote_name, self._connection = tool.name, connection
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the tool; what the server refuses is an error that the model reads."""
+        """Call the tool; an error of the protocol becomes an error that the model reads."""
         from mcp import MCPError
 
         try:
@@ -137,15 +138,15 @@ class McpTool:
         return result_value(result)
 
     async def close(self) -> None:
-        """Close the connection, which the server's other tools share."""
+        """Close the connection, which all tools of the server share."""
         await self._connection.aclose()
 
 
 def result_value(result: Any) -> object:
-    """Return what a model can read of an `mcp_types.CallToolResult`: texts, else its structure.
+    """Return the texts of an `mcp_types.CallToolResult`, else its structured content.
 
-    Raises ToolFailure for an error result, and for images and sounds: to train on a result that
-    the model cannot see is worse than an error.
+    Raises ToolFailure for an error result, and for images and sounds: training on a result that the
+    model cannot see is worse than an error.
     """
     texts: list[str] = []
     for block in result.content:
@@ -166,10 +167,10 @@ def result_value(result: Any) -> object:
     return result.structured_content if not texts else "\n".join(texts)
 
 
-def inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with each ``$ref`` into its own ``$defs`` replaced by what it names.
+def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each ``$ref`` into a schema's own ``$defs`` by the definition.
 
-    Chat templates that list parameters one by one know no references. A schema that refers to
+    Chat templates that list parameters one by one do not follow references. A schema that refers to
     itself stays as it is. Example: ``{"properties": {"home": {"$ref": "#/$defs/Address"}},
     "$defs": {"Address": {"type": "object"}}}`` -> ``{"properties": {"home": {"type": "object"}}}``
     """

@@ -1,17 +1,17 @@
-"""Processes that run a model's code, each rollout's in namespaces of its own.
+"""Sandboxes for a model's code: each rollout's processes run in namespaces of their own.
 
-What it may use: `agenttrain/tools/sandbox/config.py`.
+Their limits are settings in `agenttrain/tools/sandbox/config.py`.
 
     tool.py              the tools `python` and `bash`
-    outside_process.py   outside: one sandbox's process, its command, from start to end
+    outside_process.py   outside: the process of one sandbox, from start to end
     session.py           outside: one call, its output and its time
     pool.py              outside: a sandbox per rollout, shared by `python` and `bash`
     inside_setup.py      inside: namespaces and files, then limits and filter, then `init.py`
-    confine.py           inside: resource limits and the loss of every privilege
+    confine.py           inside: resource limits, and dropping all privileges
     seccomp.py           inside: the system calls that are refused
-    system.py            inside: the system calls that Python lacks
-    init.py              inside: the first process; starts workers, watches memory, ends all
+    system.py            inside: system calls that Python lacks
+    init.py              inside: the first process; starts workers, watches memory, ends them
     repl.py              inside: the worker of `python`
 
-What runs inside imports the standard library only.
+Modules that run inside import the standard library only.
 """

@@ -1,4 +1,4 @@
-"""Resource limits of the code in a sandbox, and the loss of every privilege."""
+"""Set resource limits for the code in a sandbox, and drop all privileges."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from agenttrain.tools.sandbox.system import (
 
 MB = 1 << 20
 OPEN_FILES = 128
-"""Open files of a process; the buffers of sockets are memory that is charged to nobody."""
+"""Open files of a process. The buffers of sockets are memory that no process is charged for."""
 SIGNALS = 256
 """Signals that may be queued."""
 
 
 def limit_worker(memory_mb: int, file_mb: int, cpu_s: int) -> None:
-    """Limits of one process of the model's code, which all that it starts inherit."""
+    """Limit this process of the model's code; processes that it starts inherit the limits."""
     if sys.platform == "linux":  # macOS knows RLIMIT_AS and refuses to set it
         _limit(resource.RLIMIT_AS, memory_mb * MB)
     _limit(resource.RLIMIT_FSIZE, file_mb * MB)
-    # One second between the signal that says why, and the one that nothing can ignore.
+    # SIGXCPU shows the reason; one second later SIGKILL cannot be ignored.
     _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
-    # 0 would still feed a core_pattern that is a program of the machine's; 1 does not.
+    # 0 would still start a core_pattern that is a program of the machine; 1 does not.
     _limit(resource.RLIMIT_CORE, 1)
     _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
 
 
 def limit_all(processes: int) -> None:
-    """Limits of a sandbox as a whole; to be called as the user whom the code will have.
+    """Limit the sandbox as a whole; must run as the user that the code will have.
 
-    Processes and threads are counted per user and user namespace (Linux 5.14), and one of the two
-    is this sandbox's alone.
+    Linux (since 5.14) counts processes and threads per user and user namespace. Each sandbox has a
+    user or a user namespace of its own, so sandboxes do not share the limit.
     """
     _limit(resource.RLIMIT_NPROC, processes)
     _limit(resource.RLIMIT_MEMLOCK, 0)
@@ -46,7 +46,7 @@ def limit_all(processes: int) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Lose every privilege for good; `user`: become this one, in a sandbox that root made."""
+    """Drop all privileges for good; in a sandbox that root made, become `user`."""
     drop_bounding_set()
     if user is not None:
         os.setgroups([])
@@ -54,12 +54,12 @@ def drop_privileges(user: int | None) -> None:
         os.setresuid(user, user, user)
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # Nobody may look into this process, or take its files: they lead to the parent.
+    # No process may inspect this one or take its files, which are connected to the parent.
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit for good, never above what already holds."""
+    """Set a limit for good, never above the present one."""
     allowed = resource.getrlimit(kind)[1]
     values = [soft, soft if hard is None else hard]
     if allowed != resource.RLIM_INFINITY:

@@ -1,10 +1,10 @@
-"""Inside: the first process of a sandbox. It starts workers, watches memory, and ends all with it.
+"""Inside the sandbox: the first process. It starts workers and watches the memory in use.
 
-It runs none of the model's code, nobody in the sandbox may signal it or look into it, and it
-believes nothing that comes from there. Messages from the parent: `start <kind>` with two files,
-`go`, `halt`; to the parent: `ready`, `exit <kind> <status>`, `memory`, `full` (no process may be
-added). When the parent closes the connection, or dies, this process ends, and the kernel ends all
-others of the namespace.
+It runs none of the model's code, and no process of the sandbox can signal or inspect it. It trusts
+no data from the sandbox. Messages from the parent are `start <kind>` with two files, `go` and
+`halt`; messages to it are `ready`, `exit <kind> <status>`, `memory`, and `full` (no more processes
+are allowed). If the parent closes the connection or dies, this process ends, and the kernel then
+ends all other processes of the namespace.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 from agenttrain.tools.sandbox import repl
 from agenttrain.tools.sandbox.confine import OPEN_FILES, limit_worker
 
-LOOK_MS = 50
+MEMORY_CHECK_MS = 50
 """Milliseconds between two checks of the memory in use."""
-REAPED = 100
-"""Ended processes that are seen to before the parent is listened to again."""
+EXITS_AT_ONCE = 100
+"""Ended processes that are handled before the next message of the parent is read."""
 MEMORY_LINES = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 FREE_FILES, FILE_BYTES = 16, 212_992
-"""Open files of a process that are not counted as memory, and what the others are counted as: they
-may be sockets, whose buffers (net.core.wmem_default) show up nowhere."""
+"""Open files of a process that do not count as memory, and the bytes that each further one counts
+for: it may be a socket, whose buffer (net.core.wmem_default) is charged to no process."""
 CHANNEL = 9
-"""The file under which bash has the channel to the parent."""
+"""File descriptor of bash's channel to the parent."""
 
 
-def adopt(control: socket.socket) -> None:
-    """Keep the connection and no other file."""
+def close_other_files(control: socket.socket) -> None:
+    """Close every file but the connection; 0 to 2 become /dev/null."""
     os.set_inheritable(control.fileno(), False)
     null = os.open("/dev/null", os.O_RDWR)
     for number in range(3):
@@ -42,9 +42,9 @@ def adopt(control: socket.socket) -> None:
 
 
 def serve(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Do what the parent says until it is gone; does not return."""
+    """Serve the parent until it closes the connection; does not return."""
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_DFL)  # the first process gets only what it handles
+        signal.signal(name, signal.SIG_DFL)  # the first process ignores signals without a handler
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
@@ -54,7 +54,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 class InitProcess:
-    """The state of the first process."""
+    """The first process: its workers and its connection to the parent."""
 
     def __init__(
         self, control: socket.socket, settings: dict[str, Any], pipe: tuple[int, int]
@@ -65,7 +65,7 @@ class InitProcess:
         self._running = False
 
     def run(self) -> None:
-        """Serve until the parent is gone."""
+        """Serve until the parent closes the connection."""
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         poller.register(self._pipe[0], select.POLLIN)
@@ -73,13 +73,13 @@ class InitProcess:
         try:
             while True:
                 watching = self._running and self._isolated
-                for number, _ in poller.poll(LOOK_MS if watching else None):
+                for number, _ in poller.poll(MEMORY_CHECK_MS if watching else None):
                     if number == self._pipe[0]:
                         with suppress(BlockingIOError):
                             os.read(number, 4096)
-                    elif not self._obey():
+                    elif not self._handle_message():
                         return
-                self._reap()
+                self._report_exits()
                 if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
@@ -87,11 +87,11 @@ class InitProcess:
             self._signal_all(signal.SIGKILL)
             os._exit(0)
 
-    def _obey(self) -> bool:
-        """Follow one message of the parent; return False when it is gone."""
+    def _handle_message(self) -> bool:
+        """Handle one message of the parent; return False if it closed the connection."""
         message, files, *_ = socket.recv_fds(self._control, 64, 2)
         if message.startswith(b"start "):
-            self._start(message.split()[1].decode(), *files)
+            self._start_worker(message.split()[1].decode(), *files)
         elif message == b"go":
             self._running = True
             self._signal_all(signal.SIGCONT)
@@ -103,16 +103,16 @@ class InitProcess:
     def _signal_all(self, number: int) -> None:
         """Signal every other process of the sandbox."""
         with suppress(ProcessLookupError):
-            if self._isolated:  # elsewhere, -1 is every process of the user's
+            if self._isolated:  # without a process namespace, -1 is every process of the user
                 os.kill(-1, number)
                 return
         for worker in self._workers:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker, number)
 
-    def _reap(self) -> None:
+    def _report_exits(self) -> None:
         with suppress(ChildProcessError):
-            for _ in range(REAPED):
+            for _ in range(EXITS_AT_ONCE):
                 number, status = os.waitpid(-1, os.WNOHANG)
                 if number == 0:
                     return
@@ -121,7 +121,7 @@ class InitProcess:
                     exited = os.waitstatus_to_exitcode(status)
                     self._control.send(f"exit {kind} {exited}".encode())
 
-    def _start(self, kind: str, channel: int, output: int) -> None:
+    def _start_worker(self, kind: str, channel: int, output: int) -> None:
         try:
             worker = os.fork()
         except OSError:
@@ -129,15 +129,15 @@ class InitProcess:
             return
         if worker == 0:
             try:
-                self._become_worker(kind, channel, output)
+                self._exec_worker(kind, channel, output)
             finally:
                 os._exit(1)
         self._workers[worker] = kind
         os.close(channel)
         os.close(output)
 
-    def _become_worker(self, kind: str, channel: int, output: int) -> None:
-        """Leave everything of the first process behind and run `kind`."""
+    def _exec_worker(self, kind: str, channel: int, output: int) -> None:
+        """Turn this fork into the worker `kind`; drop files and handlers of the first process."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -147,7 +147,7 @@ class InitProcess:
         if self._isolated:
             from agenttrain.tools.sandbox.system import PR_SET_DUMPABLE, prctl
 
-            prctl(PR_SET_DUMPABLE, 1)  # the code may look into its own processes, as is usual
+            prctl(PR_SET_DUMPABLE, 1)  # the code may inspect its own processes, as usual
         limits = ("memory_mb", "file_mb", "cpu_s")
         limit_worker(**{name: self._settings[name] for name in limits})
         for number in (1, 2):
@@ -165,23 +165,23 @@ class InitProcess:
 
 
 def _memory_in_use() -> int:
-    """Count the bytes that the sandbox holds: of processes, open files and written ones.
+    """Return the bytes that the sandbox uses for processes, open files and written files.
 
-    An upper bound: what processes share is counted for each.
+    The number is an upper bound: memory that processes share counts for each of them.
     """
     disk = os.statvfs("/work")
     total = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     for name in os.listdir("/proc"):
         if not name.isdecimal() or name == "1":
             continue
-        with suppress(OSError):  # it ends meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             with open(f"/proc/{name}/status", "rb") as file:
                 lines = [line.split() for line in file]
             kilobytes = [int(words[1]) for words in lines if words[0] in MEMORY_LINES]
-            if not kilobytes:  # it has ended and is not seen to yet
+            if not kilobytes:  # a process that has ended and is not reaped yet
                 continue
             files = OPEN_FILES
-            with suppress(PermissionError):  # it hides itself: then it has as many as it may have
+            with suppress(PermissionError):  # a process that hides its files counts with the most
                 files = len(os.listdir(f"/proc/{name}/fd"))
             total += sum(kilobytes) * 1024 + max(files - FREE_FILES, 0) * FILE_BYTES
     return total

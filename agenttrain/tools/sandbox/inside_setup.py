@@ -1,8 +1,8 @@
-"""Inside, first: from a fresh interpreter to a process that has nothing but its sandbox.
+"""Inside the sandbox, first step: isolate a new interpreter from the machine.
 
-Run as ``python -I -S -c "… main()" <settings as JSON>``, by `outside_process.py`. Until `ready` is
-sent, no code of the model's runs. The code sees a file system of its own (`build_root`): programs
-to read, a little memory to write.
+`outside_process.py` runs it as ``python -I -S -c "… main()" <settings as JSON>``. No code of the
+model runs before `ready` is sent. The code sees a file system of its own (`build_root`): programs
+that it can read, and a little memory to which it can write.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from agenttrain.tools.sandbox.system import (
 
 SIOCSIFFLAGS = 0x8914
 INNER_ID = 1000
-"""User and group of the code as it sees them, where the sandbox has a user namespace."""
+"""User and group as the code sees them, if the sandbox has a user namespace."""
 
 
 def main() -> None:
-    """Build the sandbox that the settings describe and serve it; send `failed …` if that fails."""
+    """Build and serve the sandbox that the settings describe; on failure, send `failed …`."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     try:
         if settings["backend"] != "none":
             _isolate(settings, control)
         os.chdir(settings["work"])
-        init.adopt(control)
+        init.close_other_files(control)
     except (OSError, KeyError) as error:
         control.send(f"failed {error}".encode())
         os._exit(1)
@@ -56,10 +56,11 @@ def main() -> None:
 
 
 def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
+    """Enter new namespaces, hide the machine's files, and drop privileges."""
     from agenttrain.tools.sandbox import seccomp, system
 
     user: int | None = settings["user"]
-    # Should the machine run out of memory, what runs in here is to be killed first.
+    # If the machine runs out of memory, the kernel kills the sandbox first.
     with open("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")
     if settings["backend"] == "unshare":
@@ -75,14 +76,14 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
             ):
                 with open(f"/proc/self/{name}", "wb") as file:
                     file.write(text.encode())
-        # The child goes on as the first process of the new namespace; this one waits for its end.
+        # The child is the first process of the new namespace; this process waits for its end.
         child = os.fork()
         if child != 0:
             control.close()
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os._exit(status if status >= 0 else 128 - status)
     else:
-        # As in a fresh namespace; the buffers of its connections would be charged to nobody.
+        # Down, as in a new namespace: buffers of its connections would be charged to no process.
         with socket.socket() as any_socket:
             loopback_down = struct.pack("16sh", b"lo", 0)
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)
@@ -92,36 +93,36 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     )
     os.nice(10)
     drop_privileges(user)
-    # After the change of user, which would undo it.
+    # After the change of user, which resets this setting.
     system.prctl(system.PR_SET_PDEATHSIG, 9)
     limit_all(settings["processes"])
     seccomp.install()
 
 
 HOST = "/.host"
-"""Folder with the machine's own root while the new one is built."""
+"""Folder of the machine's own root while the new root is built."""
 DISK = "/.disk"
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 FILES = 20_000
-"""Files and folders that may be created."""
+"""Limit of files and folders that the code can create."""
 
 
 def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
-    """Replace this process's view of all files; it needs a mount namespace of its own.
+    """Replace this process's file system; it must have a mount namespace of its own.
 
-    `folders` are visible read-only where they are; /work, /tmp and /dev/shm share `disk_mb`.
+    `folders` are visible read-only at their own paths; /work, /tmp and /dev/shm share `disk_mb`.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    # A place that is sure to be there; what lies in it is seen again under HOST.
+    # /tmp always exists. The mount hides its files only until the old root appears at HOST.
     flags = MS_NOSUID | MS_NODEV
     mount("tmpfs", "/tmp", "tmpfs", flags, "size=1m,nr_inodes=1000,mode=755")
     os.mkdir("/tmp" + HOST)
     pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     for path in (*PROGRAMS, *SETTINGS):
-        _show(path)
+        _expose(path)
     os.makedirs("/etc", exist_ok=True)
     for name, text in {
         "passwd": f"root:x:0:0:root:/:/bin/false\nuser:x:{user}:{user}:user:/work:/bin/sh\n",
@@ -137,9 +138,19 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
-    _disk(disk_mb)
-    for path in folders:  # last: they may lie in /tmp
-        _show(path)
+    # The folders that can be written to are memory with one limit for all of them.
+    os.mkdir(DISK)
+    options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
+    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path in ("/work", "/tmp", "/dev/shm"):
+        inner = DISK + "/" + os.path.basename(path)
+        os.mkdir(inner)
+        os.chmod(inner, 0o1777)
+        _bind(inner, path, 0)
+    unmount(DISK)
+    os.rmdir(DISK)
+    for path in folders:  # last: they may be below /tmp
+        _expose(path)
     os.mkdir("/proc")
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     restrict_mount("/proc", ATTR_RDONLY)
@@ -148,8 +159,8 @@ def build_root(folders: Sequence[str], *, disk_mb: int, user: int) -> None:
     restrict_mount("/", ATTR_RDONLY, recursive=False)
 
 
-def _show(path: str) -> None:
-    """Make a folder, file or link of the machine visible, read-only; nothing if it is not there."""
+def _expose(path: str) -> None:
+    """Make a folder, file or link of the machine visible read-only, if it exists."""
     source = HOST + path
     if os.path.islink(source):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -167,17 +178,3 @@ def _bind(source: str, path: str, attributes: int) -> None:
     mount(source, path, None, MS_BIND | MS_REC)
     if attributes:
         restrict_mount(path, attributes)
-
-
-def _disk(disk_mb: int) -> None:
-    """Mount memory as the folders that can be written to, under one budget for all."""
-    os.mkdir(DISK)
-    options = f"size={disk_mb}m,nr_inodes={FILES},mode=755"
-    mount("tmpfs", DISK, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for path in ("/work", "/tmp", "/dev/shm"):
-        inner = DISK + "/" + os.path.basename(path)
-        os.mkdir(inner)
-        os.chmod(inner, 0o1777)
-        _bind(inner, path, 0)
-    unmount(DISK)
-    os.rmdir(DISK)

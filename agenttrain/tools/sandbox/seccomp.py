@@ -1,9 +1,9 @@
-"""The system calls that code in a sandbox is refused.
+"""The system calls that are refused to code in a sandbox.
 
-Namespaces and limits do not cover them: new namespaces (in which a process has privileges again
-and may mount memory without limit), memory that is charged to no process (memfd, System V),
-sockets of families that have no network namespace (vsock reaches the host of a virtual machine),
-the address spaces of others, and rarely used parts of the kernel.
+Namespaces and limits do not cover them. They create namespaces (in which a process has privileges
+again and may mount memory without limit), use memory that is charged to no process (memfd,
+System V), open sockets of families without a network namespace (vsock reaches the host of a virtual
+machine), access the memory of other processes, or belong to rarely used parts of the kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from errno import EAFNOSUPPORT, ENOSYS, EPERM
 from agenttrain.tools.sandbox.system import MACHINE, install_filter
 
 ARCHITECTURE = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
-"""AUDIT_ARCH_*: a call made in another one, such as 32-bit x86, kills the process."""
+"""AUDIT_ARCH_* by machine. Calls of another architecture, such as 32-bit x86, kill the process."""
 
 # By name: (x86_64, aarch64); the numbers from 424 on are the same everywhere.
 REFUSED = {
@@ -76,17 +76,18 @@ OTHERS = {
     "sched_setattr": (314, 274, 0),
     "setpriority": (141, 140, 1),
 }
-"""Calls that may be made about oneself only, and which of their arguments must therefore be 0: the
-sandbox's first process has the same user as the code, and must not be slowed down or limited."""
+"""Calls that a process may make about itself only: (x86_64, aarch64, number of the argument that
+must be 0). The sandbox's first process has the same user as the code, which must not slow it down
+or limit it."""
 CLONE, CLONE3, SOCKET, SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 SETSOCKOPT, SOL_SOCKET = (54, 208), 1
 BUFFER_SIZES = (7, 8, 32, 33)
-"""SO_SNDBUF, SO_RCVBUF and their FORCE: what is in a socket's buffer is charged to no process."""
+"""SO_SNDBUF, SO_RCVBUF and their FORCE variants: a socket's buffer is charged to no process."""
 NAMESPACE_FLAGS = 0x7E02_0000
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
 X32 = 0x4000_0000
-"""Calls of x86_64's other ABI have this bit: the same calls under other numbers."""
+"""The bit of calls in x86_64's x32 ABI, which has other numbers for the same calls."""
 
 ALLOW, KILL, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -94,18 +95,18 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
 
 
 def install() -> None:
-    """Refuse the calls to this process and all that it starts; KeyError on another processor."""
+    """Refuse the calls to this process and all processes that it starts."""
     install_filter(program(MACHINE))
 
 
 def program(machine: str) -> list[bytes]:
-    """The filter as instructions of classic BPF."""
+    """Return the filter as instructions of classic BPF. Raises ValueError for another machine."""
     column = tuple(ARCHITECTURE).index(machine)
     lines = [
         *(_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)),
         _op(LOAD, NUMBER_AT),
         *(_op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)),
-        # Without clone3, whose flags cannot be looked at, libraries take clone.
+        # A filter cannot read the flags of clone3. Without it, libraries use clone.
         *(_op(EQUAL, CLONE3[column], 0, 1), _errno(ENOSYS)),
     ]
     for numbers in REFUSED.values():
@@ -131,7 +132,7 @@ def program(machine: str) -> list[bytes]:
 
 
 def _op(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """One instruction; `then` and `otherwise` are how many to skip."""
+    """Encode one instruction; `then` and `otherwise` are the numbers of instructions to skip."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 

@@ -1,4 +1,4 @@
-"""Outside: one call in a sandbox, its output and its time."""
+"""Outside the sandbox: run one call, collect its output and limit its time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from enum import StrEnum
 from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError, SandboxProcess
 
-BLAME_S = 0.5
+DEATH_REPORT_S = 0.5
 """Seconds within which the death of a sandbox is reported."""
-FLOOD = 4 << 20
-"""Bytes of output after which a call is ended."""
-NOISE = 1 << 12
-"""Bytes on the channel that are no answer, after which a call is ended."""
+MAX_OUTPUT_BYTES = 4 << 20
+"""Bytes of output at which a call is ended."""
+MAX_NOISE_BYTES = 1 << 12
+"""Bytes on the channel that are no answer, at which a call is ended."""
 CHUNK = 1 << 16
 PAUSE_S = 0.01
-"""Seconds between two reads of the output: code that prints byte by byte must not keep us busy."""
+"""Seconds between two reads of the output, so that code that prints byte by byte does not keep the
+event loop busy."""
 MAX_CODE = 50_000
 """Characters of a call."""
 
@@ -38,33 +39,35 @@ BASH_CALL = (
     r"\unset __agenttrain_status __agenttrain_options; }} >/dev/null 2>&1"
     "\n"
 )
-"""A call of bash: the code, which sees neither the commands that follow nor the channel, and the
-answer, whatever functions, aliases and options the code leaves behind.
+"""The input of one call of bash: the code, then commands that send the answer.
 
-A quoted word is no alias, and `builtin` finds no function. A function of that name is removed after
-every call, by an `unset` that is the shell's own: in POSIX mode, which an assignment switches on,
-functions do not hide special builtins. The options of `set` that would end the shell in a later
-call (-e, -u) or show these commands (-v, -x) are off after a call. In one line: bash has read it
-all before the code runs."""
+The code sees neither these commands nor the channel, and the answer is sent whatever functions,
+aliases and options the code defines. A quoted word is no alias, and `builtin` skips functions. A
+function named `builtin` is removed after every call by the shell's own `unset`: in POSIX mode,
+which the assignment switches on, functions do not hide special builtins. Options of `set` that
+would end the shell in a later call (-e, -u) or show these commands (-v, -x) are switched off. All
+of it is one line, which bash reads completely before the code runs."""
 
 
 class End(StrEnum):
-    """How a call ended."""
+    """The way in which a call ended."""
 
     done = "done"
     """The code ran to its end."""
     failed = "failed"
-    """It raised (`python`), or its status was not 0 (`bash`)."""
+    """The code raised (`python`), or its status was not 0 (`bash`)."""
     exited = "exited"
-    """Its interpreter ended."""
+    """The interpreter ended."""
     timeout = "timeout"
+    """The time limit is over."""
     memory = "memory"
+    """The memory limit is exceeded."""
     flood = "flood"
-    """It printed without end."""
+    """The code printed too much."""
     full = "full"
-    """Its processes are as many as are allowed, and its interpreter is none of them."""
+    """The interpreter cannot start: the sandbox has as many processes as are allowed."""
     broken = "broken"
-    """The channel was closed, or filled with what is no answer."""
+    """The channel was closed, or filled with data that is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +77,13 @@ class CodeOutcome:
     end: End
     output: str
     status: int = 0
-    """With `failed` and `exited`: exit status, or minus the signal's number."""
+    """For `failed` and `exited`: the exit status, or minus the signal's number."""
 
 
 class Output:
-    """The output of a call: its beginning and its end are kept, in memory that is bounded.
+    """The beginning and the end of a call's output, in bounded memory.
 
-    Example: of "abcdefghij", with ``max_chars=4``, it keeps "ab… [6 characters left out] …ij".
+    Example: with ``max_chars=4``, "abcdefghij" becomes "ab… [6 characters left out] …ij".
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -89,15 +92,15 @@ class Output:
         self.size = 0
 
     def add(self, data: bytes) -> None:
-        """Take more bytes."""
+        """Append output."""
         self.size += len(data)
-        taken = max(self._room - len(self._head), 0)
-        self._head += data[:taken]
-        self._tail += data[taken:]
+        room = max(self._room - len(self._head), 0)
+        self._head += data[:room]
+        self._tail += data[room:]
         del self._tail[: -self._room]
 
     def text(self) -> str:
-        """Return the text, in the middle clipped with a marker; what is no UTF-8 becomes U+FFFD."""
+        """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
         missing = self.size - len(self._head) - len(self._tail)
         if missing == 0:
             text = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
@@ -114,10 +117,10 @@ class Output:
 
 
 async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) -> CodeOutcome:
-    """Run `code` in the sandbox's interpreter of this kind; `settings` limit time and output.
+    """Run `code` in the sandbox's interpreter of this kind, within the limits of `settings`.
 
-    After any end but `done`, `failed` and `exited` the sandbox is dead, and so it is when the
-    caller is cancelled. Raises SandboxError when it was dead before or died by itself.
+    The sandbox is dead after any end but `done`, `failed` and `exited`, and after a cancellation.
+    Raises SandboxError if it was dead before, or died by itself.
     """
     try:
         return await _Call(jail, kind, settings).run(code)
@@ -130,7 +133,7 @@ async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) 
 
 
 class _Call:
-    """A call in progress: what comes in from three sides until one of them ends it."""
+    """A call in progress: reads control messages, answers and output until one ends the call."""
 
     def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
         self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
@@ -143,7 +146,7 @@ class _Call:
         self._watched: set[int] = set()
 
     async def run(self, code: str) -> CodeOutcome:
-        self._jail.interrupt = self._interrupted
+        self._jail.interrupt = self._on_interrupt
         if self._kind == "python":
             request = json.dumps({"nonce": self._nonce, "code": code}) + "\n"
         else:
@@ -155,9 +158,9 @@ class _Call:
         except OSError:
             sent = 0
         if sent != len(data):
-            # The code closed it, or read nothing of what came before; unless the sandbox is
-            # dying, which is reported within this time.
-            self._loop.call_later(BLAME_S, self._finish, End.broken)
+            # Earlier code closed the channel or left it unread. Or the sandbox is dying: that is
+            # reported within this time, and is then the end of the call.
+            self._loop.call_later(DEATH_REPORT_S, self._finish, End.broken)
         self._watch(self._jail.control.fileno(), self._read_control)
         self._watch(self._worker.channel.fileno(), self._read_answer)
         self._watch(self._worker.output, self._read_output)
@@ -171,7 +174,7 @@ class _Call:
             self._unwatch_all()
         if end in (End.done, End.failed, End.exited):
             self._jail.pause()
-            # What was printed before the end is in the pipe by now.
+            # All output from before the end is in the pipe by now.
             limit = self._output.size + (1 << 20)
             with suppress(BlockingIOError):
                 while self._output.size < limit and (data := os.read(self._worker.output, CHUNK)):
@@ -195,8 +198,8 @@ class _Call:
         for number in list(self._watched):
             self._unwatch(number)
 
-    def _interrupted(self) -> None:
-        """The sandbox is being ended by somebody else, who closes what is watched here."""
+    def _on_interrupt(self) -> None:
+        """End the call: the sandbox is killed from elsewhere, and its files are closed."""
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
         self._unwatch_all()
@@ -210,9 +213,9 @@ class _Call:
         data = os.read(number, CHUNK)
         self._output.add(data)
         self._unwatch(number)
-        if self._output.size > FLOOD:
+        if self._output.size > MAX_OUTPUT_BYTES:
             self._finish(End.flood)
-        elif data:  # without, nobody can print any more; how it ended comes from elsewhere
+        elif data:  # at the end of the file nothing writes any more; others report the call's end
             self._loop.call_later(PAUSE_S, self._watch, number, self._read_output)
 
     def _read_answer(self) -> None:
@@ -228,7 +231,7 @@ class _Call:
             if len(words) == 2 and words[0] == self._nonce.encode() and words[1].isdigit():
                 status = int(words[1][:3])
                 self._finish(End.failed if status else End.done, status)
-        if len(self._noise) > NOISE:
+        if len(self._noise) > MAX_NOISE_BYTES:
             self._finish(End.broken)
 
     def _read_control(self) -> None:

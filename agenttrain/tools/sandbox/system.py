@@ -1,4 +1,4 @@
-"""Linux system calls that the standard library lacks. Each raises OSError as `os` does."""
+"""Linux system calls that the standard library lacks; like `os`, they raise OSError."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPSET = {"x86_64": 126, "aarch64": 91}
 SECCOMP = {"x86_64": 317, "aarch64": 277}
 MOUNT_SETATTR = 442
-"""The same everywhere."""
+"""The number is the same on every machine."""
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 
 MACHINE = os.uname().machine
@@ -48,19 +48,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int, what: str) -> None:
+    """Raise the OSError of a call that failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def syscall(number: int, *arguments: object, what: str) -> None:
-    """Make a system call by its number; whole numbers are passed as longs."""
-    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    _check(_libc.syscall(ctypes.c_long(number), *given), what)
+    """Make a system call by its number; integers are passed as longs."""
+    longs = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    _check(_libc.syscall(ctypes.c_long(number), *longs), what)
 
 
 def unshare(flags: int) -> None:
-    """Give this process namespaces of its own; of a process namespace, its children."""
+    """Give this process namespaces of its own; only its children enter a new process namespace."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -78,25 +79,25 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def unmount(target: str) -> None:
-    """Take a mount and all below it away at once."""
+    """Remove a mount and all mounts below it at once."""
     _check(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), f"unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root; the old one is then at `old`, a folder in it."""
+    """Make `new` the root; the old root is then at `old`, a folder in the new one."""
     syscall(PIVOT_ROOT[MACHINE], new.encode(), old.encode(), what="pivot_root")
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Add attributes to a mount, and to all below it; takes Linux 5.12."""
-    given = MountAttributes(attr_set=attributes)
-    arguments = (target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(given))
-    size = ctypes.sizeof(given)
+    """Add attributes to a mount and all mounts below it. Needs Linux 5.12."""
+    changes = MountAttributes(attr_set=attributes)
+    arguments = (target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(changes))
+    size = ctypes.sizeof(changes)
     syscall(MOUNT_SETATTR, AT_FDCWD, *arguments, size, what=f"mount_setattr {target}")
 
 
 def drop_bounding_set() -> None:
-    """Have no program that is started from now on bring a capability along."""
+    """Keep programs that are started from now on from gaining any capability."""
     with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
         last = int(file.read())
     for capability in range(last + 1):
@@ -104,7 +105,7 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up the capabilities that this process holds."""
+    """Give up all capabilities of this process."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     syscall(CAPSET[MACHINE], ctypes.byref(header), (ctypes.c_uint32 * 6)(), what="capset")
@@ -117,5 +118,5 @@ def install_filter(program: Sequence[bytes]) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
-    given = Program(len(program), ctypes.addressof(code))
-    syscall(SECCOMP[MACHINE], 1, 0, ctypes.byref(given), what="seccomp")  # SECCOMP_SET_MODE_FILTER
+    header = Program(len(program), ctypes.addressof(code))
+    syscall(SECCOMP[MACHINE], 1, 0, ctypes.byref(header), what="seccomp")  # SECCOMP_SET_MODE_FILTER

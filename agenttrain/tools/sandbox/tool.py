@@ -1,4 +1,4 @@
-"""`python` and `bash`: a rollout's own interpreters, in a sandbox (`agenttrain/tools/sandbox`)."""
+"""`python` and `bash`: interpreters in a sandbox, of which each rollout has its own."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from agenttrain.types import ToolContext
 
 
 class _Interpreter:
-    """Base of both: a rollout's sandbox, from its first call to its end."""
+    """Base class of both tools: a sandbox from a rollout's first call to its end."""
 
     def __init__(self, settings: SandboxSettings) -> None:
-        """Raises ValueError if no such sandbox can be made on this machine."""
+        """Raises ValueError if this machine cannot make such a sandbox."""
         self._pool, self._settings = Pool.of(settings), settings
 
     async def release(self, rollout_id: str) -> None:
-        """End the sandbox of a rollout that is over."""
+        """End the sandbox of a finished rollout."""
         await self._pool.release(rollout_id)
 
     async def close(self) -> None:
-        """End all sandboxes: the run is over."""
+        """End all sandboxes at the end of the run."""
         await self._pool.close()
 
 
 class Python(_Interpreter):
-    """Python code, in an interpreter that keeps its variables between the calls of a rollout."""
+    """Runs Python code in an interpreter whose variables last for the rollout."""
 
     async def __call__(self, code: str, context: ToolContext) -> str:
         """Run Python code. Variables are kept between calls. Returns what it prints, and the value of the last expression.
@@ -39,7 +39,7 @@ class Python(_Interpreter):
 
 
 class Bash(_Interpreter):
-    """Shell commands, in a bash that keeps folder and variables between the calls of a rollout."""
+    """Runs shell commands in a bash whose folder and variables last for the rollout."""
 
     async def __call__(self, command: str, context: ToolContext) -> str:
         """Run a bash command. Folder and variables are kept between calls.
@@ -66,10 +66,10 @@ def interpreter(
     max_chars: int = DEFAULTS.max_chars,
     packages: str | None = DEFAULTS.packages,
 ) -> Callable[..., object]:
-    """Make an interpreter of `python` or `bash`; its settings are explained at SandboxSettings.
+    """Make the tool `python` or `bash`; SandboxSettings explains the settings.
 
-    Raises ValueError, beginning with ``name=value``, for settings that cannot work, and where no
-    sandbox can be made; ``sandbox="none"`` is not one, and says so on stderr.
+    Raises ValueError, beginning with ``name=value``, for settings that cannot work, and if no
+    sandbox can be made. ``sandbox="none"`` runs code without a sandbox, and warns on stderr.
 
     Example: ``interpreter("python", memory_mb=256, call_s=2.0)``
     """
