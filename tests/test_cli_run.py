@@ -85,9 +85,21 @@ def test_the_wheel_brings_its_configuration(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_adapters_are_trained_resumed_evaluated_and_exported(tmp_path: Path) -> None:
-    lora = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01")
-    done = agenttrain(*SHORT, *lora, "eval.questions=0", "hydra.run.dir=mine", cwd=tmp_path)
+LORA = ("model.lora.rank=4", "optimizer=muon", "algorithm.beta=0.01", "eval.questions=0")
+
+
+def test_adapters_are_trained_and_exported(tmp_path: Path) -> None:
+    done = agenttrain(*SHORT, *LORA, "hydra.run.dir=mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = agenttrain("export", "mine", "to=served", "dtype=bfloat16", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step-000001 -> served" in done.stdout
+    assert (tmp_path / "served" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_adapters_are_resumed_evaluated_and_exported(tmp_path: Path) -> None:
+    done = agenttrain(*SHORT, *LORA, "hydra.run.dir=mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = agenttrain("resume=mine", "steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,4 @@
-"""The rollouts of a run's folder, together with the tasks that they are attempts at.
-
-The tasks are in the data, not in the rollouts' files.
-"""
+"""Recorded rollouts of a run, with their tasks: the files hold rollouts, the data holds tasks."""
 
 from __future__ import annotations
 
@@ -21,23 +18,23 @@ from agenttrain.types import ConfigError, RowTool, Task
 
 Record = Mapping[str, Any]
 EVALUATED = 0
-"""The step whose file holds the rollouts of `agenttrain eval`."""
+"""Number of the step under which `agenttrain eval` records its rollouts."""
 
 
-def written_steps(folder: Path, said: str) -> list[int]:
-    """The steps whose rollouts are in a run's folder; raises ConfigError for none at all."""
+def written_steps(folder: Path, command: str) -> list[int]:
+    """Return the steps with recorded rollouts; raises ConfigError if there are none."""
     paths = sorted((folder / "rollouts").glob("step-*.jsonl"))
     if not paths:
-        raise ConfigError(f"{said}: the run has written no rollouts (tracker.rollouts)")
+        raise ConfigError(f"{command}: the run has written no rollouts (tracker.rollouts)")
     return [int(path.stem.removeprefix("step-")) for path in paths]
 
 
-def step_records(folder: Path, step: int, said: str) -> list[dict[str, Any]]:
-    """The records of one step; raises ConfigError that names the steps there are."""
-    written = written_steps(folder, said)
+def step_records(folder: Path, step: int, command: str) -> list[dict[str, Any]]:
+    """Return the records of one step; raises ConfigError that names the recorded steps."""
+    written = written_steps(folder, command)
     if step not in written:
         known = f"there are {written[0]} to {written[-1]}"
-        raise ConfigError(f"{said} step={step}: no rollouts of that step; {known}")
+        raise ConfigError(f"{command} step={step}: no rollouts of that step; {known}")
     return list(read_step(folder, step))
 
 
@@ -47,9 +44,9 @@ def recorded_rubric(
     records: Iterable[Mapping[str, Any]],
     tasks: Iterable[Task] = (),
 ) -> Rubric:
-    """Build the rewards of `config` for recorded rollouts of these tasks, and no tool.
+    """Build the rewards of `config` for recorded rollouts of these tasks, without any tool.
 
-    Raises ValueError for a reward on a tool that was not there, as far as tools.json tells.
+    Raises ValueError for a reward on a tool that the run did not have, if its tools.json exists.
     """
     recorded = list(records)
     names = list(config.environment)
@@ -68,9 +65,9 @@ def recorded_rubric(
 def recorded_tasks(
     config: RunConfig, splits: Splits, records: Sequence[dict[str, Any]], step: int
 ) -> dict[str, Task]:
-    """rollout_id -> task, of those records whose rows are still in the data.
+    """Map rollout_id to its task, for the records whose rows are still in the data.
 
-    The rows are looked for among all that the run can have drawn up to `step`.
+    Only rows that the run can have drawn up to `step` are searched.
     """
     if step == EVALUATED:
         return find_tasks(records, splits.test, config.eval.questions)
@@ -81,8 +78,8 @@ def recorded_tasks(
 def find_tasks(records: Iterable[Record], source: TaskSource, drawn: int) -> dict[str, Task]:
     """Map rollout_id to its task, for records of tasks among the first `drawn` of `source`.
 
-    A task is the record's when the name and the prompt agree: rows may share a name, and data that
-    was changed since may keep it.
+    Both the name and the prompt have to agree: rows may share a name, and a row that was edited
+    since may still have it.
     """
     wanted: dict[str, list[Record]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""The verbs on what a run has recorded: `view`, `replay` and `rescore`."""
+"""Verbs that read a recorded run: `view`, `replay` and `rescore`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ RESCORE = (
     "rescore: give a run folder, rescore <run folder> [step=N] reward=[…] [to=FILE] [trust=true]"
 )
 TOOLS = ("recorded", "live")
-STAGES = {"weights": (), "logprobs": (), "update": ("algorithm",), "reward": ("reward", "data")}
-"""Stages of a step that may fail -> the sections whose code a repetition calls."""
+STAGES: dict[str, tuple[str, ...]] = {
+    "weights": (),
+    "logprobs": (),
+    "update": ("algorithm",),
+    "reward": ("reward", "data"),
+}
+"""Stage of a step that may fail -> sections whose code runs when it is repeated."""
 
 
 def replay(arguments: Sequence[str]) -> int:
-    """`replay <run or crash folder> …`. Exit code 0: identical, or the same culprit; 1: not."""
+    """Run `replay <run or crash folder> …`.
+
+    Returns exit code 0 for identical rollouts or the same culprit, else 1.
+    """
     words, trust = take_trust(arguments)
     typed = parse_folder(words, ("step", "rollout", "tools"), REPLAY)
     if typed.overrides:
@@ -42,8 +50,13 @@ def replay(arguments: Sequence[str]) -> int:
         raise ConfigError(f"tools={tools}: expected one of {', '.join(TOOLS)}{hint}")
     step = typed.step(REPLAY)
     crash = _crash_stage(typed.folder) if not typed.words else None
+    # tools.json has the schemas of the run's tools; runs of earlier versions have none.
+    declared = tools == "recorded" and (typed.folder / "tools.json").is_file()
+    if crash is not None:
+        runs = STAGES[crash]
+    else:
+        runs = ("data",) if declared else ("data", "tools", "environment")
     with hydra_session(Source()):
-        runs = _runs(typed.folder, crash, live=tools == "live")
         config = replayed(typed.folder, Source(), trust=trust, runs=runs).config
     try:
         if crash is not None:
@@ -67,7 +80,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _crash_stage(folder: Path) -> str | None:
-    """Return the stage that failed, of a crash bundle; None for any other folder."""
+    """Return the stage that failed if the folder is a crash bundle, else None."""
     file = folder / "crash.json"
     if not file.is_file():
         return None
@@ -83,17 +96,8 @@ def _crash_stage(folder: Path) -> str | None:
     return str(stage)
 
 
-def _runs(folder: Path, crash: str | None, *, live: bool) -> tuple[str, ...]:
-    """The sections whose code a replay calls."""
-    if crash is not None:
-        return STAGES[crash]
-    # tools.json has what the tools of a run declare; runs of earlier versions have none.
-    declared = not live and (folder / "tools.json").is_file()
-    return ("data",) if declared else ("data", "tools", "environment")
-
-
 def rescore(arguments: Sequence[str]) -> int:
-    """`rescore <run folder> …`: print both means, and perhaps write every rollout's."""
+    """Run `rescore <run folder> …`: print both means, and write every rollout's with `to=`."""
     words, trust = take_trust(arguments)
     typed = parse_folder(words, ("step", "to"), RESCORE)
     if not any(text.startswith("reward") for text in typed.overrides):
@@ -106,17 +110,17 @@ def rescore(arguments: Sequence[str]) -> int:
     if to is not None:
         _check_new_file(to)
     try:
-        from agenttrain.commands.rescore import rescore as rescored_rows
+        from agenttrain.commands.rescore import rescore as rescore_run
 
-        return rescored_rows(config, typed.folder, step=step, to=Path(to) if to else None)
+        return rescore_run(config, typed.folder, step=step, to=Path(to) if to else None)
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
 
 def view(arguments: Sequence[str]) -> int:
-    """`view <run folder> [step=N] [to=FILE]`: write the page and say where.
+    """Run `view <run folder> [step=N] [to=FILE]`: write the page and print its path.
 
-    It lies beside the rollouts, unless `to` names another file.
+    The page is written beside the rollouts unless `to` names another file.
     """
     typed = parse_folder(arguments, ("step", "to"), VIEW)
     if typed.overrides:
@@ -144,7 +148,7 @@ def view(arguments: Sequence[str]) -> int:
 
 
 def _check_new_file(to: str) -> None:
-    """Raise ConfigError where the file of `to=` is there, or cannot be written."""
+    """Raise ConfigError if the file of `to=` exists or cannot be written."""
     path = Path(to)
     if path.exists():
         raise ConfigError(f"to={to}: is there already; name another file")

@@ -1,9 +1,9 @@
-"""`agenttrain replay <run>`: the loop once more over what the model and the tools had said.
+"""`agenttrain replay <run>`: run the tool loop again over recorded completions and tool results.
 
 The same prompt, parser, limits and template glue must give the same ids, mask, messages and stop
 reason; where they do not, a template, a tool's schema or the loop has changed since.
 
-The recorded parts stand in for the run's: `RecordedEngine` samples the recorded tokens,
+Doubles take the place of the run's components: `RecordedEngine` returns the recorded tokens,
 `RecordedToolbox` answers calls with their recorded results and runs no tool, and `RecordedKind` is
 an environment that repeats its recorded messages and holds no state.
 """
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 
 UNREPEATABLE = (StopReason.timeout, StopReason.error)
-"""Ends by the clock or by a fault, whose moment no file holds: the tokens before are compared."""
+"""Stop reasons that depend on the clock or on a fault, which no file records: only the tokens
+before the stop are compared."""
 BEFORE, AFTER = 8, 24
 """Tokens shown on either side of a difference."""
 
@@ -63,14 +64,22 @@ BEFORE, AFTER = 8, 24
 def replay_rollouts(
     config: RunConfig, folder: Path, *, step: int, rollout_id: str | None, live: bool
 ) -> int:
-    """Replay a rollout of a step, or all of them, and print what came of each.
+    """Replay one rollout of a step, or all of them, and print the outcome of each.
 
-    `live`: its tools are run again instead of their recorded answers; else nothing is imported or
-    started for them, as long as tools.json holds their schemas. The exit code is 0 when every one
-    is identical. Raises ConfigError for a rollout that is not there.
+    `live` runs the tools again instead of answering with their recorded results. Otherwise no tool
+    is imported or started, provided tools.json holds their schemas. Returns exit code 0 if all
+    rollouts are identical, else 1. Raises ConfigError for a rollout that was not recorded.
     """
-    said = f"replay {folder}"
-    records = _chosen(step_records(folder, step, said), rollout_id, f"{said} step={step}")
+    command = f"replay {folder}"
+    records = step_records(folder, step, command)
+    if rollout_id is not None:
+        known = [record["rollout_id"] for record in records]
+        if rollout_id not in known:
+            raise ConfigError(
+                f"{command} step={step} rollout={rollout_id}: no such rollout"
+                f"{did_you_mean(rollout_id, known)}; there are {known[0]} to {known[-1]}"
+            )
+        records = [record for record in records if record["rollout_id"] == rollout_id]
     components = Components(config, tools=None if live else read_declared(folder))
     _ = components.chat  # built first: an error in it is reported before one in the data
     if read_summary(folder).get("verb") == "sft":
@@ -79,18 +88,19 @@ def replay_rollouts(
     lost = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if lost:
         raise ConfigError(
-            f"{said} step={step}: task {lost[0]} with its recorded prompt is not in the data now; "
-            "a replay needs the rows that the run had"
+            f"{command} step={step}: task {lost[0]} with its recorded prompt is not in the data "
+            "now; a replay needs the rows that the run had"
         )
     if step == EVALUATED:
-        tasks = {name: _evaluated(task, components) for name, task in tasks.items()}
+        tasks = {name: _as_evaluated(task, components) for name, task in tasks.items()}
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
 
 
 def _demonstrations(components: Components, records: Sequence[Record]) -> list[str | None]:
-    """Make the demonstrations of a supervised step anew from their rows; where each differs."""
+    """Rebuild the demonstrations of a supervised step from their rows, and return each one's
+    difference from its record."""
     source, demonstrate = components.train_tasks, components.demonstrator
     differences: list[str | None] = []
     for record in records:
@@ -111,7 +121,7 @@ def _demonstrations(components: Components, records: Sequence[Record]) -> list[s
 
 
 def _print_all(records: Sequence[Record], differences: Sequence[str | None], step: int) -> int:
-    """Print what came of each rollout; 0 where all are identical, else 1."""
+    """Print the outcome of each rollout. Return exit code 0 if all are identical, else 1."""
     for record, difference in zip(records, differences, strict=True):
         print(difference or _identical(record))
     same = sum(difference is None for difference in differences)
@@ -120,25 +130,12 @@ def _print_all(records: Sequence[Record], differences: Sequence[str | None], ste
     return int(same < len(records))
 
 
-def _evaluated(task: Task, components: Components) -> Task:
-    """The task as an evaluation had it."""
+def _as_evaluated(task: Task, components: Components) -> Task:
+    """Return the task with the tools that `eval.tools` allows."""
     environments = components.environments
     methods = environments.toolbox_of(environments.kind_of(task))
     declared = (*components.toolbox.names, *methods.names)
     return restricted(task, components.config.eval.tools, declared)
-
-
-def _chosen(
-    records: Sequence[dict[str, Any]], rollout_id: str | None, said: str
-) -> list[dict[str, Any]]:
-    chosen = [r for r in records if rollout_id is None or r["rollout_id"] == rollout_id]
-    if not chosen:
-        known = [record["rollout_id"] for record in records]
-        raise ConfigError(
-            f"{said} rollout={rollout_id}: no such rollout{did_you_mean(str(rollout_id), known)}; "
-            f"there are {known[0]} to {known[-1]}"
-        )
-    return chosen
 
 
 async def _replay_all(
@@ -165,9 +162,9 @@ async def _replay_all(
 async def replay(
     record: Record, task: Task, config: RunConfig, components: Components, *, live: bool
 ) -> Rollout:
-    """The rollout that the loop makes of a record's completions and tool results.
+    """Return the rollout that the tool loop builds from a record's completions and tool results.
 
-    `live`: an environment is reset with the seeds that it had.
+    With `live` the tools run, and an environment is reset with its recorded seeds.
     """
     engine = RecordedEngine(
         completions(record, components.chat.stop_token_ids),
@@ -176,7 +173,7 @@ async def replay(
     tools, environments = components.toolbox, components.environments
     if not live:
         tools, environments = recorded_tools(
-            record, task, tools, environments, over=lambda: engine.exhausted
+            record, task, tools, environments, in_last_turn=lambda: engine.exhausted
         )
     seed, group_seed = seeds_of(record["rollout_id"], config.seed)
     request = RolloutRequest(
@@ -199,7 +196,8 @@ async def replay(
 def difference(
     record: Record, rollout: Rollout, decode: Callable[[Sequence[int]], str]
 ) -> str | None:
-    """Where a replayed rollout first differs from its record, with both texts; None: nowhere."""
+    """Describe the first difference between a replayed rollout and its record; None: there is
+    none."""
     made = json.loads(dumps(rollout_record(rollout)))
     where = f"rollout {record['rollout_id']}: DIFFERS"
     recorded, replayed = record["trajectories"], made["trajectories"]
@@ -218,7 +216,7 @@ def _trajectory_difference(
     record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
 ) -> str | None:
     if record["token_ids"] != made["token_ids"]:
-        return _first_id(record, made, decode, error)
+        return _token_difference(record, made, decode, error)
     if _mask(record) != _mask(made):
         return ": the ids are the same, the mask is not"
     old, new = record["messages"], made["messages"]
@@ -230,36 +228,31 @@ def _trajectory_difference(
     return None
 
 
-def _first_id(
+def _token_difference(
     record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
 ) -> str:
     old, new = record["token_ids"], made["token_ids"]
     pairs = enumerate(zip(old, new, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    span = next((span for span in record["spans"] if position < span["end"]), None)
+    place = "after its end" if span is None else f"turn {span['turn']}, {span['origin']}"
+
+    def around(token_ids: Sequence[int]) -> str:
+        before = decode(token_ids[max(position - BEFORE, 0) : position])
+        after = decode(token_ids[position : position + AFTER])
+        number = token_ids[position] if position < len(token_ids) else "none"
+        return f"id {number}: {before!r} then {after!r}"
+
     error = "" if error is None else f"\n  {error}"
     return (
-        f" at position {position} of {len(old)} ({_place(record, position)}){error}\n"
-        f"  recorded  {_around(old, position, decode)}\n"
-        f"  replayed  {_around(new, position, decode)}"
+        f" at position {position} of {len(old)} ({place}){error}\n"
+        f"  recorded  {around(old)}\n"
+        f"  replayed  {around(new)}"
     )
 
 
-def _place(record: Record, position: int) -> str:
-    for span in record["spans"]:
-        if position < span["end"]:
-            return f"turn {span['turn']}, {span['origin']}"
-    return "after its end"
-
-
-def _around(token_ids: Sequence[int], position: int, decode: Callable[[Sequence[int]], str]) -> str:
-    before = decode(token_ids[max(position - BEFORE, 0) : position])
-    after = decode(token_ids[position : position + AFTER])
-    number = token_ids[position] if position < len(token_ids) else "none"
-    return f"id {number}: {before!r} then {after!r}"
-
-
 def _mask(record: Record) -> list[tuple[int, int]]:
-    """The stretches of sampled tokens, joined where they touch."""
+    """Return the [start, end) ranges of sampled tokens; adjacent spans are one range."""
     mask: list[tuple[int, int]] = []
     for span in record["spans"]:
         if span["origin"] != Origin.sampled:
@@ -289,38 +282,35 @@ def recorded_tools(
     toolbox: Toolbox,
     environments: Environments,
     *,
-    over: Callable[[], bool],
+    in_last_turn: Callable[[], bool],
 ) -> tuple[Toolbox, Environments]:
-    """Return the tools that answer a record's calls, and the environments that repeat its own.
+    """Return doubles for a record's tools and for its environment.
 
-    `over` tells whether the rollout is in its last turn.
+    `in_last_turn` returns whether the rollout has reached its last recorded turn.
     """
     kind = environments.kind_of(task)
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
     tools = RecordedToolbox(boxes, tool_results(record))
     if kind is None:
         return tools, Environments()
-    return tools, RecordedEnvironments(RecordedKind(kind, _said(record, task, over)))
-
-
-def _said(record: Record, task: Task, over: Callable[[], bool]) -> Said:
     main = record["trajectories"][0]
     before = prompt_messages(main)
     asked = [m["content"] for m in main["messages"][len(before) :] if m["role"] == "user"]
     ended = record["stop_reason"] == StopReason.environment_done
-    return Said(
+    replies = RecordedReplies(
         messages=tuple(before[len(task.messages) :]),
         user=asked[len(task.user_turns) :],
         reward=record.get("environment_reward"),
-        over=lambda: ended and over(),
+        done=lambda: ended and in_last_turn(),
     )
+    return tools, RecordedEnvironments(RecordedKind(kind, replies))
 
 
 class RecordedToolbox(Toolbox):
     """The schemas, limits and stop tools of toolboxes, with the recorded results of one rollout."""
 
     def __init__(self, toolboxes: Sequence[Toolbox], results: Iterable[ToolResult]) -> None:
-        """`results` are found by the ids of their calls, which turns may repeat."""
+        """Index `results` by the ids of their calls, which may repeat between turns."""
         named = [(name, toolbox) for toolbox in toolboxes for name in toolbox.names]
         super().__init__(
             {name: toolbox.tool(name) for name, toolbox in named},
@@ -338,58 +328,58 @@ class RecordedToolbox(Toolbox):
         *,
         allowed: Sequence[str] | None = None,
     ) -> list[ToolResult]:
-        """The recorded results; raises ToolUnavailable for a call that has none."""
+        """Return the recorded results; raises ToolUnavailable for a call without one."""
         for call in calls:
             if not self._results.get(call.id):
                 raise ToolUnavailable(f"no result was recorded for the call {call.id} {call.name}")
         return [replace(self._results[call.id].pop(0), call=call) for call in calls]
 
     async def release(self, rollout_id: str) -> None:
-        """Do nothing: no tool was used."""
+        """Do nothing: no tool ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """Recorded answers of the environment of one rollout."""
+class RecordedReplies:
+    """Everything that the environment of one rollout returned."""
 
     messages: tuple[Message, ...]
-    """Messages of its reset."""
+    """Messages of its `reset`."""
     user: Sequence[str]
     """Messages of its `user`, in order."""
     reward: float | None
-    over: Callable[[], bool]
+    done: Callable[[], bool]
     """Returns True once the episode is over."""
 
 
 class RecordedKind(EnvironmentKind):
-    """A declared environment, of which nothing is run; for one rollout."""
+    """A declared environment whose code never runs; for one rollout."""
 
-    def __init__(self, kind: EnvironmentKind, said: Said) -> None:
+    def __init__(self, kind: EnvironmentKind, replies: RecordedReplies) -> None:
         super().__init__(kind.name, kind.cls, bound=kind.bound, settings=kind.settings)
-        self._said = said
+        self._replies = replies
 
     async def start(self, start: Start) -> Episode:
         """Return the recorded episode."""
-        return RecordedEpisode(self, self._said, start.rollout_id)
+        return RecordedEpisode(self, self._replies, start.rollout_id)
 
 
 class RecordedEpisode(Episode):
-    """An episode without an instance; its methods' replies are a recorded toolbox's."""
+    """An episode without an instance; `RecordedToolbox` answers for its methods."""
 
-    def __init__(self, kind: RecordedKind, said: Said, rollout_id: str) -> None:
+    def __init__(self, kind: RecordedKind, replies: RecordedReplies, rollout_id: str) -> None:
         super().__init__(kind, Instance(kind.name, kind.settings.timeout_s), rollout_id)
-        self.messages = said.messages
-        self._said = said
-        self._user: Iterator[str] = iter(said.user)
+        self.messages = replies.messages
+        self._replies = replies
+        self._user: Iterator[str] = iter(replies.user)
 
     @property
     def done(self) -> bool:
-        """True once the environment had declared the episode over."""
-        return self._said.over()
+        """Return whether the environment had declared the episode over."""
+        return self._replies.done()
 
     @done.setter
     def done(self, value: bool) -> None:
-        """Ignore the value: the record alone says so."""
+        """Ignore the value: the record decides."""
 
     async def user(self, message: Message) -> str | None:
         """Return the user's next recorded message; None after the last."""
@@ -397,10 +387,10 @@ class RecordedEpisode(Episode):
 
     async def reward(self, rollout: Rollout, read: Callable[[Any], Reward]) -> Reward | None:
         """Return the recorded reward."""
-        return read(self._said.reward)
+        return read(self._replies.reward)
 
     async def finish(self, *, again: bool = True) -> None:
-        """Do nothing: nothing was begun."""
+        """Do nothing: no environment was started."""
 
 
 class RecordedEnvironments(Environments):
@@ -411,24 +401,24 @@ class RecordedEnvironments(Environments):
         self._kind = kind
 
     def kind_of(self, task: Task) -> EnvironmentKind:
-        """The one there is."""
+        """Return the only one."""
         return self._kind
 
 
 class RecordedEngine:
-    """Answers turn n of its one rollout with the n-th completion: ids, logprobs, versions, finish.
+    """Engine of one rollout: answers turn n with the n-th recorded completion.
 
-    What it is asked to continue is not looked at: the caller compares the ledgers afterwards.
+    It ignores the ids that it is asked to continue; the caller compares both ledgers afterwards.
     """
 
     def __init__(self, completions: Sequence[Completion], *, max_context: int) -> None:
-        """`max_context` is that of the engine which sampled them."""
+        """Take the completions, and the `max_context` of the engine that sampled them."""
         self.max_context = max_context
         self._left = list(completions)
 
     @property
     def exhausted(self) -> bool:
-        """True once the last completion has been given."""
+        """Return whether the last completion has been given out."""
         return not self._left
 
     async def generate(
@@ -440,7 +430,7 @@ class RecordedEngine:
         parent: str | None = None,
         images: Sequence[object] = (),
     ) -> Completion:
-        """The next completion. Raises EngineError when none is left, or it is over the budget."""
+        """Return the next completion; raises EngineError if none is left or it is over budget."""
         refuse_images(self, images, session)
         if not self._left:
             raise EngineError(f"{session}: another completion is asked for; no more were recorded")
@@ -453,10 +443,10 @@ class RecordedEngine:
         return completion
 
     async def release(self, session: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     async def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Ignore new weights: completions are recorded ones."""
+        """Ignore new weights: the completions are recorded ones."""
 
     async def aclose(self) -> None:
-        """Nothing to free."""
+        """Do nothing: the engine holds nothing."""

@@ -1,4 +1,4 @@
-"""`agenttrain replay <run>/crash/step-000012`: what stopped the run, once more."""
+"""`agenttrain replay <run>/crash/step-000012`: repeat the failure that stopped a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from agenttrain.types import NotFinite, Rollout, Task
 
 
 def replay_crash(config: RunConfig, bundle: Path) -> int:
-    """Do again what failed, and print it. Exit code 0: the same culprits; 1: others, or none."""
+    """Repeat the stage that failed and print the outcome.
+
+    Returns exit code 0 for the same culprits, 1 for others or none.
+    """
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
     try:
@@ -39,7 +42,7 @@ def replay_crash(config: RunConfig, bundle: Path) -> int:
 
 
 def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollout]:
-    """The step's rollouts; one whose task is not given has no columns."""
+    """Return the step's rollouts; without its task a rollout has no columns."""
     if not step_path(bundle, step).exists():
         return []
     records = step_records(bundle, step, f"replay {bundle}")
@@ -77,9 +80,8 @@ def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
 
 
 def _policy(config: RunConfig, bundle: Path) -> Any:
-    """The policy as it was before what failed; advantages are in the bundle, so rewards are not."""
-    temperature = config.rollout.temperature
-    policy = make_policy(config, config.algorithm, temperature=temperature)
+    """Return the policy as it was before the failed stage."""
+    policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
     Checkpoints(bundle / "checkpoints", tokenizer=None, keep=1).load_latest(policy)
     return policy
 

@@ -1,4 +1,4 @@
-"""`agenttrain rescore <run>`: what the stored rollouts are worth by another reward."""
+"""`agenttrain rescore <run>`: score stored rollouts with another reward."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from agenttrain.types import ConfigError, Rollout, Task
 from agenttrain.utils.json_lines import dumps
 
 TOTAL = "reward"
-"""The name of the weighted sum among those of the functions."""
+"""Name of the weighted sum, beside the names of the reward functions."""
 Values = list[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A stored rollout's two judgements."""
+    """A stored rollout with its recorded and its new rewards."""
 
     step: int
     old: Rollout
@@ -53,25 +53,25 @@ class Rescored:
 def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | None) -> int:
     """Score the rollouts of a step, or of all, with `config.reward`, and print both means.
 
-    `to` gets one JSON object per rollout; those that failed stay unscored. Returns 0. Raises
-    ConfigError for rollouts that are not there and rows that the data no longer has, RewardError
-    where a function fails.
+    One JSON object per rollout goes to the file `to`; rollouts that failed stay unscored. Returns
+    exit code 0. Raises ConfigError for steps that were not recorded and for rows that the data no
+    longer has, RewardError if a reward function fails.
     """
-    said = f"rescore {folder}"
-    steps = written_steps(folder, said) if step is None else [step]
-    recorded = {number: step_records(folder, number, said) for number in steps}
+    command = f"rescore {folder}"
+    steps = written_steps(folder, command) if step is None else [step]
+    recorded = {number: step_records(folder, number, command) for number in steps}
     components = Components(config)
     tasks = {
         n: recorded_tasks(config, components.tasks, records, n) for n, records in recorded.items()
     }
-    everyone = chain(*(found.values() for found in tasks.values()))
-    rubric = recorded_rubric(config, folder, chain(*recorded.values()), everyone)
-    # No tool is built, or started, for a rollout that is only scored again.
+    all_tasks = chain(*(of_step.values() for of_step in tasks.values()))
+    rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
+    # Scoring needs no tools, so none is built or started.
     chat = chat_of(config, components.tokenizer, tools=bool(config.tools or config.environment))
     rows: list[Rescored] = []
     for number, records in recorded.items():
         known = tasks[number]
-        _check_columns(rubric, [r for r in records if r["rollout_id"] not in known], said)
+        _check_columns(rubric, [r for r in records if r["rollout_id"] not in known], command)
         for record in records:
             task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
             old, new = (read_rollout(record, task, chat.stop_token_ids) for _ in range(2))
@@ -85,24 +85,24 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     return 0
 
 
-def _check_columns(rubric: Rubric, lost: Sequence[dict], said: str) -> None:
-    """Refuse rewards that read a row's columns where the row is gone."""
+def _check_columns(rubric: Rubric, lost: Sequence[dict], command: str) -> None:
+    """Refuse a reward that reads columns of a row which the data no longer has."""
     needed = [(name, column) for name, names in rubric.columns.items() for column in names]
     if lost and needed:
         name, column = needed[0]
         raise ConfigError(
-            f"{said}: reward.{name} reads the column {column}, and task {lost[0]['task_id']} with "
-            "its recorded prompt is not in the data now; give the data that the run had"
+            f"{command}: reward.{name} reads the column {column}, and task {lost[0]['task_id']} "
+            "with its recorded prompt is not in the data now; give the data that the run had"
         )
 
 
 def report(rows: Sequence[Rescored]) -> Iterator[str]:
-    """A table: by step and over all, the mean of each reward before and now.
+    """Yield a table of each reward's mean before and now, per step and over all steps.
 
-    The last line says how alike the two orders of the rollouts are: Pearson's correlation of the
-    sums, over the rollouts that have both.
+    The last line has Pearson's correlation of the old and new sums, over the rollouts with both.
     """
-    names = _names(rows)
+    functions = (name for row in rows for name in (*row.old.rewards, *row.new.rewards))
+    names = [TOTAL, *dict.fromkeys(functions)]
     steps = list(dict.fromkeys(row.step for row in rows))
     header = ["step", "rollouts"]
     table = [header + [text for name in names for text in (f"{name}", "now")]]
@@ -113,30 +113,26 @@ def report(rows: Sequence[Rescored]) -> Iterator[str]:
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     for line in table:
         yield "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True))
-    alike = _correlation(_column(rows, TOTAL, new=False), _column(rows, TOTAL, new=True))
+    correlation = _correlation(_column(rows, TOTAL, new=False), _column(rows, TOTAL, new=True))
     changed = sum(row.old.reward != row.new.reward for row in rows)
-    told = "no correlation, one of them does not vary" if alike is None else f"r = {alike:.3f}"
-    yield f"{changed} of {len(rows)} rollouts have another reward; old and new: {told}"
-
-
-def _names(rows: Sequence[Rescored]) -> list[str]:
-    functions = (name for row in rows for name in (*row.old.rewards, *row.new.rewards))
-    return [TOTAL, *dict.fromkeys(functions)]
+    agreement = "no correlation, one of them does not vary"
+    if correlation is not None:
+        agreement = f"r = {correlation:.3f}"
+    yield f"{changed} of {len(rows)} rollouts have another reward; old and new: {agreement}"
 
 
 def _means(label: str, rows: Sequence[Rescored], names: Sequence[str]) -> list[str]:
-    cells = [_mean(_column(rows, name, new=new)) for name in names for new in (False, True)]
+    cells = []
+    for name in names:
+        for new in (False, True):
+            known = [value for value in _column(rows, name, new=new) if value is not None]
+            cells.append(f"{statistics.fmean(known):.4f}" if known else "-")
     return [label, str(len(rows)), *cells]
 
 
 def _column(rows: Sequence[Rescored], name: str, *, new: bool) -> Values:
     rollouts = [row.new if new else row.old for row in rows]
     return [r.reward if name == TOTAL else r.rewards.get(name) for r in rollouts]
-
-
-def _mean(values: Values) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.fmean(known):.4f}" if known else "-"
 
 
 def _correlation(old: Values, new: Values) -> float | None:

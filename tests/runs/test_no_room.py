@@ -76,6 +76,7 @@ def save_with_little_room(folder: Path) -> None:
     assert saver.save(trained, step=2) == latest(folder)
 
 
+@pytest.mark.slow
 def test_whichever_file_of_a_checkpoint_has_no_room_it_is_told(tmp_path: Path) -> None:
     in_child(partial(save_with_little_room, tmp_path / "checkpoints"), tmp_path / "log.txt")
 

@@ -115,7 +115,7 @@ def kill_after(folder: Path, steps: int) -> None:
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(uninterrupted, tmp_path, steps):
     folder = tmp_path / "killed"
     kill_after(folder, steps)
@@ -134,6 +134,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(uninterrupted):
     assert (uninterrupted / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_more_steps_continue_a_finished_run(uninterrupted, tmp_path):
     short = tmp_path / "short"
     run(short, *TINY, "steps=4")
@@ -191,8 +192,15 @@ def test_a_checkpoint_loads_in_plain_transformers(uninterrupted):
     assert tokenizer.parse_response(answer, prefix="")["content"] == "So: 7."
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-@pytest.mark.parametrize("experiment", ["shop", "calculator"])
+@pytest.mark.parametrize(
+    ("experiment", "algorithm"),
+    [
+        ("calculator", "grpo"),
+        ("shop", "rloo"),
+        pytest.param("calculator", "rloo", marks=pytest.mark.slow),
+        pytest.param("shop", "grpo", marks=pytest.mark.slow),
+    ],
+)
 def test_every_experiment_runs_with_every_algorithm(tmp_path, capsys, experiment, algorithm):
     folder = tmp_path / experiment / algorithm
     here(folder, "debug=tiny", f"experiment={experiment}", f"algorithm={algorithm}")
@@ -209,6 +217,7 @@ def test_eval_of_a_checkpoint(uninterrupted, tmp_path):
     assert not (folder / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_of_training(tmp_path):
     """Also when it is larger than a training batch: 2 x 2 rollouts against 20."""
     tiny = ["debug=tiny", "steps=3", "tracker=none", "eval.questions=10", "eval.samples=2"]

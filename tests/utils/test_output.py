@@ -55,7 +55,9 @@ def test_a_verb_whose_answer_cannot_be_written_says_so(tmp_path: Path) -> None:
     ("line", "environment"),
     [
         ("agenttrain {}", {"PYTHONIOENCODING": "ascii"}),
-        ("agenttrain {} 2>&- | true; exit ${{PIPESTATUS[0]}}", {}),
+        pytest.param(
+            "agenttrain {} 2>&- | true; exit ${{PIPESTATUS[0]}}", {}, marks=pytest.mark.slow
+        ),
     ],
     ids=["ascii", "no reader"],
 )
