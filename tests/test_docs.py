@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,9 @@ from agenttrain import cli
 from agenttrain.commands import data, tools
 from agenttrain.commands.plan import command as plan
 from agenttrain.commands.sweep.expand import expand
+from agenttrain.settings.checks import validate
 from agenttrain.settings.command_line import VERBS, parse, split_verb
-from agenttrain.settings.compose import hydra_session
+from agenttrain.settings.compose import compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder
 
 ROOT = Path(__file__).parents[1]
@@ -115,17 +116,13 @@ def place(
             file.write_text(other.text, encoding="utf-8")
     (tmp_path / "my_model").symlink_to(model_folder("bundled:shop"))
     run = tmp_path / "run"
-    shutil.copytree(run_folder, run)
+    if "RUN" in block.text:
+        shutil.copytree(run_folder, run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # A name in the examples that is no secret, but that a setting may ask for.
-    for name, value in (
-        ("RUN", str(run)),
-        ("TOKEN", "t"),
-        ("MCP_USER", "u"),
-        ("MCP_PASSWORD", "p"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RUN", str(run))
+    for secret in ("TOKEN", "MCP_USER", "MCP_PASSWORD"):
+        monkeypatch.setenv(secret, "x")
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:  # the next page has another my_agent.py
@@ -183,8 +180,9 @@ def compose(arguments: list[str], block: Block) -> None:
     with hydra_session(command.source):
         if command.sweep:  # the first combination stands for all
             first = expand(command.overrides, command.source)[0]
-            command = replace(command, overrides=first, sweep=False)
-        assert cli.compose_all(command)
+            validate(compose_run(first, command.source).config)
+        else:
+            assert cli.compose_all(command)
 
 
 @pytest.mark.parametrize("block", PROGRAM_BLOCKS, ids=str)

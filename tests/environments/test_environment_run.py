@@ -42,7 +42,7 @@ def agenttrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_environment_of_the_guide_runs(tmp_path: Path) -> None:
     (tmp_path / "my_world.py").write_text(block("python"))
-    name, *command = shlex.split(block("bash"))
+    name, *command = shlex.split(block("bash").replace("\\\n", ""))
     assert name == "agenttrain"
     short = ("debug=tiny", "rollout.max_turn_tokens=48", "steps=1", "eval.questions=0")
     run = agenttrain(*command, *short, "hydra.run.dir=run", cwd=tmp_path)
