@@ -1,9 +1,9 @@
 """`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
 
-`docs/reference/families.md` shows the table too. It certifies stock templates with small tokenizers. The templates are
-those that the test dependency `trl` carries as data (it is read, not imported), and for Mistral
-those that `mistral_common` makes. For families whose templates come with no package there are
-templates of ours that write the same turns (`OWN`).
+`docs/reference/families.md` shows the table too. It certifies stock templates with small
+tokenizers. The templates are those that the test dependency `trl` carries as data (it is read, not
+imported), and for Mistral those that `mistral_common` makes. For families whose templates come with
+no package there are templates of ours that write the same turns (`OWN`).
 """
 
 from __future__ import annotations
