@@ -1,9 +1,9 @@
 """`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
 
-README shows the table too. It certifies stock templates with small tokenizers. The templates are
-those that the test dependency `trl` carries as data (it is read, not imported), and for Mistral
-those that `mistral_common` makes. For families whose templates come with no package there are
-templates of ours that write the same turns (`OWN`).
+`docs/reference/families.md` shows the table too. It certifies stock templates with small
+tokenizers. The templates are those that the test dependency `trl` carries as data (it is read, not
+imported), and for Mistral those that `mistral_common` makes. For families whose templates come with
+no package there are templates of ours that write the same turns (`OWN`).
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _reasoning_of(chat: Chat, certificate: Certificate) -> str:
 
 
 def markdown(table: Sequence[TableRow]) -> str:
-    """The table for the README."""
+    """Return the table as Markdown."""
     lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
     for row in table:
         cells = [f"`{row.family}`", *(_cell(getattr(row, key)) for key in list(COLUMNS)[1:])]

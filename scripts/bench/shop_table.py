@@ -1,4 +1,4 @@
-"""The table of the bundled agent in the README: training runs over seeds, warm starts, algorithms.
+"""The table of docs/benchmarks.md: training runs over seeds, warm starts, algorithms.
 
 Every row is one whole `agenttrain` run in a process of its own, then two evaluations of its last
 checkpoint and of its warm start on unseen phrasings. Results go to FILE as they come, one JSON

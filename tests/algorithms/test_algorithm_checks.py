@@ -310,8 +310,8 @@ def test_accepted(settings: dict) -> None:
     assert problems(**settings) == ""
 
 
-def test_the_readme_names_every_preset() -> None:
+def test_the_guide_names_every_preset() -> None:
     root = Path(__file__).parents[2]
-    section = (root / "README.md").read_text().split("## Algorithms")[1].split("\n## ")[0]
+    page = (root / "docs" / "guides" / "algorithms.md").read_text()
     presets = {file.stem for file in (root / "conf" / "algorithm").glob("*.yaml")}
-    assert {preset for preset in presets if f"`{preset}`" not in section} == set()
+    assert {preset for preset in presets if f"`{preset}`" not in page} == set()

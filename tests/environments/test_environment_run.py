@@ -1,4 +1,4 @@
-"""The environment of the README, for real: the command as it stands there, on the bundled model."""
+"""The environment of the guide, for real: the command as it stands there, on the bundled model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Environments")[2]
+PAGE = (ROOT / "docs/guides/environments.md").read_text(encoding="utf-8")
 
 
 SAID = ("right", "wrong, look again")
 
 
 def block(language: str) -> str:
-    """The section's first block of a language."""
-    found = re.search(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
+    """The page's first block of a language."""
+    found = re.search(rf"```{language}.*?\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -40,9 +40,9 @@ def agenttrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_environment_of_the_readme_runs(tmp_path: Path) -> None:
+def test_the_environment_of_the_guide_runs(tmp_path: Path) -> None:
     (tmp_path / "my_world.py").write_text(block("python"))
-    name, *command = shlex.split(block("bash"))
+    name, *command = shlex.split(block("bash").replace("\\\n", ""))
     assert name == "agenttrain"
     short = ("debug=tiny", "rollout.max_turn_tokens=48", "steps=1", "eval.questions=0")
     run = agenttrain(*command, *short, "hydra.run.dir=run", cwd=tmp_path)

@@ -227,7 +227,7 @@ def test_evaluation_changes_nothing_of_training(tmp_path):
 
 
 def test_a_users_own_tool_reward_and_rows(tmp_path, monkeypatch):
-    """The example of the README, on the bundled model."""
+    """A tool, a reward and rows as in the README, on the bundled model."""
     (tmp_path / "my_agent.py").write_text(MY_AGENT)
     row = json.dumps({"prompt": "What is the capital of Peru?", "answer": "Lima"})
     (tmp_path / "rows.jsonl").write_text(row + "\n")

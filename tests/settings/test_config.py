@@ -291,11 +291,11 @@ def test_a_sweep_may_come_from_a_yaml(tmp_path: Path) -> None:
     assert runs == [["seed=1", "experiment=grid"], ["seed=2", "experiment=grid"]]
 
 
-def test_the_readmes_experiment_composes(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    start = readme.index("# @package _global_\n# my_conf/experiment/gsm8k.yaml")
+def test_the_guides_experiment_composes(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/datasets.md").read_text(encoding="utf-8")
+    start = page.index("# @package _global_")
     (tmp_path / "experiment").mkdir()
-    text = readme[start : readme.index("```", start)]
+    text = page[start : page.index("```", start)]
     (tmp_path / "experiment" / "gsm8k.yaml").write_text(text, encoding="utf-8")
     overrides = ("experiment=gsm8k", "tools=[]", "stop_tools=[]")
     config = compose(*overrides, source=Source(extra=str(tmp_path))).config

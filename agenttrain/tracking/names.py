@@ -1,0 +1,143 @@
+"""The table of metrics: every name that `metrics.jsonl` can hold, with its meaning.
+
+A part in angle brackets stands for any text without a slash: ``tools/<tool>/calls``.
+`docs/reference/metrics.md` is generated from this table, and the metrics of runs are compared with
+it by tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MetricName:
+    """One row of the table."""
+
+    pattern: str
+    meaning: str
+
+    def matches(self, name: str) -> bool:
+        """Return whether a metric's name is of this row."""
+        expression = re.sub(r"<[a-z ]+>", "[^/]+", self.pattern)
+        return re.fullmatch(expression, name) is not None
+
+
+def metric_row(name: str) -> MetricName | None:
+    """Return the row of a metric; None for a name that the table lacks.
+
+    Exact names go before patterns: ``tools/stuck`` is not a tool.
+    """
+    rows = [row for section in METRICS.values() for row in section if row.matches(name)]
+    return min(rows, key=lambda row: "<" in row.pattern, default=None)
+
+
+def _rows(*rows: tuple[str, str]) -> tuple[MetricName, ...]:
+    return tuple(MetricName(*row) for row in rows)
+
+
+METRICS: Mapping[str, tuple[MetricName, ...]] = {
+    "Rewards": _rows(
+        ("reward", "Mean reward: the weighted sum over reward functions."),
+        ("reward_std", "Standard deviation within a group, averaged over groups."),
+        ("frac_reward_zero_std", "Share of groups whose rewards are all equal."),
+        ("success", "Share of rollouts with a reward of at least 1."),
+        ("rewards/<function>/mean", "Mean of one reward function, unweighted."),
+        ("rewards/<function>/std", "Standard deviation of one reward function."),
+    ),
+    "Tools": _rows(
+        ("tools/call_frequency", "Tool calls per rollout."),
+        ("tools/failure_frequency", "Share of calls that ended in an error of any kind."),
+        ("tools/rollout_share", "Share of rollouts that called a tool."),
+        ("tools/unavailable", "Calls that failed because the tool itself is broken."),
+        ("tools/lenient_calls", "Calls read only thanks to `response_schema.lenient`."),
+        ("tools/stuck", "Blocking calls that still run past their time limit."),
+        ("tools/<tool>/calls", "Calls of one tool."),
+        ("tools/<tool>/failures", "Calls of one tool that ended in an error."),
+        ("tools/<tool>/latency_s", "Mean seconds of a call in which the tool ran."),
+    ),
+    "Rollouts": _rows(
+        ("turns/mean", "Sampled completions per rollout."),
+        ("completions/mean_length", "Mean sampled tokens of a rollout; tool text does not count."),
+        ("completions/min_length", "Fewest sampled tokens of a rollout."),
+        ("completions/max_length", "Most sampled tokens of a rollout."),
+        ("completions/clipped_ratio", "Share of rollouts cut by a token limit."),
+        ("stop/<reason>", "Share of rollouts that ended for this reason."),
+        ("rollout/dropped", "Rollouts that failed for reasons other than the model; not scored."),
+        ("rollout/ledger_breaks", "Rollouts whose tokens, mask and messages disagree."),
+        ("data/overlong", "Tasks or conversations left out because they are too long."),
+        ("data/uneven_prompts", "Groups whose rollouts began with different prompts."),
+        ("data/bad_rows", "Rows left out by `data.on_bad_row=skip` (`agenttrain sft`)."),
+    ),
+    "Resampling": _rows(
+        ("data/tasks", "Tasks drawn from the data in this step."),
+        ("resample/rounds", "Extra rounds of dynamic sampling."),
+        ("resample/uninformative", "Groups with equal rewards that were replaced."),
+        ("resample/surplus", "Groups that were sampled beyond the number needed."),
+    ),
+    "Curriculum": _rows(
+        ("curriculum/new", "Rows that were never drawn."),
+        ("curriculum/band", "Measured tasks with a success rate between `low` and `high`."),
+        ("curriculum/easy", "Measured tasks above `high`."),
+        ("curriculum/hard", "Measured tasks below `low`."),
+        ("curriculum/unmeasured", "Drawn tasks without a scored rollout."),
+        ("curriculum/success", "Mean success rate of the measured tasks."),
+    ),
+    "Training": _rows(
+        ("loss", "Mean loss of the step's optimizer updates."),
+        ("grad_norm", "Mean gradient norm before clipping."),
+        ("lr", "Learning rate of the step."),
+        ("train/tokens", "Mean sampled tokens of an optimizer update that had a gradient."),
+        ("entropy", "Mean entropy of the trainer's distribution at sampled tokens, in nats."),
+        ("entropy_coef", "Coefficient of the entropy bonus."),
+        ("kl", "KL divergence from the reference, in nats per sampled token."),
+        ("clip_ratio/low_mean", "Share of tokens clipped from below (advantage under 0)."),
+        ("clip_ratio/low_min", "The smallest such share of a rollout."),
+        ("clip_ratio/high_mean", "Share of tokens clipped from above (advantage over 0)."),
+        ("clip_ratio/high_max", "The largest such share of a rollout."),
+        ("clip_ratio/region_mean", "Share of tokens clipped on either side."),
+        ("cispo_clip_ratio", "Share of tokens whose weight CISPO bounds."),
+        ("vespo/phi_seq_mean", "Mean weight that VESPO gives a rollout."),
+        ("mask/truncated", "Share of rollouts without a gradient because they were cut."),
+        ("mask/top_entropy", "Share of tokens left out by `algorithm.top_entropy`."),
+        ("mask/off_policy", "Share of rollouts left out by `algorithm.off_policy_threshold`."),
+        ("mask/correction", "Share of weights that the correction set to zero."),
+        ("training/kernel/<kernel>", "Share of attention calls that this kernel computed."),
+    ),
+    "Engine and trainer": _rows(
+        ("sampling/logprob_gap", "Mean |trainer - engine| log-probability of sampled tokens."),
+        ("sampling/logprob_gap_max", "The largest gap of a token."),
+        ("sampling/logprob_gap_first_turn", "Mean gap in first turns."),
+        ("sampling/logprob_gap_later_turns", "Mean gap in later turns."),
+        ("sampling/logprob_gap_early", "Mean gap in the first third of a rollout."),
+        ("sampling/logprob_gap_middle", "Mean gap in the second third of a rollout."),
+        ("sampling/logprob_gap_late", "Mean gap in the last third of a rollout."),
+        ("sampling/logprob_gap_fresh", "Mean gap of tokens sampled under the current weights."),
+        ("sampling/logprob_gap_stale", "Mean gap of tokens sampled under older weights."),
+        ("sampling/kl", "k3 estimate of KL(engine || trainer), in nats per token."),
+        ("sampling/logprob_slope", "Slope of the engine's log-probabilities over the trainer's."),
+        ("sampling/stale_tokens", "Share of tokens sampled under older weights."),
+        ("sampling/importance_sampling_ratio/min", "Smallest correction weight."),
+        ("sampling/importance_sampling_ratio/mean", "Mean correction weight."),
+        ("sampling/importance_sampling_ratio/max", "Largest correction weight."),
+        ("weight_sync/gap", "Mean gap of a fixed text after a weight sync, in nats."),
+        ("weight_sync/gap_q90", "Its 90 % quantile over tokens."),
+        ("weight_sync/gap_max", "Its largest token."),
+    ),
+    "Time": _rows(
+        ("time/rollout_s", "Seconds of sampling, tools included."),
+        ("time/reward_s", "Seconds of reward functions."),
+        ("time/train_s", "Seconds of the update."),
+        ("time/sync_s", "Seconds of the weight sync."),
+        ("time/data_s", "Seconds of reading conversations (`agenttrain sft`)."),
+        ("time/loop_lag_max_s", "Longest time for which the event loop stood still."),
+        ("tokens_per_s", "Tokens per second: sampled tokens of rollouts, all tokens of sft."),
+    ),
+    "Supervised": _rows(
+        ("sft/conversations", "Conversations of the step."),
+        ("sft/tokens", "Tokens of these conversations."),
+    ),
+}
+"""Section of the page -> its rows. `metrics.jsonl` also has `step`."""

@@ -1,0 +1,248 @@
+"""The code blocks of README and of every page under docs/, as a reader would use them.
+
+`docs/contribute/testing.md` says which block is treated how. Files that a page's blocks name by
+`title=` lie beside each other in a folder of that page, where its commands are composed and its
+programs run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agenttrain import cli
+from agenttrain.commands import data, tools
+from agenttrain.commands.plan import command as plan
+from agenttrain.commands.sweep.expand import expand
+from agenttrain.settings.checks import validate
+from agenttrain.settings.command_line import VERBS, parse, split_verb
+from agenttrain.settings.compose import compose_run, hydra_session
+from agenttrain.utils.model_path import model_folder
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>not run|slow|pending): (?P<why>[^>]+) -->\n)?"
+    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+PROGRAMS = {"pytest", "python", "pip", "torchrun", "trackio", ".venv-vllm/bin/python"}
+"""Programs other than `agenttrain` and scripts/… that commands may begin with."""
+AGENTTRAIN = {"agenttrain", ".venv-vllm/bin/agenttrain"}
+ON_A_RUN = {"view", "replay", "rescore", "export", "templates", "tools", "data"}
+"""Verbs that are run, because they take seconds and need no more than a run or a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    mark: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def commands(self) -> Iterator[str]:
+        """The block's commands, with continued lines joined; of a transcript those after `$`."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            if self.language == "console":
+                if line.startswith("$ "):
+                    yield line[2:]
+            elif line.strip() and not line.startswith("#"):
+                yield line
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            page=page,
+            line=text.count("\n", 0, match.start("language")) + 1,
+            language=match["language"],
+            title=match["title"],
+            mark=match["mark"],
+            text=match["text"],
+        )
+        for match in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUNNABLE = [block for block in BLOCKS if block.mark is None]
+WITH_COMMANDS = [block for block in RUNNABLE if block.language in ("bash", "console")]
+SLOW = [block for block in BLOCKS if block.mark == "slow"]
+PROGRAM_BLOCKS = [block for block in RUNNABLE if block.language == "python"]
+
+
+def test_every_fence_is_read() -> None:
+    for page in PAGES:
+        fences = len(re.findall(r"^```", page.read_text(encoding="utf-8"), re.MULTILINE))
+        assert fences == 2 * len(blocks(page)), page
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`$RUN`: a run of two steps."""
+    folder = tmp_path_factory.mktemp("outputs") / "run"
+    assert cli.main(["debug=tiny", "tracker=none", f"hydra.run.dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def place(
+    block: Block, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The folder of a block's page, with the page's files, `my_model` and `$RUN`."""
+    for other in blocks(block.page):
+        if other.title is not None and other.mark is None:
+            file = tmp_path / other.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(other.text, encoding="utf-8")
+    (tmp_path / "my_model").symlink_to(model_folder("bundled:shop"))
+    run = tmp_path / "run"
+    if "RUN" in block.text:
+        shutil.copytree(run_folder, run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RUN", str(run))
+    for secret in ("TOKEN", "MCP_USER", "MCP_PASSWORD"):
+        monkeypatch.setenv(secret, "x")
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:  # the next page has another my_agent.py
+        if getattr(sys.modules[name], "__file__", None) and name.startswith(("my_", "test_my_")):
+            del sys.modules[name]
+
+
+def words(command: str) -> list[str]:
+    """The words as bash passes them on: quotes, variables and comments resolved."""
+    script = f'for word in {command.partition(" #")[0]}; do printf "%s\\0" "$word"; done'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout.split("\0")[:-1]
+
+
+def settings_of(arguments: list[str]) -> list[str]:
+    """The arguments without the options of a verb that shows or plans."""
+    verb, others = split_verb(arguments)
+    parsers = {"data": data.parse, "tools": tools.parse, "plan": plan.parse}
+    if verb in parsers:
+        return [verb, *parsers[verb](others)[1]]
+    if verb == "submit":
+        return [word for word in arguments if word not in ("--dry-run", "--no-check")]
+    return arguments
+
+
+@pytest.mark.parametrize("block", WITH_COMMANDS, ids=str)
+def test_commands(block: Block, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in block.commands():
+        program, *arguments = words(command)
+        if program not in AGENTTRAIN:
+            known = program in PROGRAMS or program.startswith(("scripts/", ".ci/"))
+            assert known, f"{command}: what is {program}?"
+            assert not program.startswith("scripts/") or (ROOT / program).is_file(), command
+            continue
+        verb = split_verb(arguments)[0]
+        assert verb in VERBS
+        if arguments == ["templates"]:  # the table: certifying all families takes long
+            continue
+        if verb in ON_A_RUN and block.language == "bash":
+            assert cli.main(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
+        elif not {"--help", "--version", "--cfg"} & set(arguments):
+            compose(arguments, block)
+
+
+def compose(arguments: list[str], block: Block) -> None:
+    """Compose and check the settings of a command as `agenttrain` does before it runs."""
+    verb = split_verb(arguments)[0]
+    if block.language == "console" and ("Qwen3-8B" in " ".join(arguments) or verb in ON_A_RUN):
+        return
+    if "sise" in " ".join(arguments):  # the page shows how a mistake is answered
+        assert cli.main(arguments) == 2
+        return
+    command = parse(settings_of(arguments))
+    with hydra_session(command.source):
+        if command.sweep:  # the first combination stands for all
+            first = expand(command.overrides, command.source)[0]
+            validate(compose_run(first, command.source).config)
+        else:
+            assert cli.compose_all(command)
+
+
+@pytest.mark.parametrize("block", PROGRAM_BLOCKS, ids=str)
+def test_programs(block: Block, place: Path) -> None:
+    code = block.title or "program.py"
+    (place / code).write_text(block.text, encoding="utf-8")
+    arguments = [code]
+    if code.startswith("test_"):
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", code]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{place}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in RUNNABLE if b.language in ("json", "yaml")], ids=str)
+def test_data(block: Block) -> None:
+    if block.language == "yaml":
+        yaml.safe_load(block.text)
+        return
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SLOW, ids=str)
+def test_long_commands(block: Block, place: Path) -> None:
+    for command in block.commands():
+        program, *arguments = shlex.split(command)
+        assert program == "agenttrain"
+        subprocess.run(
+            [sys.executable, "-m", "agenttrain.cli", *arguments],
+            check=True,
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "reference"), "--check"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert len(links) > 40
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert {page for page in pages if f" {page}\n" not in text} == set()

@@ -1,0 +1,65 @@
+"""The table of metric names against the names that runs write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agenttrain.algorithms.loss import metric_names
+from agenttrain.algorithms.mismatch import MISMATCH_NAMES
+from agenttrain.cli import main
+from agenttrain.settings.compose import Source, compose_run, hydra_session
+from agenttrain.tracking.names import METRICS, metric_row
+from agenttrain.training.weight_sync import Gap
+
+RUN = (
+    *("train", "debug=tiny", "steps=1", "eval.questions=0", "tracker=none", "algorithm=dapo"),
+    *("algorithm.beta=0.01", "algorithm.entropy_bonus=0.01", "algorithm.top_entropy=0.5"),
+    *("algorithm.behaviour=recomputed", "algorithm.correction=token"),
+    *("algorithm.off_policy_threshold=1", "data.curriculum.enabled=true"),
+)
+SUPERVISED = (
+    *("sft", "experiment=shop_warmstart", "debug=tiny", "steps=1"),
+    *("eval.questions=0", "tracker=none"),
+)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The metrics of one run with most options on, of one of `sft`, and those of other options."""
+    names: set[str] = set()
+    for arguments in (RUN, SUPERVISED):
+        folder = tmp_path_factory.mktemp("run") / "run"
+        assert main([*arguments, f"hydra.run.dir={folder}"]) == 0
+        names |= set(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
+    with hydra_session(Source()):
+        for preset in sorted((Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")):
+            config = compose_run([f"algorithm={preset.stem}"], Source()).config
+            names |= set(metric_names(config.algorithm))
+    gap = Gap(mean=0.0, q90=0.0, max=0.0).metrics()
+    return {*names, *MISMATCH_NAMES, *gap, "curriculum/new"} - {"step"}  # new: rows with an end
+
+
+def test_every_metric_has_a_row(names: set[str]) -> None:
+    assert {name for name in names if metric_row(name) is None} == set()
+
+
+def test_every_row_is_a_metric(names: set[str]) -> None:
+    used = {row.pattern for name in names if (row := metric_row(name)) is not None}
+    assert {row.pattern for rows in METRICS.values() for row in rows} - used == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("tools/sql/calls", "tools/<tool>/calls"),
+        ("tools/stuck", "tools/stuck"),
+        ("rewards/exact_match/mean", "rewards/<function>/mean"),
+        ("tools/sql/queue_s", None),
+    ],
+)
+def test_a_name_finds_its_row(name: str, pattern: str | None) -> None:
+    row = metric_row(name)
+    assert (None if row is None else row.pattern) == pattern
