@@ -163,7 +163,7 @@ def _parameters(node: Definition) -> tuple[str, ...] | None:
     return tuple(argument.arg for argument in [*positional, *node.args.kwonlyargs])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Located:
     """Object that a section with a `_target_` names."""
 

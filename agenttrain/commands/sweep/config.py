@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import SETTINGS, Whole
 
 
 class OnFailedJob(StrEnum):
@@ -19,7 +23,7 @@ class OnFailedJob(StrEnum):
     """They wait for `agenttrain -m resume=<sweep folder>`; with hydra/launcher=basic."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class SweepConfig:
     """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
 
@@ -29,11 +33,12 @@ class SweepConfig:
     runs: list[str] = field(default_factory=list)
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
-    trials: int | None = None
+    trials: Whole | None = Field(None, ge=1)
     """So many configurations drawn at random, each run with every `seed`; None: all of them."""
-    trials_seed: int = 0
+    trials_seed: Whole = Field(0, ge=0)
     """Decides what is drawn."""
     on_failed_job: OnFailedJob = OnFailedJob.go_on
+    """Effect of a failed job on those that have not started."""
 
 
 METRICS = {
