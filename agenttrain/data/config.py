@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS, Number, Quoted, Whole, raise_problems
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Number,
+    Quoted,
+    Whole,
+    field_names,
+    raise_problems,
+)
 
 
 class OnBadRow(StrEnum):
@@ -36,17 +43,17 @@ class CurriculumConfig:
 
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
-    low: Number = Field(0.2, ge=0, le=1)
+    low: Number = Field(default=0.2, ge=0, le=1)
     """Least share of successful rollouts of a task in the band."""
-    high: Number = Field(0.8, ge=0, le=1)
+    high: Number = Field(default=0.8, ge=0, le=1)
     """Largest share of them."""
-    explore: Number = Field(0.5, gt=0, le=1)
+    explore: Number = Field(default=0.5, gt=0, le=1)
     """Share of tasks that were never drawn, while there are any, in the order of the rows."""
-    floor: Number = Field(0.1, gt=0, le=1)
+    floor: Number = Field(default=0.1, gt=0, le=1)
     """How often a task outside the band is drawn, compared with one in it: no task is lost."""
-    revisit: Whole = Field(50, ge=1)
+    revisit: Whole = Field(default=50, ge=1)
     """Steps after which a measure is too old: such a task is drawn as if it were in the band."""
-    memory: Number = Field(0.5, ge=0, lt=1)
+    memory: Number = Field(default=0.5, ge=0, lt=1)
     """Share of the earlier measures in a new one; 0: only the last group counts."""
     success: Number = 1.0
     """Reward from which on a rollout has succeeded."""
@@ -64,10 +71,10 @@ class CurriculumConfig:
             )
         if self.enabled:
             return
-        for field in fields(self):
-            if (value := getattr(self, field.name)) != getattr(CurriculumConfig, field.name):
+        for name in field_names(CurriculumConfig):
+            if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
                 yield (
-                    f"data.curriculum.{field.name}={value}: has no effect without "
+                    f"data.curriculum.{name}={value}: has no effect without "
                     "data.curriculum.enabled=true"
                 )
 
@@ -88,7 +95,7 @@ class DataConfig:
     """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
     revision: Quoted = None
     """data=hub: a commit, branch or tag; None: the newest."""
-    test_fraction: Number | None = Field(None, gt=0, lt=1)
+    test_fraction: Number | None = Field(default=None, gt=0, lt=1)
     """Share of data.train held out for evaluation, where data.test has no rows of its own."""
     test_seed: Whole = 0
     """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
@@ -126,7 +133,8 @@ class DataConfig:
             yield f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
         for name in {"messages", "prompt"} & set(self.map) if self.prompt is not None else ():
             yield (
-                f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop one"
+                f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop "
+                "one"
             )
 
 

@@ -13,9 +13,9 @@ from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 class EnvironmentSettings(ToolLimits):
     """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
 
-    retries: Whole = Field(0, ge=0)
+    retries: Whole = Field(default=0, ge=0)
     """0: a method may have changed the state before it failed."""
-    hook_timeout_s: Number = Field(60.0, gt=0)
+    hook_timeout_s: Number = Field(default=60.0, gt=0)
     """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
     pooled: Flag | None = None
     """Instances are used again after a reset; None: as the class declares (`pooled`), or no."""

@@ -27,7 +27,7 @@ class OnTrip(StrEnum):
 class Guard:
     """A figure of metrics.jsonl and how far it may go."""
 
-    limit: Number | None = Field(None, gt=0)
+    limit: Number | None = Field(default=None, gt=0)
     """None: not watched."""
     action: OnTrip = OnTrip.warn
     """`warn`, or `stop` after the step."""
@@ -37,7 +37,7 @@ class Guard:
 class Streak:
     """Steps in a row that may teach nothing."""
 
-    limit: Whole | None = Field(20, ge=1)
+    limit: Whole | None = Field(default=20, ge=1)
     """Steps; None: not watched."""
     action: OnTrip = OnTrip.warn
     """`warn`, or `stop` after the step."""
@@ -47,9 +47,9 @@ class Streak:
 class ToolFailures:
     """Calls of one tool that may fail, by an error of the tool's or for arguments it refuses."""
 
-    limit: Number | None = Field(0.9, gt=0, le=1)
+    limit: Number | None = Field(default=0.9, gt=0, le=1)
     """Share of the calls; None: not watched."""
-    calls: Whole = Field(32, ge=1)
+    calls: Whole = Field(default=32, ge=1)
     """Calls that are judged together, at least; a tool with fewer in a step is judged later."""
     action: OnTrip = OnTrip.warn
     """`warn`, or `stop` after the step."""
@@ -91,19 +91,19 @@ class WatchdogConfig:
     by its own watchdog. Time in which the whole process is stopped does not count.
     """
 
-    load_s: Number | None = Field(3600.0, gt=0)
+    load_s: Number | None = Field(default=3600.0, gt=0)
     """Data, tools, weights and the engine, up to the first phase."""
-    rollout_s: Number | None = Field(3600.0, gt=0)
+    rollout_s: Number | None = Field(default=3600.0, gt=0)
     """Rollouts and their rewards; of `agenttrain sft`: making rollouts of the rows."""
-    train_s: Number | None = Field(3600.0, gt=0)
+    train_s: Number | None = Field(default=3600.0, gt=0)
     """Advantages and updates."""
-    sync_s: Number | None = Field(3600.0, gt=0)
+    sync_s: Number | None = Field(default=3600.0, gt=0)
     """The engine takes the new weights."""
-    evaluation_s: Number | None = Field(3600.0, gt=0)
+    evaluation_s: Number | None = Field(default=3600.0, gt=0)
     """Evaluation on the test rows."""
-    checkpoint_s: Number | None = Field(3600.0, gt=0)
+    checkpoint_s: Number | None = Field(default=3600.0, gt=0)
     """Writing a checkpoint."""
-    heartbeat_s: Number = Field(5.0, gt=0)
+    heartbeat_s: Number = Field(default=5.0, gt=0)
     """Seconds between two writings of <run>/heartbeat.json."""
 
     def deadline_of(self, phase: str | None) -> tuple[str, float | None]:

@@ -32,15 +32,15 @@ class DistributedConfig:
 
     name: DistributedName = DistributedName.single
     """One process, or the way in which several share the policy."""
-    processes: Whole | None = Field(None, ge=1)
+    processes: Whole | None = Field(default=None, ge=1)
     """Processes of each node; None: one per GPU."""
-    nodes: Whole = Field(1, ge=1)
+    nodes: Whole = Field(default=1, ge=1)
     """Machines; the same command is started once on each."""
     rendezvous: str | None = None
     """`host:port` of the first node, which must be free there; for nodes > 1."""
-    node_rank: Whole | None = Field(None, ge=0)
+    node_rank: Whole | None = Field(default=None, ge=0)
     """This node's number, from 0; None: SLURM_NODEID. For nodes > 1."""
-    timeout_s: Number = Field(600.0, gt=0, le=LONGEST_TIMEOUT_S)
+    timeout_s: Number = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S)
     """Seconds that a process waits for another one before the run fails."""
     cpu_offload: bool = False
     """fsdp2: keep weights and optimizer in the host's memory."""

@@ -54,32 +54,32 @@ class OnToolFailure(StrEnum):
 class RolloutConfig:
     """Limits and behaviour of a rollout."""
 
-    max_turns: Whole = Field(8, ge=1)
+    max_turns: Whole = Field(default=8, ge=1)
     """Sampled completions."""
-    max_turn_tokens: Whole = Field(512, ge=1)
+    max_turn_tokens: Whole = Field(default=512, ge=1)
     """Sampled tokens of one turn."""
-    max_completion_tokens: Whole = Field(2048, ge=1)
+    max_completion_tokens: Whole = Field(default=2048, ge=1)
     """Sampled and tool tokens after the prompt."""
-    max_result_tokens: Whole = Field(512, ge=1)
+    max_result_tokens: Whole = Field(default=512, ge=1)
     """Tokens of one tool result; a longer one is clipped with a visible marker."""
-    max_tool_calls: Whole | None = Field(None, ge=1)
+    max_tool_calls: Whole | None = Field(default=None, ge=1)
     """Calls of a rollout; None: no limit."""
-    max_invalid_calls: Whole | None = Field(None, ge=1)
+    max_invalid_calls: Whole | None = Field(default=None, ge=1)
     """Malformed, unknown or badly typed calls of a rollout; None: no limit."""
-    max_repeated_calls: Whole | None = Field(None, ge=1)
+    max_repeated_calls: Whole | None = Field(default=None, ge=1)
     """Times in a row the same call with the same arguments may be made; None: no limit."""
-    timeout_s: Number | None = Field(None, gt=0)
+    timeout_s: Number | None = Field(default=None, gt=0)
     """Wall-clock seconds of one rollout; None: no limit."""
-    max_stuck_calls: Whole = Field(32, ge=0)
+    max_stuck_calls: Whole = Field(default=32, ge=0)
     """Calls of blocking tools that still run past their time limit; more stop the run."""
-    max_loop_lag_s: Number = Field(1.0, gt=0)
+    max_loop_lag_s: Number = Field(default=1.0, gt=0)
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
-    concurrency: Whole = Field(512, ge=1)
+    concurrency: Whole = Field(default=512, ge=1)
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
     deterministic: bool | None = None
     """The same batch at every decode step, so that a run repeats; None: where the engine can
     (transformers)."""
-    temperature: Number = Field(1.0, gt=0)
+    temperature: Number = Field(default=1.0, gt=0)
     """Temperature of sampling, while training."""
     structured_calls: bool = False
     """A call that the model opens can only become one that fits its tool's schema: a grammar rules
@@ -98,11 +98,11 @@ class RolloutConfig:
 class EvalConfig:
     """Evaluation on the test rows."""
 
-    every: Whole | None = Field(None, ge=1)
+    every: Whole | None = Field(default=None, ge=1)
     """Steps between evaluations while training; None: before and after only."""
-    questions: Whole = Field(200, ge=0)
+    questions: Whole = Field(default=200, ge=0)
     """Rows of one evaluation; 0: no evaluation."""
-    samples: Whole = Field(1, ge=1)
+    samples: Whole = Field(default=1, ge=1)
     """Sampled rollouts per row (k of pass@k)."""
     greedy: bool = True
     """Also evaluate at temperature 0."""
@@ -110,19 +110,19 @@ class EvalConfig:
     """Column by whose values the reward is broken down, e.g. `family`."""
     tools: list[str] | None = None
     """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
-    max_turns: Whole | None = Field(None, ge=1)
+    max_turns: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_turns."""
-    max_turn_tokens: Whole | None = Field(None, ge=1)
+    max_turn_tokens: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_turn_tokens."""
-    max_completion_tokens: Whole | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(default=None, ge=1)
     """None: as rollout.max_completion_tokens."""
-    temperature: Number = Field(1.0, ge=0)
+    temperature: Number = Field(default=1.0, ge=0)
     """0: greedy."""
-    top_p: Number = Field(1.0, gt=0, le=1)
+    top_p: Number = Field(default=1.0, gt=0, le=1)
     """Share of the probability that is sampled from."""
-    top_k: Whole = Field(0, ge=0)
+    top_k: Whole = Field(default=0, ge=0)
     """Tokens that are sampled from; 0: all."""
-    min_p: Number = Field(0.0, ge=0, le=1)
+    min_p: Number = Field(default=0.0, ge=0, le=1)
     """Least probability, as a share of the likeliest token's."""
 
     @model_validator(mode="after")

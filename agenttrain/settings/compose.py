@@ -18,11 +18,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from agenttrain.data.config import has_test_rows
-from agenttrain.settings.messages import explained
-from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.messages import explained, with_files
+from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
-from agenttrain.utils.sections import validated
+from agenttrain.utils.sections import plain, validated
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
@@ -56,8 +56,16 @@ class Source:
 
 
 def schema() -> DictConfig:
-    """Return the defaults of every setting, with names and types that OmegaConf checks."""
-    return cast(DictConfig, OmegaConf.structured(RunConfig))
+    """Return the defaults of every setting, with names and types that OmegaConf checks.
+
+    Of a section of CHOICES it checks the settings that all choices have, and takes any other key.
+    """
+    # The instance: pydantic's fields are no defaults of the class, as OmegaConf reads a class.
+    node = cast(DictConfig, OmegaConf.structured(RunConfig()))
+    for section, (shared, _) in CHOICES.items():
+        node[section] = OmegaConf.structured(shared())
+        OmegaConf.set_struct(node[section], False)
+    return node
 
 
 def register() -> None:
@@ -99,7 +107,10 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
     """Return the settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
     with explained(overrides, source.groups):
-        composed = convert(raw)
+        try:
+            composed = convert(raw)
+        except ConfigError as error:
+            raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
     return composed
 
@@ -148,14 +159,14 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
-    plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
-    typed = OmegaConf.merge(schema(), plain)
+    data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
+    typed = OmegaConf.merge(schema(), data)
     sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
     config = validated(RunConfig, sections)
+    complete = plain(config)  # with the defaults of what was chosen
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
-    complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
-    return Composed(config=config, plain=cast(dict[str, Any], complete))
+    return Composed(config=config, plain=complete)
 
 
 def open_keys(overrides: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """The settings of a run, typed: a table of contents of every `<capability>/config.py`.
 
-Hydra checks names and types, pydantic bounds and what one section says, `checks.py` what spans two.
-Sections become constructor arguments of the components that they configure: a component gets its own
-section and never the whole. OmegaConf takes enum members by name, so names equal values.
+Hydra checks names and types, pydantic the bounds and checks of a section, `checks.py` what spans
+two. Sections become constructor arguments of the components that they configure: a component gets
+its own section and never the whole. OmegaConf takes enum members by name, so names equal values.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class RunPart(StrEnum):
 class SftConfig:
     """Supervised learning from conversations, `agenttrain sft`; no other verb reads it."""
 
-    batch_size: Whole = Field(32, ge=1)
+    batch_size: Whole = Field(default=32, ge=1)
     """Conversations of one optimizer update, taken in the order of the rows."""
-    max_tokens: Whole | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(default=None, ge=1)
     """A longer conversation is left out and counted (`data/overlong`); None: the model's context
     decides."""
 
@@ -102,11 +102,11 @@ class RunConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    seed: Whole = Field(0, ge=0, lt=2**63)
+    seed: Whole = Field(default=0, ge=0, lt=2**63)
     """Seed of everything random; below 2**63, as torch takes no more."""
-    steps: Whole = Field(100, ge=1)
+    steps: Whole = Field(default=100, ge=1)
     """Steps of the run."""
-    tasks_per_step: Whole = Field(8, ge=1)
+    tasks_per_step: Whole = Field(default=8, ge=1)
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None
     """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
@@ -117,4 +117,4 @@ class RunConfig:
 CHOICES: Mapping[str, tuple[type, Mapping[str, type]]] = {
     "optimizer": (OptimizerConfig, OPTIMIZERS),
 }
-"""Section whose keys depend on its `name` -> the settings that all choices have, and each choice's."""
+"""Section whose keys depend on its `name` -> the settings of all choices, and of each."""

@@ -15,7 +15,7 @@ from agenttrain.launch.config import DistributedName
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
 from agenttrain.settings.algorithm_checks import shown
-from agenttrain.settings.component_checks import reward_sections, rewarding, stop_tools, tool_names
+from agenttrain.settings.components import reward_sections, rewarding, stop_tools, tool_names
 from agenttrain.settings.run_config import RunConfig
 
 

@@ -38,23 +38,23 @@ class Isolation(StrEnum):
 class ToolLimits:
     """Limits of one tool; they stand beside its `_target_`."""
 
-    timeout_s: Number = Field(10.0, gt=0)
+    timeout_s: Number = Field(default=10.0, gt=0)
     """Seconds a call may take before the model reads a timeout error."""
-    concurrency: Whole = Field(64, ge=1)
+    concurrency: Whole = Field(default=64, ge=1)
     """Calls of this tool at once, over all rollouts; isolation=process: at most as many workers."""
-    max_calls: Whole | None = Field(None, ge=1)
+    max_calls: Whole | None = Field(default=None, ge=1)
     """Calls of this tool in a rollout, one more is answered with an error; None: no limit."""
-    max_result_tokens: Whole | None = Field(None, ge=1)
+    max_result_tokens: Whole | None = Field(default=None, ge=1)
     """Tokens of one of its results; None: rollout.max_result_tokens."""
-    retries: Whole = Field(2, ge=0)
+    retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
     retry_on: list[str] = field(default_factory=list)
     """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
-    retry_backoff_s: Number = Field(0.5, ge=0)
+    retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
     isolation: Isolation = Isolation.thread
-    """Where the calls run: `thread`: in this process; `process`: in workers of the tool's own, where
-    a call that takes too long is killed."""
+    """`thread`: calls run in this process; `process`: in workers of the tool's own, where a call
+    that takes too long is killed."""
 
     @field_validator("retry_on")
     @classmethod

@@ -51,7 +51,7 @@ class NoOptions:
 class CosineOptions:
     """Options of the schedules cosine and cosine_with_restarts."""
 
-    num_cycles: Number | None = Field(None, ge=0)
+    num_cycles: Number | None = Field(default=None, ge=0)
     """Waves; None: half a wave, down to zero, or one restart."""
 
 
@@ -59,18 +59,20 @@ class CosineOptions:
 class CosineMinOptions(CosineOptions):
     """Options of cosine_with_min_lr; one of the first two is needed."""
 
-    min_lr: Number | None = Field(None, ge=0)
+    min_lr: Number | None = Field(default=None, ge=0)
     """Learning rate at the end."""
-    min_lr_rate: Number | None = Field(None, ge=0, le=1)
+    min_lr_rate: Number | None = Field(default=None, ge=0, le=1)
     """The same as a share of optimizer.lr."""
 
     @model_validator(mode="after")
     def _check(self) -> CosineMinOptions:
         if (self.min_lr is None) == (self.min_lr_rate is None):
-            raise_problems([
-                "optimizer.schedule=cosine_with_min_lr: set one of "
-                "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
-            ])
+            raise_problems(
+                [
+                    "optimizer.schedule=cosine_with_min_lr: set one of "
+                    "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
+                ]
+            )
         return self
 
 
@@ -78,9 +80,9 @@ class CosineMinOptions(CosineOptions):
 class PolynomialOptions:
     """Options of the schedule polynomial."""
 
-    lr_end: Number = Field(1e-7, ge=0)
+    lr_end: Number = Field(default=1e-7, ge=0)
     """Learning rate at the end, below optimizer.lr."""
-    power: Number | None = Field(None, ge=0)
+    power: Number | None = Field(default=None, ge=0)
     """1: a line, which is the default."""
 
 
@@ -88,7 +90,7 @@ class PolynomialOptions:
 class InverseSqrtOptions:
     """Options of the schedule inverse_sqrt."""
 
-    timescale: Number | None = Field(None, gt=0)
+    timescale: Number | None = Field(default=None, gt=0)
     """Steps over which the rate falls to 1 / sqrt(2) of itself; None: the steps of the warm-up."""
 
 
@@ -96,13 +98,13 @@ class InverseSqrtOptions:
 class StableDecayOptions(CosineOptions):
     """Options of the schedule warmup_stable_decay; the first is needed."""
 
-    num_decay_steps: Whole | None = Field(None, ge=1)
+    num_decay_steps: Whole | None = Field(default=None, ge=1)
     """Steps of the decay at the end."""
-    min_lr_ratio: Number | None = Field(None, ge=0, le=1)
+    min_lr_ratio: Number | None = Field(default=None, ge=0, le=1)
     """Share of optimizer.lr that is left at the end."""
 
 
-SCHEDULE_OPTIONS: Mapping[Schedule, type] = {
+SCHEDULE_OPTIONS: Mapping[Schedule, type[Any]] = {
     Schedule.constant: NoOptions,
     Schedule.linear: NoOptions,
     Schedule.cosine: CosineOptions,
@@ -120,17 +122,17 @@ class OptimizerConfig:
     """Settings that all optimizers have."""
 
     name: str = "adamw"
-    lr: Number = Field(1e-6, gt=0)
+    lr: Number = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Share of a weight, times lr, that every update takes off it; norms and biases are left alone
     by adamw and muon."""
-    warmup_steps: Whole = Field(0, ge=0)
+    warmup_steps: Whole = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
     schedule_options: dict[str, Any] = field(default_factory=dict)
     """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
-    max_grad_norm: Number = Field(1.0, gt=0)
+    max_grad_norm: Number = Field(default=1.0, gt=0)
     """Gradients are scaled down to this L2 norm."""
 
     @model_validator(mode="after")
@@ -185,7 +187,7 @@ class MuonSettings(AdamWSettings):
     """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
 
     name: str = "muon"
-    momentum: Number = Field(0.95, ge=0, lt=1)
+    momentum: Number = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon; `betas` are AdamW's."""
 
 
@@ -230,9 +232,9 @@ class MixedPrecision(StrEnum):
 class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
 
-    token_budget: Whole = Field(16384, ge=1)
+    token_budget: Whole = Field(default=16384, ge=1)
     """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
-    logits_budget_mb: Whole = Field(1024, ge=1)
+    logits_budget_mb: Whole = Field(default=1024, ge=1)
     """Logits kept for the backward pass; above it they are computed again, tile by tile."""
     share_prefix: SharePrefix = SharePrefix.auto
     """The loss is the same; time and memory are not."""
@@ -322,7 +324,7 @@ class WeightSyncConfig:
 
     mode: WeightSyncMode = WeightSyncMode.drain
     """Treatment of rollouts in flight when weights change."""
-    tolerance: Number | None = Field(None, gt=0)
+    tolerance: Number | None = Field(default=None, gt=0)
     """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
     engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text
     that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
@@ -332,9 +334,9 @@ class WeightSyncConfig:
 class CheckpointConfig:
     """Checkpoints under <run>/checkpoints."""
 
-    every: Whole | None = Field(20, ge=1)
+    every: Whole | None = Field(default=20, ge=1)
     """Steps between checkpoints; None: only at the end."""
-    keep: Whole = Field(2, ge=1)
+    keep: Whole = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     keep_best: bool = False
     """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and

@@ -4,14 +4,14 @@ A capability's `config.py` declares them:
 
     @dataclass(config=SETTINGS)
     class OptimizerConfig:
-        lr: Number = Field(1e-6, gt=0)
-        warmup_steps: Whole = Field(0, ge=0)
+        lr: Number = Field(default=1e-6, gt=0)
+        warmup_steps: Whole = Field(default=0, ge=0)
 
 Bounds stand on the fields. A check of several fields of one section is a validator that yields
 lines through `raise_problems`, or raises ValueError (``name=value: …``) where its section may stand
-at several keys; it reads no file and imports nothing, because `view` and its kin
-read the settings of runs whose files are elsewhere. OmegaConf checks names and types before pydantic
-sees a section of `RunConfig`. A section whose keys depend on its `name` is annotated with the base
+at several keys; it reads no file and imports nothing, because `view` and its kin read the settings
+of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a section
+of `RunConfig`. A section whose keys depend on its `name` is annotated with the base
 class of its choices, which OmegaConf checks, and a validator that calls `choose`.
 """
 
@@ -78,9 +78,9 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
     """
     if not isinstance(section, Mapping):
         return cast(T, section)
-    name = section.get("name")
+    name = str(section.get("name"))
     if name not in choices:
-        hint = did_you_mean(str(name), choices)
+        hint = did_you_mean(name, choices)
         raise InvalidSettings(f"{key}={name}: expected one of: {', '.join(choices)}{hint}")
     known = field_names(choices[name])
     lines = []
@@ -89,7 +89,9 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
             continue
         line = f"{key}.{other}={shown(value)}: unknown key of {key}={name}"
         if owners := [f"{key}={n}" for n, cls in choices.items() if other in field_names(cls)]:
-            lines.append(f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it")
+            lines.append(
+                f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            )
         else:
             keys = f"; its keys are: {', '.join(known)}"
             lines.append(f"{line}{did_you_mean(str(other), known) or keys}")
@@ -192,7 +194,9 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     if kind == "unexpected_keyword_argument":
         return "unknown key"
     if kind == "string_type" and isinstance(detail["input"], int | float):
-        return f"""expected a text; quote it: {place}='"{detail["input"]}"'"""
+        # 12e4 has become 120000.0: only a whole number is known as it was written.
+        text = detail["input"] if isinstance(detail["input"], int) else "…"
+        return f"""expected a text; quote it: {place}='"{text}"'"""
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix):
             return expected

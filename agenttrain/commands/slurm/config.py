@@ -40,20 +40,20 @@ class SlurmConfig:
     time: str = "04:00:00"
     """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs more is put
     back into the queue and goes on."""
-    nodes: Whole = Field(1, ge=1)
+    nodes: Whole = Field(default=1, ge=1)
     """Machines (`distributed.nodes`)."""
-    gpus: Whole = Field(0, ge=0)
+    gpus: Whole = Field(default=0, ge=0)
     """GPUs of each node; one process each (`distributed.processes`)."""
-    cpus: Whole = Field(8, ge=1)
+    cpus: Whole = Field(default=8, ge=1)
     """Cores of each node."""
     memory: str | None = None
     """Memory of each node, e.g. 64G; 0: all of it."""
-    concurrent: Whole | None = Field(None, ge=1)
+    concurrent: Whole | None = Field(default=None, ge=1)
     """Jobs of a sweep at the same time; None: as many as the cluster gives."""
-    signal_s: Whole = Field(300, ge=1, le=LONGEST_SIGNAL_S)
+    signal_s: Whole = Field(default=300, ge=1, le=LONGEST_SIGNAL_S)
     """Seconds before the end of the wall time at which the run is told to save and to stop. SLURM
     may be 60 early. Must be enough for one update and a checkpoint."""
-    max_requeues: Whole = Field(100, ge=0)
+    max_requeues: Whole = Field(default=100, ge=0)
     """How often one job may go back into the queue."""
     setup: list[str] | None = None
     """Lines of shell before the run, e.g. [module load cuda/12.8, source ~/venv/bin/activate].

@@ -33,9 +33,9 @@ class SweepConfig:
     runs: list[str] = field(default_factory=list)
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
-    trials: Whole | None = Field(None, ge=1)
+    trials: Whole | None = Field(default=None, ge=1)
     """So many configurations drawn at random, each run with every `seed`; None: all of them."""
-    trials_seed: Whole = Field(0, ge=0)
+    trials_seed: Whole = Field(default=0, ge=0)
     """Decides what is drawn."""
     on_failed_job: OnFailedJob = OnFailedJob.go_on
     """Effect of a failed job on those that have not started."""

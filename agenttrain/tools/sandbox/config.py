@@ -39,20 +39,20 @@ class SandboxSettings:
     sandbox: Sandbox = Sandbox.required
     """`required`: Linux namespaces, by bubblewrap where it is installed, else by unshare(2);
     `bwrap` or `unshare`: this one; `none`: no sandbox, only limits per process."""
-    memory_mb: Whole = Field(512, ge=64)
+    memory_mb: Whole = Field(default=512, ge=64)
     """Memory of each process, and of all together with what they wrote to their folders; an
     interpreter alone needs 64."""
-    disk_mb: Whole = Field(64, ge=1)
+    disk_mb: Whole = Field(default=64, ge=1)
     """Size of /work, /tmp and /dev/shm together; they are in memory."""
-    file_mb: Whole = Field(32, ge=1)
+    file_mb: Whole = Field(default=32, ge=1)
     """Size of one file."""
-    cpu_s: Whole = Field(60, ge=1)
+    cpu_s: Whole = Field(default=60, ge=1)
     """Processor seconds of one process, over all its calls."""
-    processes: Whole = Field(32, ge=4)
+    processes: Whole = Field(default=32, ge=4)
     """Processes and threads at once, two of them the sandbox's own."""
-    call_s: Number = Field(8.0, gt=0)
+    call_s: Number = Field(default=8.0, gt=0)
     """Seconds of a call; below the tool's timeout_s, so that the model reads what became of it."""
-    max_chars: Whole = Field(4000, ge=1)
+    max_chars: Whole = Field(default=4000, ge=1)
     """Characters of a call's output; of a longer one the middle is left out."""
     packages: str | None = None
     """A folder of packages that the code may import, e.g. some environment's site-packages."""
