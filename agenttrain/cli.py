@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from agenttrain.commands.arguments import help_text
 from agenttrain.commands.check import certify_files, check, check_files
 from agenttrain.commands.records import replay, rescore, view
+from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.compare import compare
@@ -113,14 +114,16 @@ def _do(arguments: list[str]) -> int:
         return 0
     try:
         own = {
-            **{"view": view, "tools": _tools, "data": _data, "export": _export},
-            **{
-                "replay": replay,
-                "rescore": rescore,
-                "compare": compare,
-                "submit": _submit,
-                "plan": _plan,
-            },
+            "settings": settings,
+            "view": view,
+            "tools": _tools,
+            "data": _data,
+            "export": _export,
+            "replay": replay,
+            "rescore": rescore,
+            "compare": compare,
+            "submit": _submit,
+            "plan": _plan,
         }.get(verb)
         return _run(parse(arguments)) if own is None else own(rest)
     except ConfigError as error:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.rewards.rubric import build_rubric
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, convert, hydra_session, open_keys
-from agenttrain.settings.messages import setting_keys, suggest_key
+from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys, suggest_key
 from agenttrain.types import ConfigError
 
 
@@ -579,6 +579,79 @@ def test_a_config_dir_that_does_not_exist() -> None:
     assert "--config-dir /no/such/dir: there is no such folder" in refusal(
         source=Source(extra="/no/such/dir")
     )
+
+
+THEIRS = {
+    "num_generations=8": "num_generations=8: unknown key; it is algorithm.group_size here",
+    "learning_rate=1e-5": "it is optimizer.lr here",
+    "actor_rollout_ref.rollout.n=8": "n=8: unknown key; it is algorithm.group_size here",
+    "algorithm.adv_estimator=grpo": "it is algorithm.advantage here",
+    "data.train_files=a.parquet": "it is data.path here (with data=file)",
+    "use_vllm=true": "it is engine.name here (engine=vllm)",
+    "+trainer.nnodes=2": "it is distributed.nodes here",
+    "trainer.critic_warmup=0": "that is verl's; `agenttrain settings` prints ours",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), THEIRS.items())
+def test_names_of_trl_and_verl_are_answered_with_ours(override: str, expected: str) -> None:
+    assert expected in refusal(override)
+
+
+def test_ours_exist_and_theirs_are_none_of_ours() -> None:
+    known = {*setting_keys(), "hydra.run.dir", "hydra.job.name"}
+    assert [name for name, ours in ELSEWHERE.items() if ours not in known] == []
+    assert known & set(ELSEWHERE) == set()
+    assert set(REMARKS) <= set(ELSEWHERE)
+
+
+def test_a_problem_that_only_the_last_check_finds_names_its_file(tmp_path: Path) -> None:
+    body = "# @package _global_\noptimizer: {lrr: 1, warmup_steps: -3}\nsteps: 0\n"
+    source = written(tmp_path, {"experiment/mine.yaml": body})
+    assert refusal("experiment=mine", "steps=-1", source=source).splitlines() == [
+        "optimizer.lrr=1 (in experiment/mine.yaml): unknown key of optimizer=adamw (did you mean "
+        "'lr'?)",
+        "optimizer.warmup_steps=-3 (in experiment/mine.yaml): must be 0 or more",
+        "steps=-1: must be at least 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.revision=123", "expected a text; quote it: data.revision='\"123\"'"),
+        ("data.revision=12e4", "expected a text; quote it: data.revision='\"…\"'"),
+        (
+            "data.train.revision=123",
+            "data.train.revision=123: expected a text; quote it: '\"123\"'",
+        ),
+    ],
+)
+def test_a_revision_that_arrives_as_a_number_is_to_be_quoted(override: str, expected: str) -> None:
+    assert expected in refusal("data=hub", "data.path=a/b", "data.test_fraction=0.1", override)
+
+
+LATE = """
+import pathlib
+pathlib.Path("imported").touch()
+def find(query): ...
+"""
+
+
+def test_code_is_imported_last_and_only_where_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_tools.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    find = "tools.find._target_=late_tools.find"
+    assert refusal(find, "steps=0") == "steps=0: must be at least 1"
+    with hydra_session(Source()):
+        validate(compose_run(open_keys([find]), Source()).config, code=())
+    assert not Path("imported").exists()
+    text = refusal(find, "tools.find.qury=1")
+    assert text.startswith("tools.find.qury=1: late_tools.find has no such argument (did you mean")
+    assert Path("imported").exists()
 
 
 def test_every_setting_suggests_itself() -> None:
