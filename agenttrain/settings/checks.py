@@ -1,9 +1,9 @@
-"""Checks that span sections of the settings, before anything heavy is imported.
+"""Checks that span sections of the settings, or read files, before anything heavy is imported.
 
-Each check yields what is wrong as one line, ``key=value: problem; remedy``; all lines are raised at
-once. Among them: `data:` beside its two sections of rows, `rollout.structured_calls` (the gradient
-must be that of the policy), and settings that a verb does not read (`agenttrain sft` and
-reinforcement learning differ).
+What one section says alone is checked in its `config.py`. Each check yields one line per problem,
+``key=value: problem; remedy``; all lines are raised at once. Among them: `rollout.structured_calls`
+(the gradient must be that of the policy), and settings that a verb does not read (`agenttrain sft`
+and reinforcement learning differ).
 """
 
 from __future__ import annotations

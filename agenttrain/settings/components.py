@@ -34,7 +34,6 @@ from agenttrain.tools.config import (
     check_mcp_server,
 )
 from agenttrain.tools.sandbox.config import INTERPRETER, interpreter_problems
-from agenttrain.tools.tool import public_methods
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
 from agenttrain.utils.names import did_you_mean
@@ -255,7 +254,7 @@ def tool_names(config: RunConfig) -> ToolNames:
     parts = [_of_tool(name, section) for name, section in config.tools.items()]
     for name, section in config.environment.items():
         target = locate(section["_target_"], key=f"environment.{name}._target_")
-        names = tuple(public_methods(target, HOOKS)) if isclass(target) else ()
+        names = _methods(target, HOOKS) if isclass(target) else ()
         parts.append(ToolNames(names=names, complete=True))
     every = dict.fromkeys(name for part in parts for name in part.names)
     return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
@@ -267,7 +266,13 @@ def _of_tool(name: str, section: Mapping[str, Any]) -> ToolNames:
         return ToolNames(names=(name,), complete=True)
     if hasattr(target, "tools"):  # it says itself which there are, once it is made
         return ToolNames(names=(), complete=False)
-    return ToolNames(names=tuple(public_methods(target, LIFE_CYCLE)), complete=True)
+    return ToolNames(names=_methods(target, LIFE_CYCLE), complete=True)
+
+
+def _methods(cls: type, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    from agenttrain.tools.tool import public_methods  # jsonschema comes with it
+
+    return tuple(public_methods(cls, reserved))
 
 
 def stop_tools(config: RunConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,10 +56,12 @@ class Source:
         return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
 
 
+@cache
 def schema() -> DictConfig:
     """Return the defaults of every setting, with names and types that OmegaConf checks.
 
     Of a section of CHOICES it checks the settings that all choices have, and takes any other key.
+    Do not change it: OmegaConf.merge and Hydra copy it.
     """
     # The instance: pydantic's fields are no defaults of the class, as OmegaConf reads a class.
     node = cast(DictConfig, OmegaConf.structured(RunConfig()))

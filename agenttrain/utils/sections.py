@@ -179,14 +179,10 @@ def shown(value: Any) -> str:
 
 def _problem(detail: Mapping[str, Any], place: str) -> str:
     kind, bounds = detail["type"], detail.get("ctx") or {}
-    if "ge" in bounds:
-        return "must be 0 or more" if bounds["ge"] == 0 else f"must be at least {bounds['ge']:g}"
-    if "gt" in bounds:
-        return f"must be more than {bounds['gt']:g}"
-    if "le" in bounds:
-        return f"must be at most {bounds['le']:g}"
-    if "lt" in bounds:
-        return f"must be below {bounds['lt']:g}"
+    for name, words in BOUNDS.items():
+        if name in bounds:
+            bound = bounds[name] if isinstance(bounds[name], int) else f"{bounds[name]:g}"
+            return "must be 0 or more" if (name, bound) == ("ge", 0) else f"{words} {bound}"
     if kind == "enum":
         # pydantic writes 'a', 'b' or 'c'
         names = bounds["expected"].replace("' or '", "', '").strip("'").split("', '")
@@ -203,6 +199,12 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     return str(detail["ctx"]["error"] if kind == "value_error" else detail["msg"])
 
 
+BOUNDS = {
+    "ge": "must be at least",
+    "gt": "must be more than",
+    "le": "must be at most",
+    "lt": "must be below",
+}
 EXPECTED = {
     "finite_number": "must be a finite number",
     "int_": "expected a whole number",
