@@ -9,7 +9,7 @@ import torch
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.training.batch import Bundle, Microbatch, TrainingSequence, make_sequences, pack
-from agenttrain.training.config import OptimizerConfig, TrainingConfig
+from agenttrain.training.config import TrainingConfig, optimizer_settings
 from agenttrain.training.policy import Policy
 from agenttrain.types import Completion, Finish, Origin, Rollout, StopReason, Task
 
@@ -115,7 +115,7 @@ def policy(
     return Policy(
         model if model is not None else tiny.model(),
         algorithm=AlgorithmConfig(name="test", **(algorithm or {})),
-        optimizer=OptimizerConfig(**{"lr": 1e-3, **optimizer}),
+        optimizer=optimizer_settings({"name": "adamw", "lr": 1e-3, **optimizer}),
         training=TrainingConfig(**(training or {})),
         temperature=temperature,
         max_completion_tokens=64,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import field
 from typing import Any
 
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
 
-@dataclass
+from agenttrain.utils.sections import SETTINGS, raise_problems
+
+
+@dataclass(config=SETTINGS)
 class ChatTemplateConfig:
     """How conversations are rendered."""
 
@@ -19,8 +25,13 @@ class ChatTemplateConfig:
     family: dict[str, Any] = field(default_factory=dict)
     """Knowledge of a family in a file of this group: see `agenttrain/chat/fixes.py`."""
 
+    @model_validator(mode="after")
+    def _check(self) -> ChatTemplateConfig:
+        raise_problems(_file_problems("chat_template", self.name, self.path))
+        return self
 
-@dataclass
+
+@dataclass(config=SETTINGS)
 class ResponseSchemaConfig:
     """How completions are parsed."""
 
@@ -33,3 +44,15 @@ class ResponseSchemaConfig:
     lenient: bool = False
     """Read arguments that are almost JSON (`{a: 3}`, `{'a': 3}`, no braces), which parsers of
     inference servers may refuse; counted as `tools/lenient_calls`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseSchemaConfig:
+        raise_problems(_file_problems("response_schema", self.name, self.path))
+        return self
+
+
+def _file_problems(key: str, name: str, path: str | None) -> Iterator[str]:
+    if name == "file" and path is None:
+        yield f"{key}.name=file: which one? add {key}.path=…"
+    elif path is not None and name != "file":
+        yield f"{key}.path={path}: is not used with {key}.name={name}; add {key}=file"

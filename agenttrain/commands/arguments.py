@@ -95,9 +95,8 @@ examples
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
-Your own modules are found in the current folder. Every setting, with its meaning and default, is in
-agenttrain/settings/run_config.py and the config.py of its capability's folder;
-the groups are in {conf}
+Your own modules are found in the current folder. `agenttrain settings` prints every setting with
+its meaning and default; the groups are in {conf}
 """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
-from agenttrain.settings.optimizer_checks import float32_on_gpu
+from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.sizes import describe
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import BUNDLED

@@ -106,7 +106,7 @@ def rescore(arguments: Sequence[str]) -> int:
     with hydra_session(Source()):
         changes = open_keys(typed.overrides)
         config = rescored(typed.folder, changes, Source(), trust=trust).config
-    validate(config)
+    validate(config, code=("reward", "data"))
     if to is not None:
         _check_new_file(to)
     try:

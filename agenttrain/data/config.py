@@ -8,14 +8,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Number,
+    Quoted,
+    Whole,
+    field_names,
+    raise_problems,
+)
 
 
 class OnBadRow(StrEnum):
@@ -27,29 +37,49 @@ class OnBadRow(StrEnum):
     """Leave it out; how many were is told."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class CurriculumConfig:
     """Draws tasks by their success so far; those that are sometimes solved teach most."""
 
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
-    low: float = 0.2
+    low: Number = Field(default=0.2, ge=0, le=1)
     """Least share of successful rollouts of a task in the band."""
-    high: float = 0.8
+    high: Number = Field(default=0.8, ge=0, le=1)
     """Largest share of them."""
-    explore: float = 0.5
+    explore: Number = Field(default=0.5, gt=0, le=1)
     """Share of tasks that were never drawn, while there are any, in the order of the rows."""
-    floor: float = 0.1
+    floor: Number = Field(default=0.1, gt=0, le=1)
     """How often a task outside the band is drawn, compared with one in it: no task is lost."""
-    revisit: int = 50
+    revisit: Whole = Field(default=50, ge=1)
     """Steps after which a measure is too old: such a task is drawn as if it were in the band."""
-    memory: float = 0.5
+    memory: Number = Field(default=0.5, ge=0, lt=1)
     """Share of the earlier measures in a new one; 0: only the last group counts."""
-    success: float = 1.0
+    success: Number = 1.0
     """Reward from which on a rollout has succeeded."""
 
+    @model_validator(mode="after")
+    def _check(self) -> CurriculumConfig:
+        raise_problems(self._problems())
+        return self
 
-@dataclass
+    def _problems(self) -> Iterator[str]:
+        if self.low > self.high:
+            yield (
+                f"data.curriculum.low={self.low}: needs 0 <= low <= high <= 1, and "
+                f"data.curriculum.high={self.high}"
+            )
+        if self.enabled:
+            return
+        for name in field_names(CurriculumConfig):
+            if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
+                yield (
+                    f"data.curriculum.{name}={value}: has no effect without "
+                    "data.curriculum.enabled=true"
+                )
+
+
+@dataclass(config=SETTINGS)
 class DataConfig:
     """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
 
@@ -63,11 +93,11 @@ class DataConfig:
     """data=file: a file or a `save_to_disk` folder; data=hub: a dataset's id. For both splits."""
     subset: str | None = None
     """data=hub: the dataset's configuration, where it has several (gsm8k: main)."""
-    revision: str | None = None
+    revision: Quoted = None
     """data=hub: a commit, branch or tag; None: the newest."""
-    test_fraction: float | None = None
+    test_fraction: Number | None = Field(default=None, gt=0, lt=1)
     """Share of data.train held out for evaluation, where data.test has no rows of its own."""
-    test_seed: int = 0
+    test_seed: Whole = 0
     """Chooses which rows are held out; not `seed`, so that runs are compared on the same ones."""
     map: dict[str, str] = field(default_factory=dict)
     """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
@@ -76,7 +106,36 @@ class DataConfig:
     system: str | None = None
     """A system message, put before every prompt that has none."""
     on_bad_row: OnBadRow = OnBadRow.error
+    """Consequence of a row that cannot become a task."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
+            value = getattr(self, name)
+            if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
+                yield f"data.{name}={value}: is not used by these rows; add data={group}"
+        if self.shuffle and self.train.get("_target_") in ENDLESS:
+            yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
+        same = self.train == self.test
+        if self.test_fraction is not None and (
+            (names_test_rows(self) and not same) or self.train.get("_target_") in ENDLESS
+        ):
+            yield (
+                f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
+                "out, or let both read the same: data=file data.path=…"
+            )
+        if self.test_fraction is None and self.test_seed:
+            yield f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
+        for name in {"messages", "prompt"} & set(self.map) if self.prompt is not None else ():
+            yield (
+                f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop "
+                "one"
+            )
 
 
 HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
@@ -162,6 +221,8 @@ def check_hub(
         raise ValueError(NO_PATH)
     if not isinstance(split, str) or not split:
         raise ValueError(f"split={split}: give a split's name, e.g. train")
+    if not isinstance(revision, str | None):
+        raise ValueError(f"""revision={revision}: expected a text; quote it: '"{revision}"'""")
     check_limit(limit)
 
 
@@ -180,31 +241,3 @@ def known_rows(section: Mapping[str, Any]) -> int | None:
     with file.open("rb") as lines:
         rows = sum(1 for line in lines if line.strip())
     return rows if limit is None else min(rows, limit)
-
-
-def curriculum_problems(config: Any) -> Iterator[str]:
-    """Yield what is wrong with `data.curriculum` of a RunConfig."""
-    curriculum: CurriculumConfig = config.data.curriculum
-    if not curriculum.enabled:
-        default = CurriculumConfig()
-        for field in fields(curriculum):
-            value = getattr(curriculum, field.name)
-            if value != getattr(default, field.name):
-                yield (
-                    f"data.curriculum.{field.name}={value}: has no effect without "
-                    "data.curriculum.enabled=true"
-                )
-        return
-    if not 0 <= curriculum.low <= curriculum.high <= 1:
-        yield (
-            f"data.curriculum.low={curriculum.low}: needs 0 <= low <= high <= 1, and "
-            f"data.curriculum.high={curriculum.high}"
-        )
-    for name in ("explore", "floor"):
-        value = getattr(curriculum, name)
-        if not 0 < value <= 1:
-            yield f"data.curriculum.{name}={value}: must be above 0 and at most 1"
-    if not 0 <= curriculum.memory < 1:
-        yield f"data.curriculum.memory={curriculum.memory}: must be at least 0 and below 1"
-    if curriculum.revisit < 1:
-        yield f"data.curriculum.revisit={curriculum.revisit}: must be at least 1"

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
 from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
-from agenttrain.utils.locate import Kind, locate, look_up
+from agenttrain.utils.locate import locate
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import SETTINGS, problem_lines, raise_problems, shown
@@ -86,7 +86,6 @@ def chosen(section: Any) -> EngineSettings:
     if TARGET in keys:
         del keys["name"]
         path = keys.pop(TARGET)
-        raise_problems(_path_problems(path))
         shared = {key: keys[key] for key in _keys(EngineSettings) if key in keys}
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
@@ -167,13 +166,3 @@ def _unknown(key: str, value: Any, known: list[str], engine: str) -> Iterator[st
     if near := get_close_matches(key, known, n=1):
         hint = f" (did you mean 'engine.{near[0]}'?)"
     yield f"{typed}: unknown key{hint}"
-
-
-def _path_problems(path: object) -> Iterator[str]:
-    target = look_up(path)
-    key = f"engine.{TARGET}={path}"
-    if target.problem is not None:
-        yield f"{key}: {target.problem}"
-    elif target.kind is not None:
-        kind = "function" if target.kind is Kind.function else "class"
-        yield f"{key}: is a {kind}; name an EngineSpec, which describes the engine"

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pydantic import Field, field_validator
+from pydantic.dataclasses import dataclass
 
-from agenttrain.tools.config import ToolLimits
+from agenttrain.tools.config import Isolation, ToolLimits
+from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class EnvironmentSettings(ToolLimits):
     """Settings of an environment, beside its `_target_`; the limits are those of its tools."""
 
-    retries: int = 0
-    """None: a method may have changed the state before it failed."""
-    hook_timeout_s: float = 60.0
+    retries: Whole = Field(default=0, ge=0)
+    """0: a method may have changed the state before it failed."""
+    hook_timeout_s: Number = Field(default=60.0, gt=0)
     """Seconds that constructing and resetting together may take; `user`, `reward`, `close` each."""
-    pooled: bool | None = None
+    pooled: Flag | None = None
     """Instances are used again after a reset; None: as the class declares (`pooled`), or no."""
+
+    @field_validator("isolation")
+    @classmethod
+    def _in_this_process(cls, value: Isolation) -> Isolation:
+        if value is not Isolation.thread:
+            raise ValueError(
+                "an environment keeps its state in this process; leave isolation out, and let it "
+                "start a process of its own"
+            )
+        return value

@@ -7,7 +7,6 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from agenttrain.environments.config import EnvironmentSettings
@@ -19,6 +18,7 @@ from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import locate_section
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import beside
 
 COLUMN = "environment"
 """Column that selects a row's environment if the run has several."""
@@ -157,11 +157,9 @@ def build_kinds(environment: Mapping[str, Any]) -> dict[str, EnvironmentKind]:
     with ``Maze(size=5)``. Raises ValueError with key, value and remedy.
     """
     kinds: dict[str, EnvironmentKind] = {}
-    known = [field.name for field in fields(EnvironmentSettings)]
     for name, section in environment.items():
         located = locate_section(section, key=f"environment.{name}")
-        bound = dict(located.bound)
-        settings = EnvironmentSettings(**{key: bound.pop(key) for key in known if key in bound})
+        settings, bound = beside(EnvironmentSettings, located.bound, f"environment.{name}")
         if not inspect.isclass(located.found):
             raise ValueError(
                 f"{located.where}: is not a class; each rollout gets an instance of its own, so "

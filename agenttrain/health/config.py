@@ -5,10 +5,13 @@ The watchdog ends a run with evidence after so many seconds without progress.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
-from typing import Any
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
 class OnTrip(StrEnum):
@@ -20,36 +23,39 @@ class OnTrip(StrEnum):
     """Stop the run after the step, whose metrics and rollouts are on disk."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class Guard:
     """A figure of metrics.jsonl and how far it may go."""
 
-    limit: float | None = None
+    limit: Number | None = Field(default=None, gt=0)
     """None: not watched."""
     action: OnTrip = OnTrip.warn
+    """`warn`, or `stop` after the step."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class Streak:
     """Steps in a row that may teach nothing."""
 
-    limit: int | None = 20
+    limit: Whole | None = Field(default=20, ge=1)
     """Steps; None: not watched."""
     action: OnTrip = OnTrip.warn
+    """`warn`, or `stop` after the step."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class ToolFailures:
     """Calls of one tool that may fail, by an error of the tool's or for arguments it refuses."""
 
-    limit: float | None = 0.9
+    limit: Number | None = Field(default=0.9, gt=0, le=1)
     """Share of the calls; None: not watched."""
-    calls: int = 32
+    calls: Whole = Field(default=32, ge=1)
     """Calls that are judged together, at least; a tool with fewer in a step is judged later."""
     action: OnTrip = OnTrip.warn
+    """`warn`, or `stop` after the step."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class GuardsConfig:
     """Figures watched after every step. Values that are not finite always stop the run."""
 
@@ -66,33 +72,17 @@ class GuardsConfig:
     """Least share of failed calls at which a tool is named. Evaluations are watched too, and never
     stopped."""
 
-
-def guard_problems(config: Any) -> Iterator[str]:
-    """Yield what is wrong with the `guards` of a RunConfig."""
-    guards: GuardsConfig = config.guards
-    for name in ("logprob_gap", "kl", "entropy"):
-        limit = getattr(guards, name).limit
-        if limit is not None and not limit > 0:
-            yield f"guards.{name}.limit={limit}: must be more than 0; null: not watched"
-    if guards.no_variance.limit is not None and guards.no_variance.limit < 1:
-        yield f"guards.no_variance.limit={guards.no_variance.limit}: must be at least 1"
-    failures = guards.tool_failures
-    if failures.limit is not None and not 0 < failures.limit <= 1:
-        yield f"guards.tool_failures.limit={failures.limit}: a share: more than 0 and at most 1"
-    if failures.calls < 1:
-        yield f"guards.tool_failures.calls={failures.calls}: must be at least 1"
-    for name in ("kl", "entropy"):
-        guard = getattr(guards, name)
-        if guard.limit is None and guard.action is OnTrip.stop:
-            yield f"guards.{name}.action=stop: at what? add guards.{name}.limit=…"
-    if guards.kl.limit is not None and not config.algorithm.beta:
-        yield (
-            f"guards.kl.limit={guards.kl.limit}: there is no KL with algorithm.beta=0; set beta, "
-            "or leave the guard out"
+    @model_validator(mode="after")
+    def _check(self) -> GuardsConfig:
+        raise_problems(
+            f"guards.{name}.action=stop: at what? add guards.{name}.limit=…"
+            for name, guard in (("kl", self.kl), ("entropy", self.entropy))
+            if guard.limit is None and guard.action is OnTrip.stop
         )
+        return self
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class WatchdogConfig:
     """Seconds that a phase may pass without any progress; None: as long as it likes.
 
@@ -101,17 +91,19 @@ class WatchdogConfig:
     by its own watchdog. Time in which the whole process is stopped does not count.
     """
 
-    load_s: float | None = 3600.0
+    load_s: Number | None = Field(default=3600.0, gt=0)
     """Data, tools, weights and the engine, up to the first phase."""
-    rollout_s: float | None = 3600.0
+    rollout_s: Number | None = Field(default=3600.0, gt=0)
     """Rollouts and their rewards; of `agenttrain sft`: making rollouts of the rows."""
-    train_s: float | None = 3600.0
+    train_s: Number | None = Field(default=3600.0, gt=0)
     """Advantages and updates."""
-    sync_s: float | None = 3600.0
+    sync_s: Number | None = Field(default=3600.0, gt=0)
     """The engine takes the new weights."""
-    evaluation_s: float | None = 3600.0
-    checkpoint_s: float | None = 3600.0
-    heartbeat_s: float = 5.0
+    evaluation_s: Number | None = Field(default=3600.0, gt=0)
+    """Evaluation on the test rows."""
+    checkpoint_s: Number | None = Field(default=3600.0, gt=0)
+    """Writing a checkpoint."""
+    heartbeat_s: Number = Field(default=5.0, gt=0)
     """Seconds between two writings of <run>/heartbeat.json."""
 
     def deadline_of(self, phase: str | None) -> tuple[str, float | None]:

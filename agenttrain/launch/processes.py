@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenttrain.launch.config import DistributedConfig, DistributedName, shared_problems
+from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.settings.checks import shared_problems
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed
 from agenttrain.settings.engine_checks import engine_problems

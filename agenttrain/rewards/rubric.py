@@ -7,10 +7,9 @@ import functools
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
-from agenttrain.rewards.config import OnUnavailable, RewardSettings, reward_settings
+from agenttrain.rewards.config import OnUnavailable, RewardSettings
 from agenttrain.rewards.function import (
     LARGEST,
     FunctionScorer,
@@ -25,6 +24,7 @@ from agenttrain.rewards.function import (
 from agenttrain.types import Rollout
 from agenttrain.utils.locate import about_argument, locate_section
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import beside
 
 
 class Rubric:
@@ -141,9 +141,6 @@ class Rubric:
         raise ValueError(f"the weighted sum of its rewards is beyond {LARGEST:g}: {listed}")
 
 
-OURS = tuple(field.name for field in fields(RewardSettings))
-
-
 def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     """Build every declared reward function.
 
@@ -159,8 +156,7 @@ def build_rubric(reward: Mapping[str, Any]) -> Rubric:
     for name, section in reward.items():
         key = f"reward.{name}"
         located = locate_section(section, key=key)
-        settings[name] = reward_settings(key, located.bound)
-        bound = {k: value for k, value in located.bound.items() if k not in OURS}
+        settings[name], bound = beside(RewardSettings, located.bound, key)
         scorers[name] = _build_scorer(located.found, name, bound, located.where, settings[name])
     return Rubric(
         scorers,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import StrEnum
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agenttrain.utils.sections import SETTINGS, Number, Whole, raise_problems
 
 
 class OnBreak(StrEnum):
@@ -45,55 +50,59 @@ class OnToolFailure(StrEnum):
     """Stop the run."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class RolloutConfig:
     """Limits and behaviour of a rollout."""
 
-    max_turns: int = 8
+    max_turns: Whole = Field(default=8, ge=1)
     """Sampled completions."""
-    max_turn_tokens: int = 512
+    max_turn_tokens: Whole = Field(default=512, ge=1)
     """Sampled tokens of one turn."""
-    max_completion_tokens: int = 2048
+    max_completion_tokens: Whole = Field(default=2048, ge=1)
     """Sampled and tool tokens after the prompt."""
-    max_result_tokens: int = 512
+    max_result_tokens: Whole = Field(default=512, ge=1)
     """Tokens of one tool result; a longer one is clipped with a visible marker."""
-    max_tool_calls: int | None = None
+    max_tool_calls: Whole | None = Field(default=None, ge=1)
     """Calls of a rollout; None: no limit."""
-    max_invalid_calls: int | None = None
+    max_invalid_calls: Whole | None = Field(default=None, ge=1)
     """Malformed, unknown or badly typed calls of a rollout; None: no limit."""
-    max_repeated_calls: int | None = None
+    max_repeated_calls: Whole | None = Field(default=None, ge=1)
     """Times in a row the same call with the same arguments may be made; None: no limit."""
-    timeout_s: float | None = None
+    timeout_s: Number | None = Field(default=None, gt=0)
     """Wall-clock seconds of one rollout; None: no limit."""
-    max_stuck_calls: int = 32
+    max_stuck_calls: Whole = Field(default=32, ge=0)
     """Calls of blocking tools that still run past their time limit; more stop the run."""
-    max_loop_lag_s: float = 1.0
+    max_loop_lag_s: Number = Field(default=1.0, gt=0)
     """Seconds the event loop may stand still before a warning names the tool that holds it."""
-    concurrency: int = 512
+    concurrency: Whole = Field(default=512, ge=1)
     """Rollouts in flight; no effect with engine=transformers and rollout.deterministic."""
     deterministic: bool | None = None
     """The same batch at every decode step, so that a run repeats; None: where the engine can
     (transformers)."""
-    temperature: float = 1.0
+    temperature: Number = Field(default=1.0, gt=0)
+    """Temperature of sampling, while training."""
     structured_calls: bool = False
     """A call that the model opens can only become one that fits its tool's schema: a grammar rules
     the other tokens out. Needs engine=vllm, and for training algorithm.correction."""
     on_break: OnBreak = OnBreak.error
+    """Consequence of a broken invariant of the token ledger."""
     on_tool_failure: OnToolFailure = OnToolFailure.drop
+    """Consequence of a fault of a tool's infrastructure, after its retries."""
     on_malformed_call: OnMalformedCall = OnMalformedCall.reply
+    """Consequence of a call that cannot be parsed."""
     on_parallel_calls: OnParallelCalls = OnParallelCalls.error_reply
     """Only where the chat template renders one call per turn (`agenttrain templates` says so)."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class EvalConfig:
     """Evaluation on the test rows."""
 
-    every: int | None = None
+    every: Whole | None = Field(default=None, ge=1)
     """Steps between evaluations while training; None: before and after only."""
-    questions: int = 200
+    questions: Whole = Field(default=200, ge=0)
     """Rows of one evaluation; 0: no evaluation."""
-    samples: int = 1
+    samples: Whole = Field(default=1, ge=1)
     """Sampled rollouts per row (k of pass@k)."""
     greedy: bool = True
     """Also evaluate at temperature 0."""
@@ -101,14 +110,34 @@ class EvalConfig:
     """Column by whose values the reward is broken down, e.g. `family`."""
     tools: list[str] | None = None
     """Those of the run's tools that evaluated rollouts have, e.g. [search]; None: all."""
-    max_turns: int | None = None
-    """None: as rollout.max_turns; the two below likewise."""
-    max_turn_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    max_turns: Whole | None = Field(default=None, ge=1)
+    """None: as rollout.max_turns."""
+    max_turn_tokens: Whole | None = Field(default=None, ge=1)
+    """None: as rollout.max_turn_tokens."""
+    max_completion_tokens: Whole | None = Field(default=None, ge=1)
+    """None: as rollout.max_completion_tokens."""
+    temperature: Number = Field(default=1.0, ge=0)
+    """0: greedy."""
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    """Share of the probability that is sampled from."""
+    top_k: Whole = Field(default=0, ge=0)
+    """Tokens that are sampled from; 0: all."""
+    min_p: Number = Field(default=0.0, ge=0, le=1)
+    """Least probability, as a share of the likeliest token's."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        if self.temperature == 0 and self.samples > 1:
+            yield (
+                f"eval.samples={self.samples}: at eval.temperature=0 all samples are the same; "
+                "set eval.samples=1 or raise the temperature"
+            )
+        if self.tools == []:
+            yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
 
 
 def tasks_of_round(missing: int, oversample: float) -> int:

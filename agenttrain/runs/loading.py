@@ -17,7 +17,7 @@ from agenttrain.engines.base import Engine
 from agenttrain.engines.registry import spec_of
 from agenttrain.engines.spec import EngineInputs
 from agenttrain.launch.config import DistributedName
-from agenttrain.settings.optimizer_checks import float32_on_gpu
+from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.training.checkpoint import random_states, seed_random, set_random_states
 from agenttrain.training.checkpoint_files import MANIFEST, only_tensors, verify

@@ -35,7 +35,7 @@ from agenttrain.rollout.row_tools import (
     row_tool_sets,
     tool_sets,
 )
-from agenttrain.settings.component_checks import REWARD, REWARD_TARGET, reward_sections
+from agenttrain.settings.components import REWARD, REWARD_TARGET, reward_sections
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.toolbox import Toolbox

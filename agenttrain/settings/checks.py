@@ -1,120 +1,55 @@
-"""Checks that span sections of the settings, before anything heavy is imported.
+"""Checks that span sections of the settings, or read files, before anything heavy is imported.
 
-Each check yields what is wrong as one line, ``key=value: problem; remedy``; all lines are raised at
-once. Among them: `data:` beside its two sections of rows, `rollout.structured_calls` (the gradient
-must be that of the policy), and settings that a verb does not read (`agenttrain sft` and
-reinforcement learning differ).
+What one section says alone is checked in its `config.py`. Each check yields one line per problem,
+``key=value: problem; remedy``; all lines are raised at once. Among them: `rollout.structured_calls`
+(the gradient must be that of the policy), and settings that a verb does not read (`agenttrain sft`
+and reinforcement learning differ).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from math import isfinite, isqrt
-from operator import attrgetter
+from math import isqrt
 from pathlib import Path
-from typing import Any
 
 from agenttrain.algorithms.config import Correction, CorrectionMode, Reference, load_objective
-from agenttrain.commands.slurm.config import slurm_problems
-from agenttrain.data.config import (
-    ENDLESS,
-    HOLD_OUT,
-    curriculum_problems,
-    has_test_rows,
-    names_test_rows,
-)
-from agenttrain.health.config import guard_problems
-from agenttrain.launch.config import distributed_problems
-from agenttrain.settings.component_checks import (
-    data_problems,
-    environment_problems,
-    reward_problems,
-    tool_problems,
-)
+from agenttrain.data.config import HOLD_OUT, has_test_rows
+from agenttrain.launch.config import DistributedName
+from agenttrain.settings.components import SECTIONS, code_problems, section_problems
 from agenttrain.settings.engine_checks import engine_problems
-from agenttrain.settings.optimizer_checks import optimizer_problems, weight_problems
 from agenttrain.settings.run_config import RunConfig
-from agenttrain.training.config import Init
+from agenttrain.training.config import Dtype, Init, MixedPrecision, Schedule
 from agenttrain.types import ConfigError
 from agenttrain.utils.expressions import compiled
 from agenttrain.utils.model_path import PARTS, model_folder
-from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import shown
 from agenttrain.utils.text_templates import TextTemplate
 
-TRACKERS = ("trackio", "none")
-MIXED_PRECISION = ("no", "bf16", "fp16")
-SEEDS = 2**63
-"""Seeds are below this; torch takes no more."""
 DIVISORS = 6
 """Number of divisors that are suggested, the nearest."""
 LARGEST_DIVISOR_TRIED = 10**6
 
-AT_LEAST_ONE = (
-    "steps",
-    "tasks_per_step",
-    *(f"rollout.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
-    *(f"rollout.max_{name}" for name in ("result_tokens", "tool_calls", "invalid_calls")),
-    "rollout.max_repeated_calls",
-    "rollout.concurrency",
-    *(f"training.{name}" for name in ("token_budget", "logits_budget_mb")),
-    *("eval.every", "eval.samples", "checkpoint.every", "checkpoint.keep"),
-    *(f"eval.max_{name}" for name in ("turns", "turn_tokens", "completion_tokens")),
-    *("sft.batch_size", "sft.max_tokens", "sweep.trials", "sweep.parallel"),
-)
-"""Whole numbers; null where the schema allows it."""
-NOT_NEGATIVE = (
-    *("seed", "optimizer.weight_decay", "optimizer.warmup_steps", "rollout.max_stuck_calls"),
-    "sweep.trials_seed",
-    *(f"eval.{name}" for name in ("questions", "temperature", "top_k", "min_p")),
-)
-POSITIVE = (
-    *("rollout.temperature", "rollout.timeout_s", "rollout.max_loop_lag_s"),
-    *("optimizer.lr", "optimizer.max_grad_norm", "weight_sync.tolerance"),
-    *(f"watchdog.{name}_s" for name in ("load", "rollout", "train", "sync", "evaluation")),
-    *("watchdog.checkpoint_s", "watchdog.heartbeat_s"),
-)
 
-
-def validate(config: RunConfig, model_parts: Collection[str] = tuple(PARTS)) -> None:
+def validate(
+    config: RunConfig,
+    model_parts: Collection[str] = tuple(PARTS),
+    *,
+    code: Collection[str] = SECTIONS,
+) -> None:
     """Raise ConfigError with every problem found, one per line.
 
-    `model_parts` of the model's folder have to be there.
+    `model_parts` of the model's folder have to be there. Once all else is right, the modules that
+    the sections `code` name are imported and asked what they take: give none of a recorded run
+    whose code the user has not agreed to.
     """
     problems = [problem for check in CHECKS for problem in check(config)]
     try:
         model_folder(config.model.path, model_parts)
     except ConfigError as error:
         problems.append(str(error))
-    if problems:
+    if problems := problems or list(code_problems(config, code)):
         raise ConfigError("\n".join(problems))
-
-
-def _floats(section: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every setting of a section, and of those in it, that is a float."""
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _floats(value, f"{prefix}{field.name}.")
-        elif isinstance(value, float):
-            yield prefix + field.name, value
-
-
-def _numbers(config: RunConfig) -> Iterator[str]:
-    for key, number in _floats(config):
-        if not isfinite(number):
-            yield f"{key}={number}: must be a finite number"
-    for keys, holds, wanted in (
-        (AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (POSITIVE, lambda value: value > 0, "more than 0"),
-    ):
-        for key in keys:
-            value = attrgetter(key)(config)
-            if value is not None and not holds(value):
-                yield f"{key}={value}: must be {wanted}"
-    if config.seed >= SEEDS:
-        yield f"seed={config.seed}: must be below 2**63 = {SEEDS}"
 
 
 def _sizes(config: RunConfig) -> Iterator[str]:
@@ -154,52 +89,112 @@ def _reference(config: RunConfig) -> Iterator[str]:
 
 
 def _names(config: RunConfig) -> Iterator[str]:
-    """Check names of files, and names with a fixed list of values."""
+    """Check the names of files, and of the engine."""
     for group in ("chat_template", "response_schema"):
-        section = getattr(config, group)
-        if section.name == "file" and section.path is None:
-            yield f"{group}.name=file: which one? add {group}.path=…"
-        elif section.path is not None and section.name != "file":
-            yield (
-                f"{group}.path={section.path}: is not used with {group}.name={section.name}; "
-                f"add {group}=file"
-            )
-        elif section.path is not None and Path(section.path).expanduser().is_dir():
-            yield f"{group}.path={section.path}: is a folder; name the file in it"
-        elif section.path is not None and not Path(section.path).expanduser().is_file():
-            yield f"{group}.path={section.path}: there is no such file"
+        path = getattr(config, group).path
+        if path is not None and Path(path).expanduser().is_dir():
+            yield f"{group}.path={path}: is a folder; name the file in it"
+        elif path is not None and not Path(path).expanduser().is_file():
+            yield f"{group}.path={path}: there is no such file"
 
-    for key, known in (
-        ("tracker.name", TRACKERS),
-        ("training.mixed_precision", MIXED_PRECISION),
+
+def _updates(config: RunConfig) -> Iterator[str]:
+    """Check the schedule against the steps, formats against each other, and saved adapters."""
+    optimizer, model, mixed = config.optimizer, config.model, config.training.mixed_precision
+    warmup, steps = optimizer.warmup_steps, config.steps
+    if steps <= warmup:
+        yield (
+            f"optimizer.warmup_steps={warmup}: the warm-up would not end in steps={steps}; "
+            "lower it (0: no warm-up), or raise steps"
+        )
+    decay = optimizer.schedule_options.get("num_decay_steps")
+    if optimizer.schedule is Schedule.warmup_stable_decay and not 1 <= (decay or 0) <= (
+        steps - warmup
     ):
-        value = attrgetter(key)(config)
-        if value not in known:
-            yield f"{key}={value}: expected one of: {', '.join(known)}{did_you_mean(value, known)}"
-    rollouts = config.tracker.rollouts
-    if rollouts not in ("all", "none") and not rollouts.isdecimal():
-        hint = did_you_mean(rollouts, ("all", "none"))
-        yield f"tracker.rollouts={rollouts}: expected all, none, or a whole number{hint}"
+        yield (
+            f"optimizer.schedule_options.num_decay_steps={shown(decay)}: "
+            f"optimizer.schedule=warmup_stable_decay needs a whole number from 1 to "
+            f"{steps - warmup}, the steps after the warm-up"
+        )
+    if model.dtype is Dtype.bfloat16 and mixed is not MixedPrecision.no:
+        yield (
+            f"training.mixed_precision={mixed}: the weights are model.dtype=bfloat16 already; set "
+            "training.mixed_precision=no, or model.dtype=float32"
+        )
+    file = Path(model.path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha = saved["r"], float(saved["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"model.path={model.path}: adapter_config.json in it is not peft's of LoRA ({error})"
+        return
+    if (rank, alpha) != (model.lora.rank, model.lora.alpha):
+        yield (
+            f"model.lora.rank={model.lora.rank} model.lora.alpha={model.lora.alpha:g}: model.path "
+            f"holds other adapters; set model.lora.rank={rank} model.lora.alpha={alpha:g} to go on "
+            "with them, or merge them first (agenttrain export)"
+        )
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    evaluation = config.eval
+    """Check that there is something to evaluate on, and that it is not what was trained on."""
+    evaluation, data = config.eval, config.data
     if config.checkpoint.keep_best and (evaluation.every is None or evaluation.questions == 0):
         yield (
             "checkpoint.keep_best=true: nothing says which one is the best; add eval.every=… and "
             "eval.questions=…"
         )
-    if not 0 < evaluation.top_p <= 1:
-        yield f"eval.top_p={evaluation.top_p}: must be above 0 and at most 1"
-    if evaluation.min_p > 1:
-        yield f"eval.min_p={evaluation.min_p}: must be at most 1"
-    if evaluation.temperature == 0 and evaluation.samples > 1:
+    if not has_test_rows(data) and evaluation.every is not None:
+        yield f"eval.every={evaluation.every}: data.test names no rows; {HOLD_OUT}"
+    # Whoever names one file twice wants to be tested on what was trained.
+    same = data.train == data.test and data.path is not None
+    if data.test_fraction is None and same and evaluation.questions:
         yield (
-            f"eval.samples={evaluation.samples}: at eval.temperature=0 all samples are the same; "
-            "set eval.samples=1 or raise the temperature"
+            "data.test: has the same rows as data.train; hold some out with "
+            "data.test_fraction=0.1, or choose others with data.test.split=… or "
+            "data.test.path=…, or eval.questions=0"
         )
-    if evaluation.tools == []:
-        yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
+
+
+def _expressions(config: RunConfig) -> Iterator[str]:
+    """Check `data.map` and `data.prompt`, whose languages are libraries' of their own."""
+    for name, text in config.data.map.items():
+        try:
+            compiled(text, f"data.map.{name}")
+        except ValueError as error:
+            yield str(error)
+    if config.data.prompt is not None:
+        try:
+            TextTemplate(config.data.prompt, "data.prompt")
+        except ValueError as error:
+            yield str(error)
+
+
+def _guards(config: RunConfig) -> Iterator[str]:
+    limit = config.guards.kl.limit
+    if limit is not None and not config.algorithm.beta:
+        yield (
+            f"guards.kl.limit={limit}: there is no KL with algorithm.beta=0; set beta, or leave "
+            "the guard out"
+        )
+
+
+def shared_problems(config: RunConfig) -> Iterator[str]:
+    """Yield settings that do not go with the way in which processes share the policy."""
+    mixed = config.training.mixed_precision
+    if config.distributed.name is DistributedName.fsdp2 and mixed is MixedPrecision.fp16:
+        yield (
+            "training.mixed_precision=fp16: with distributed=fsdp2 each process would scale a part "
+            "of the gradient; set training.mixed_precision=bf16, or distributed=ddp"
+        )
+
+
+CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    *(_sizes, _reference, section_problems, _expressions, _names),
+    *(_updates, engine_problems, _evaluation, _guards, shared_problems),
+)
 
 
 def check_test_rows(verb: str, config: RunConfig) -> None:
@@ -208,62 +203,13 @@ def check_test_rows(verb: str, config: RunConfig) -> None:
         raise ConfigError("data.test: names no rows to evaluate on; add data.test.path=<file>")
 
 
-def data_setting_problems(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong with the settings that both splits share."""
-    data = config.data
-    for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
-        value = getattr(data, name)
-        if value is not None and all(s.get(name) != value for s in (data.train, data.test)):
-            yield f"data.{name}={value}: is not used by these rows; add data={group}"
-    if data.shuffle and data.train.get("_target_") in ENDLESS:
-        yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
-    yield from _held_out(config)
-    for name, text in data.map.items():
-        try:
-            compiled(text, f"data.map.{name}")
-        except ValueError as error:
-            yield str(error)
-    if data.prompt is None:
-        return
-    try:
-        TextTemplate(data.prompt, "data.prompt")
-    except ValueError as error:
-        yield str(error)
-    for name in {"messages", "prompt"} & set(data.map):
-        yield f"data.map.{name}={data.map[name]}: data.prompt makes the question already; drop one"
+def check_own_objective(verb: str, config: RunConfig) -> None:
+    """Raise ConfigError for what is wrong with an objective of the user's.
 
-
-def _held_out(config: RunConfig) -> Iterator[str]:
-    data, same = config.data, config.data.train == config.data.test
-    fraction = data.test_fraction
-    if not has_test_rows(data) and config.eval.every is not None:
-        yield f"eval.every={config.eval.every}: data.test names no rows; {HOLD_OUT}"
-    if fraction is None:
-        # Whoever names one file twice wants to be tested on what was trained.
-        if data.path is not None and same and config.eval.questions:
-            yield (
-                "data.test: has the same rows as data.train; hold some out with "
-                "data.test_fraction=0.1, or choose others with data.test.split=… or "
-                "data.test.path=…, or eval.questions=0"
-            )
-    elif not 0 < fraction < 1:
-        yield f"data.test_fraction={fraction}: must be between 0 and 1"
-    elif (names_test_rows(data) and not same) or data.train.get("_target_") in ENDLESS:
-        yield (
-            f"data.test_fraction={fraction}: data.test has rows of its own; leave it out, or let "
-            "both read the same: data=file data.path=…"
-        )
-    if fraction is None and data.test_seed:
-        yield f"data.test_seed={data.test_seed}: has no effect without data.test_fraction"
-
-
-CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    *(_numbers, _sizes, _reference),
-    *(tool_problems, environment_problems, reward_problems, data_problems, data_setting_problems),
-    _names,
-    *(optimizer_problems, weight_problems, engine_problems, _evaluation),
-    *(guard_problems, distributed_problems, slurm_problems, curriculum_problems),
-)
+    Last of all checks: it imports the user's module, and torch with it.
+    """
+    if verb not in UNTRAINED:
+        load_objective(config.algorithm)
 
 
 KEY = "rollout.structured_calls=true"
@@ -277,15 +223,6 @@ def check_structured(verb: str, config: RunConfig) -> None:
         return
     if problems := list(_problems(config)):
         raise ConfigError("\n".join(problems))
-
-
-def check_own_objective(verb: str, config: RunConfig) -> None:
-    """Raise ConfigError for what is wrong with an objective of the user's.
-
-    Last of all checks: it imports the user's module, and torch with it.
-    """
-    if verb not in UNTRAINED:
-        load_objective(config.algorithm)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -35,6 +35,7 @@ VERBS = {
     "check": "compose, check and count; nothing is run and no folder is made",
     "plan": "memory per GPU, from the model's config.json: plan [--gpu-memory-gb 80] [--devices 8]",
     "data": "the rows as the model will see them, with their tokens: data [--rows N]",
+    "settings": "every setting: type, default, meaning; settings optimizer, --json, --schema",
     "tools": "the tools as the model sees them; --call NAME JSON tries one, --json",
     "view": "a step's rollouts as a page, token by token: view <run folder> [step=N] [to=FILE]",
     "replay": "a rollout once more from what was recorded: replay <run folder> step=N rollout=ID",

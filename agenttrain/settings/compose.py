@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.data.config import has_test_rows
 from agenttrain.engines import registry
 from agenttrain.engines.config import DEFAULT_ENGINE
-from agenttrain.settings.messages import explained
-from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.messages import explained, with_files
+from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder, list_groups
-from agenttrain.utils.sections import validated
+from agenttrain.utils.sections import plain, validated
 
 HYDRA_VERSION = "1.3"
 """Hydra behaves as this version did, whatever is installed."""
@@ -59,13 +60,22 @@ class Source:
         return list_groups(conf_folder(), *([Path(self.extra)] if self.extra else []))
 
 
+@cache
 def schema() -> DictConfig:
-    """Return the defaults of every setting, with names and types that OmegaConf checks."""
+    """Return the defaults of every setting, with names and types that OmegaConf checks.
+
+    Of a section of CHOICES it checks the settings that all choices have, and takes any other key;
+    the chosen engine and objective check all of theirs. Do not change it: OmegaConf.merge and Hydra
+    copy it.
+    """
+    # The instance: pydantic's fields are no defaults of the class, as OmegaConf reads a class.
     config = RunConfig()
-    # Mappings: which keys they have depends on the choice, whose own settings check them.
     config.algorithm.objective = {}  # type: ignore[assignment]
     node = cast(DictConfig, OmegaConf.structured(config))
     node.engine = {"name": DEFAULT_ENGINE}
+    for section, (shared, _) in CHOICES.items():
+        node[section] = OmegaConf.structured(shared())
+        OmegaConf.set_struct(node[section], False)
     return node
 
 
@@ -108,7 +118,10 @@ def compose_run(overrides: Sequence[str], source: Source) -> Composed:
     """Return the settings that `overrides` make; raises ConfigError. Needs a `hydra_session`."""
     raw = compose_raw(overrides, source)
     with explained(overrides, source.groups):
-        composed = convert(raw)
+        try:
+            composed = convert(raw)
+        except ConfigError as error:
+            raise ConfigError(with_files(str(error), overrides, source.name)) from error
     _check_emptied(overrides, composed)
     return composed
 
@@ -157,16 +170,18 @@ def convert(raw: DictConfig | Mapping[str, Any]) -> Composed:
     of their bounds.
     """
     node = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
-    plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
-    typed = OmegaConf.merge(schema(), plain)
+    data = OmegaConf.to_container(node, resolve=True, throw_on_missing=True, enum_to_str=True)
+    typed = OmegaConf.merge(schema(), data)
     sections = cast(dict[str, Any], OmegaConf.to_container(typed, throw_on_missing=True))
     config = validated(RunConfig, sections)
+    complete = plain(config)  # with the defaults of what was chosen
     if not has_test_rows(config.data):  # what reads it evaluates nothing; config.yaml keeps it
         config.eval.questions = 0
-    complete = OmegaConf.to_container(typed, throw_on_missing=True, enum_to_str=True)
-    composed = Composed(config=config, plain=cast(dict[str, Any], complete))
-    composed.plain["engine"] = registry.plain(config.engine)
-    if not config.algorithm.objective.is_own:
+    complete["engine"] = registry.plain(config.engine)
+    objective = config.algorithm.objective
+    complete["algorithm"]["objective"] = sections["algorithm"]["objective"]
+    composed = Composed(config=config, plain=complete)
+    if not objective.is_own:
         complete_objective(composed)
     return composed
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.registry import OutsideEngine, spec_of
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.settings.run_config import RunConfig
+from agenttrain.training.config import Dtype, MixedPrecision
 
 CHECK = "check"
 """The verb that checks for the others; it counts as `train`."""
@@ -67,3 +68,17 @@ def _problems(verb: str, config: RunConfig, machine: Machine) -> Iterator[str]:
         )
     if verb in SAMPLING_VERBS:
         yield from spec_of(config.engine).check_machine(config.engine, lambda: machine.gpus)
+
+
+def float32_on_gpu(config: RunConfig) -> str | None:
+    """Name the parts of a run that a GPU would compute in float32, and the remedy."""
+    notes = []
+    if config.model.dtype is Dtype.float32 and config.training.mixed_precision is MixedPrecision.no:
+        notes.append(
+            "model.dtype=float32 with training.mixed_precision=no trains without fused attention "
+            "and the fast units of 16 bits; set model.dtype=bfloat16 (the optimizer keeps float32 "
+            "copies), or training.mixed_precision=bf16"
+        )
+    if not isinstance(config.engine, OutsideEngine):
+        notes += spec_of(config.engine).gpu_notes(config.engine)
+    return f"note: on a GPU {'; '.join(notes)}" if notes else None

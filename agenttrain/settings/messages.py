@@ -11,9 +11,14 @@ from enum import Enum
 from pathlib import Path
 from shlex import quote
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -23,11 +28,13 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
+from agenttrain.algorithms.objectives.config import all_objectives
 from agenttrain.engines.registry import known_keys
-from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import field_names
 
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -38,6 +45,92 @@ REPLACED = {
     "sweep=optuna searches by sweep.objective",
 }
 """Parts of Hydra whose plugins have no effect on a sweep, and the settings in their place."""
+
+
+ELSEWHERE = {
+    "adv_estimator": "algorithm.advantage",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.objective.high",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.objective.low",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.beta",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_epochs",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "training.token_budget",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.minibatches",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "engine.memory_share",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "rollout.max_turns",
+    "actor_rollout_ref.rollout.n": "algorithm.group_size",
+    "actor_rollout_ref.rollout.name": "engine.name",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tensor_parallel_size",
+    "bf16": "training.mixed_precision",
+    "fp16": "training.mixed_precision",
+    "data.max_prompt_length": "engine.max_context",
+    "data.max_response_length": "rollout.max_completion_tokens",
+    "data.train_batch_size": "tasks_per_step",
+    "data.train_files": "data.path",
+    "data.val_files": "data.test",
+    "epsilon": "algorithm.objective.low",
+    "epsilon_high": "algorithm.objective.high",
+    "eval_steps": "eval.every",
+    "gradient_accumulation_steps": "algorithm.minibatches",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "tracker.name",
+    "loss_type": "algorithm.aggregation",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_prompt_length": "engine.max_context",
+    "max_steps": "steps",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "model_name_or_path": "model.path",
+    "num_generations": "algorithm.group_size",
+    "num_iterations": "algorithm.num_epochs",
+    "num_train_epochs": "steps",
+    "output_dir": "hydra.run.dir",
+    "per_device_train_batch_size": "training.token_budget",
+    "report_to": "tracker.name",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "algorithm.scale",
+    "trainer.default_local_dir": "hydra.run.dir",
+    "trainer.experiment_name": "hydra.job.name",
+    "trainer.logger": "tracker.name",
+    "trainer.n_gpus_per_node": "distributed.processes",
+    "trainer.nnodes": "distributed.nodes",
+    "trainer.save_freq": "checkpoint.every",
+    "trainer.test_freq": "eval.every",
+    "trainer.total_epochs": "steps",
+    "trainer.total_training_steps": "steps",
+    "use_vllm": "engine.name",
+    "vllm_gpu_memory_utilization": "engine.memory_share",
+    "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
+    "warmup_ratio": "optimizer.warmup_steps",
+    "warmup_steps": "optimizer.warmup_steps",
+    "weight_decay": "optimizer.weight_decay",
+}
+"""Names of settings in TRL and verl -> ours."""
+SECTIONS_ELSEWHERE = ("actor_rollout_ref", "trainer", "critic")
+REMARKS = {
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "parts that a step's tasks are cut into",
+    "actor_rollout_ref.rollout.name": "engine=vllm or engine=transformers",
+    "data.max_prompt_length": "prompt and completion together; a longer prompt is left out",
+    "data.val_files": "data=file data.test.path=…",
+    "data.train_files": "with data=file",
+    "gradient_accumulation_steps": "microbatches follow from training.token_budget, and updates of "
+    "a step from algorithm.minibatches",
+    "logging_steps": "every step is logged",
+    "max_prompt_length": "prompt and completion together; a longer prompt is left out",
+    "num_train_epochs": "rows are repeated until the steps are done",
+    "trainer.total_epochs": "rows are repeated until the steps are done",
+    "per_device_train_batch_size": "tokens of a microbatch; tasks_per_step and "
+    "algorithm.group_size make the batch",
+    "bf16": "training.mixed_precision=bf16, or model.dtype=bfloat16",
+    "fp16": "training.mixed_precision=fp16",
+    "use_vllm": "engine=vllm",
+    "warmup_ratio": "in steps, not a share of them",
+}
+"""Remarks where a name of ours alone would mislead."""
 
 
 @contextmanager
@@ -88,17 +181,33 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
     types = get_type_hints(cls)
     for field in fields(cls):
         yield prefix + field.name
-        if is_dataclass(types[field.name]):
+        if cls is RunConfig and field.name in CHOICES:
+            choices = CHOICES[field.name][1].values()
+            names = dict.fromkeys(name for choice in choices for name in field_names(choice))
+            yield from (f"{field.name}.{name}" for name in names)
+        elif is_dataclass(types[field.name]):
             yield from setting_keys(types[field.name], f"{prefix}{field.name}.")
         elif cls is RunConfig and field.name == "engine":
             yield from (f"engine.{key}" for key in known_keys())
+        elif prefix == "algorithm." and field.name == "objective":
+            settings = (registered.settings for registered in all_objectives().values())
+            names = dict.fromkeys(name for own in settings for name in field_names(own))
+            yield from (f"algorithm.objective.{name}" for name in names)
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
-    """Suggest the setting that was probably meant: of the same name elsewhere, or spelt alike.
+    """Suggest the setting that was probably meant.
 
-    Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
+    TRL's and verl's names have ours; others are looked for by the same name elsewhere, and by
+    spelling. Example: ``suggest_key("lr") == " (did you mean 'optimizer.lr'?)"``
     """
+    # A name alone may have been typed below a section: optimizer.learning_rate.
+    theirs = next((name for name in (key, _split(key)[1]) if name in ELSEWHERE), None)
+    if theirs is not None and key not in setting_keys():
+        remark = f" ({REMARKS[theirs]})" if theirs in REMARKS else ""
+        return f"; it is {ELSEWHERE[theirs]} here{remark}"
+    if key.partition(".")[0] in SECTIONS_ELSEWHERE:
+        return "; that is verl's; `agenttrain settings` prints ours"
     known = [*setting_keys(), *groups]
     section, leaf = _split(key)
     beside = {_split(name)[1]: name for name in known if _split(name)[0] == section}
@@ -126,10 +235,11 @@ def _about_key(
     setting = key.partition("[")[0]
     file = re.match(r"In '([^']+)'", text)
     where = f"{setting} (in {file[1]}.yaml)" if file else setting
+    meant = key
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
         if name == setting or name.startswith(setting + "."):
-            where = override
+            where, meant = override, name  # OmegaConf names the first part that it does not know
             break
     chosen = where.partition("=")[0].partition(" ")[0].lstrip("+")
     if key in groups and key == chosen and key not in setting_keys():
@@ -157,7 +267,7 @@ def _about_key(
             return f"{where}: {REPLACED[section]}"
         if key.startswith("hydra."):
             return f"{where}: Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
-        hint = suggest_key(key, groups)
+        hint = suggest_key(meant, groups)
         if not hint:
             section = _split(key)[0]
             beside = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
@@ -183,6 +293,39 @@ def _expected(key: str, value: object) -> str | None:
     if get_origin(cls) in (list, tuple):
         return f"expected a list, e.g. {key}=[…]"
     return f"expected {EXPECTED[cls]}{tail}" if cls in EXPECTED else None
+
+
+def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
+    """Add to each problem the YAML file that its key stands in, unless it was typed.
+
+    Example: ``optimizer.lrr=1: unknown key …`` -> ``optimizer.lrr=1 (in experiment/mine.yaml):
+    unknown key …``. Needs a `hydra_session`.
+    """
+    typed = [override.partition("=")[0].lstrip("+~") for override in overrides]
+    lines = []
+    for line in text.splitlines():
+        setting, colon, problem = line.partition(": ")
+        key = setting.partition("=")[0]
+        by_hand = any(key == name or key.startswith(f"{name}.") for name in typed)
+        if not by_hand and (file := _file_with(key, overrides, config_name)):
+            setting = f"{setting} (in {file}.yaml)"
+        lines.append(f"{setting}{colon}{problem}")
+    return "\n".join(lines)
+
+
+def _file_with(key: str, overrides: Sequence[str], config_name: str) -> str | None:
+    """Return the last of the composed files that sets `key`, e.g. ``experiment/mine``."""
+    loader = cast(ConfigLoaderImpl, cast(Hydra, GlobalHydra.instance().hydra).config_loader)
+    listed = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
+    for default in reversed(listed):
+        loaded = loader.repository.load_config(str(default.config_path))
+        package = f"{default.package}." if default.package not in (None, "", "_global_") else ""
+        # The other provider is `run_config`, whose defaults are in no file.
+        if loaded is None or not loaded.path.startswith("file://") or not key.startswith(package):
+            continue
+        if OmegaConf.select(loaded.config, key.removeprefix(package)) is not None:
+            return str(default.config_path)
+    return None
 
 
 def _unknown_option(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> str:

@@ -1,15 +1,19 @@
 """The settings of a run, typed: a table of contents of every `<capability>/config.py`.
 
-Hydra checks names and types, `checks.py` combinations. Sections become constructor arguments of the
-components that they configure: a component gets its own section and never the whole. OmegaConf
-takes enum members by name, so names equal values.
+Hydra checks names and types, pydantic the bounds and checks of a section, `checks.py` what spans
+two. Sections become constructor arguments of the components that they configure: a component gets
+its own section and never the whole. OmegaConf takes enum members by name, so names equal values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PlainValidator
+from pydantic.dataclasses import dataclass
 
 from agenttrain.algorithms.config import (
     AlgorithmConfig,
@@ -25,13 +29,16 @@ from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.training.config import (
+    OPTIMIZERS,
+    AdamWSettings,
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
     WeightSyncConfig,
+    optimizer_settings,
 )
-from agenttrain.utils.sections import choice
+from agenttrain.utils.sections import SETTINGS, Whole, choice
 
 if TYPE_CHECKING:
     EngineSection = EngineSettings
@@ -56,18 +63,18 @@ class RunPart(StrEnum):
     """The tokenizer; the weights in model.path, where a reference or adapters need them."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class SftConfig:
     """Supervised learning from conversations, `agenttrain sft`; no other verb reads it."""
 
-    batch_size: int = 32
+    batch_size: Whole = Field(default=32, ge=1)
     """Conversations of one optimizer update, taken in the order of the rows."""
-    max_tokens: int | None = None
+    max_tokens: Whole | None = Field(default=None, ge=1)
     """A longer conversation is left out and counted (`data/overlong`); None: the model's context
     decides."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class RunConfig:
     """One run, complete."""
 
@@ -89,7 +96,9 @@ class RunConfig:
     engine: EngineSection = field(default_factory=default_engine)
     """Name of the engine, and its own settings."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(
+        default_factory=AdamWSettings
+    )
     training: TrainingConfig = field(default_factory=TrainingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -100,12 +109,19 @@ class RunConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    seed: int = 0
-    steps: int = 100
+    seed: Whole = Field(default=0, ge=0, lt=2**63)
+    """Seed of everything random; below 2**63, as torch takes no more."""
+    steps: Whole = Field(default=100, ge=1)
     """Steps of the run."""
-    tasks_per_step: int = 8
+    tasks_per_step: Whole = Field(default=8, ge=1)
     """Tasks (P) of a step; P x group_size rollouts."""
     resume: str | None = None
     """Folder of a run to continue; auto: hydra.run.dir, if there is a run in it."""
     resume_changed: list[RunPart] = field(default_factory=list)
     """Parts that may have changed since a resumed run was stopped; all others are compared."""
+
+
+CHOICES: Mapping[str, tuple[type, Mapping[str, type]]] = {
+    "optimizer": (OptimizerConfig, OPTIMIZERS),
+}
+"""Section whose keys depend on its `name` -> the settings of all choices, and of each."""

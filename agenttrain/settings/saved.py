@@ -23,12 +23,13 @@ from agenttrain.settings.compose import (
     schema,
 )
 from agenttrain.settings.messages import explained
-from agenttrain.settings.run_config import RunConfig
+from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.settings.trust import SECTIONS, check_trusted, is_own, named_code
 from agenttrain.training.config import Init
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import in_this_layout
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import field_names
 
 RESUMABLE = (
     *("steps", "eval", "checkpoint", "tracker", "engine", "guards", "distributed", "watchdog"),
@@ -255,6 +256,21 @@ def _changed(
     return composed
 
 
+def _of_their_choice(settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out keys of choices that were not made, which earlier versions wrote with defaults.
+
+    Example: ``{"optimizer": {"name": "sgd", "momentum": 0.95}}`` has no use of Muon's momentum.
+    """
+    complete = dict(settings)
+    for key, (_, choices) in CHOICES.items():
+        section = settings.get(key)
+        if isinstance(section, dict) and section.get("name") in choices:
+            known = field_names(choices[section["name"]])
+            others = {name for cls in choices.values() for name in field_names(cls)} - {*known}
+            complete[key] = {name: v for name, v in section.items() if name not in others}
+    return complete
+
+
 def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
     """Return the settings in a folder's config.yaml, and whether this user's own run wrote them."""
     file = folder / "config.yaml"
@@ -270,7 +286,7 @@ def _read(argument: str, folder: Path) -> tuple[DictConfig, bool]:
         plain.pop("provenance", None)
         # Only now: the signature of a run of the first edition covers the paths as it wrote them.
         settings = in_this_layout(OmegaConf.to_container(plain))
-        typed = OmegaConf.merge(schema(), settings)
+        typed = OmegaConf.merge(schema(), _of_their_choice(settings))
         OmegaConf.resolve(typed)
         return cast(DictConfig, typed), own
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ from agenttrain.data.config import has_test_rows, known_rows, names_test_rows
 from agenttrain.launch.config import DistributedName
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.settings.component_checks import reward_sections, rewarding, stop_tools, tool_names
+from agenttrain.settings.components import reward_sections, rewarding, stop_tools, tool_names
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.sections import shown
 

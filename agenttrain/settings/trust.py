@@ -21,14 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agenttrain.settings.component_checks import REWARD_TARGET
+from agenttrain.settings.components import REWARD_TARGET
+from agenttrain.settings.components import SECTIONS as COMPONENT_SECTIONS
 from agenttrain.tools.config import MCP_SERVER, without_password
 from agenttrain.tools.sandbox.config import INTERPRETER
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
 
 ENGINE = "engine"
-SECTIONS = ("tools", "environment", "reward", "data", "algorithm", ENGINE)
+SECTIONS = (*COMPONENT_SECTIONS, "algorithm", ENGINE)
 """Sections that name code."""
 SIGNATURE = "signature"
 """Key of `provenance` in config.yaml."""

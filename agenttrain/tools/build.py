@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_origin, get_type_hints
 
-from agenttrain.tools.config import Isolation, ToolLimits, take_settings
+from agenttrain.tools.config import Isolation, ToolLimits, ToolSettings
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.tool import FunctionTool, Tool, Tools, method_tools
 from agenttrain.tools.toolbox import Toolbox
 from agenttrain.utils.locate import Located, about_argument, locate_section
+from agenttrain.utils.sections import beside
 
 
 def build_toolbox(
@@ -37,7 +38,7 @@ def build_toolbox(
     for name, section in tools.items():
         key = f"tools.{name}"
         located = locate_section(section, key=key)
-        limit, stop = take_settings(key, located.bound)
+        limit, located.bound = beside(ToolSettings, located.bound, key)
         if limit.isolation is Isolation.process:
             # It is pickled, and called in each worker.
             make = partial(_rebuild, name, dict(section))
@@ -51,7 +52,7 @@ def build_toolbox(
                     "one of the two (those of an MCP server: with prefix)"
                 )
             built[tool.name], limits[tool.name] = tool, limit
-            if stop:
+            if limit.stop:
                 stops.append(tool.name)
     return Toolbox(built, limits=limits, stop_tools=stops, threads=threads, max_stuck=max_stuck)
 
@@ -60,7 +61,7 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
     """Build the one tool of a section, in a worker or in the main process."""
     key = f"tools.{name}"
     located = locate_section(section, key=key)
-    take_settings(key, located.bound)
+    _, located.bound = beside(ToolSettings, located.bound, key)
     tools = _build(located, name)
     if len(tools) != 1 or (isinstance(tools[0], FunctionTool) and tools[0].name != name):
         names = ", ".join(tool.name for tool in tools)

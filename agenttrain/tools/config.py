@@ -9,18 +9,20 @@ import builtins
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from enum import StrEnum
-from math import isfinite
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+from pydantic import Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
 from agenttrain.utils.files import PACKAGE
-from agenttrain.utils.locate import look_up
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole, shown
 
 
 class Isolation(StrEnum):
@@ -32,123 +34,59 @@ class Isolation(StrEnum):
     """In worker processes of the tool's own; a call that takes too long is killed."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class ToolLimits:
     """Limits of one tool; they stand beside its `_target_`."""
 
-    timeout_s: float = 10.0
+    timeout_s: Number = Field(default=10.0, gt=0)
     """Seconds a call may take before the model reads a timeout error."""
-    concurrency: int = 64
+    concurrency: Whole = Field(default=64, ge=1)
     """Calls of this tool at once, over all rollouts; isolation=process: at most as many workers."""
-    max_calls: int | None = None
+    max_calls: Whole | None = Field(default=None, ge=1)
     """Calls of this tool in a rollout, one more is answered with an error; None: no limit."""
-    max_result_tokens: int | None = None
+    max_result_tokens: Whole | None = Field(default=None, ge=1)
     """Tokens of one of its results; None: rollout.max_result_tokens."""
-    retries: int = 2
+    retries: Whole = Field(default=2, ge=0)
     """Times a call is made again after a fault of the infrastructure; then the rollout fails."""
     retry_on: list[str] = field(default_factory=list)
     """Errors that are such faults besides ToolUnavailable, e.g. [builtins.ConnectionError]."""
-    retry_backoff_s: float = 0.5
+    retry_backoff_s: Number = Field(default=0.5, ge=0)
     """Seconds before a call is made again, doubled each time."""
     isolation: Isolation = Isolation.thread
+    """`thread`: calls run in this process; `process`: in workers of the tool's own, where a call
+    that takes too long is killed."""
+
+    @field_validator("retry_on")
+    @classmethod
+    def _are_errors(cls, paths: list[str]) -> list[str]:
+        for path in paths:
+            module, _, name = path.rpartition(".")
+            error = getattr(builtins, name, None)
+            if module == "builtins" and not (
+                isinstance(error, type) and issubclass(error, Exception)
+            ):
+                known = [n for n, v in vars(builtins).items() if isinstance(v, type)]
+                hint = did_you_mean(name, [n for n in known if n.endswith("Error")])
+                raise ValueError(f"{path}: is no exception{hint}")
+        return paths
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.retries == 0 and self.retry_backoff_s != ToolLimits.retry_backoff_s:
+            raise ValueError(
+                f"retry_backoff_s={shown(self.retry_backoff_s)}: has no effect with retries=0; "
+                "leave one of them out"
+            )
+        return self
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class ToolSettings(ToolLimits):
     """Settings of one tool, beside its `_target_`."""
 
-    stop: bool = False
+    stop: Flag = False
     """A call to it ends the rollout, as one to a tool that `stop_tools` names; where the section
     makes several tools, a call to any of them."""
-
-
-LIMITS = tuple(field.name for field in fields(ToolLimits))
-
-
-def is_number(value: Any, *, whole: bool = False) -> bool:
-    """Return whether a value is a finite number; true and false are none."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, int) or (not whole and isinstance(value, float) and isfinite(value))
-
-
-def _is_count(value: Any) -> bool:
-    return is_number(value, whole=True) and value >= 1
-
-
-AT_LEAST_ONE = "a whole number of at least 1"
-NUMBERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "timeout_s": (lambda value: is_number(value) and value > 0, "a number above 0"),
-    "concurrency": (_is_count, AT_LEAST_ONE),
-    "max_calls": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
-    "max_result_tokens": (lambda value: value is None or _is_count(value), AT_LEAST_ONE),
-    "retries": (
-        lambda value: is_number(value, whole=True) and value >= 0,
-        "a whole number of at least 0",
-    ),
-    "retry_backoff_s": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
-}
-"""Limits that are numbers: their check, and its words."""
-
-
-def limit_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the limits in a tool's section, as ``key=value: problem``."""
-    for name in LIMITS:
-        if name not in section:
-            continue
-        value, problem = section[name], None
-        if name == "isolation":
-            known = [str(member) for member in Isolation]
-            if value not in known:
-                hint = did_you_mean(value, known) if isinstance(value, str) else ""
-                problem = f"expected one of: {', '.join(known)}{hint}"
-        elif name == "retry_on":
-            if isinstance(value, str) or not hasattr(value, "__iter__"):
-                problem = "expected a list of errors, e.g. [builtins.ConnectionError]"
-            else:
-                problem = next((p for path in value if (p := _error_problem(path))), None)
-        else:
-            valid, wanted = NUMBERS[name]
-            problem = None if valid(value) else f"must be {wanted}"
-        if problem:
-            yield f"{key}.{name}={value}: {problem}"
-    if section.get("retries") == 0 and "retry_backoff_s" in section:
-        yield (
-            f"{key}.retry_backoff_s={section['retry_backoff_s']}: has no effect with "
-            f"{key}.retries=0; leave one of them out"
-        )
-
-
-def tool_setting_problems(key: str, section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the settings in a tool's section, as ``key=value: problem``."""
-    yield from limit_problems(key, section)
-    stop = section.get("stop", False)
-    if not isinstance(stop, bool):
-        yield f"{key}.stop={stop}: expected true or false (true: a call to it ends the rollout)"
-
-
-def take_settings(key: str, section: MutableMapping[str, Any]) -> tuple[ToolLimits, bool]:
-    """Take limits and `stop` out of a tool's section; raises ValueError for the first wrong one."""
-    for problem in tool_setting_problems(key, section):
-        raise ValueError(problem)
-    stop = section.pop("stop", ToolSettings.stop)
-    given = {name: section.pop(name) for name in LIMITS if name in section}
-    if "isolation" in given:
-        given["isolation"] = Isolation(given["isolation"])
-    return ToolLimits(**given), stop
-
-
-def _error_problem(path: Any) -> str | None:
-    """Return what is wrong with the dotted path of an exception; nothing is imported."""
-    module, _, name = str(path).rpartition(".")
-    if module != "builtins":
-        problem = look_up(path).problem
-        return None if problem is None else f"{path}: {problem}"
-    error = getattr(builtins, name, None)
-    if isinstance(error, type) and issubclass(error, Exception):
-        return None
-    errors = [n for n, v in vars(builtins).items() if isinstance(v, type) and n.endswith("Error")]
-    return f"{path}: is no exception{did_you_mean(name, errors)}"
 
 
 MCP_SERVER = "agenttrain.tools.mcp.server.McpServer"

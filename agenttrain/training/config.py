@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
 
-
-class OptimizerName(StrEnum):
-    """Algorithm that updates the weights."""
-
-    adamw = "adamw"
-    muon = "muon"
-    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
-    sgd = "sgd"
-    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
+from agenttrain.types import ConfigError
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Number,
+    Whole,
+    choose,
+    field_names,
+    raise_problems,
+    shown,
+    validated,
+)
 
 
 class Schedule(StrEnum):
@@ -36,6 +42,174 @@ class Schedule(StrEnum):
     """Flat, then down within the last `num_decay_steps` of schedule_options."""
 
 
+@dataclass(config=SETTINGS)
+class NoOptions:
+    """A schedule without options."""
+
+
+@dataclass(config=SETTINGS)
+class CosineOptions:
+    """Options of the schedules cosine and cosine_with_restarts."""
+
+    num_cycles: Number | None = Field(default=None, ge=0)
+    """Waves; None: half a wave, down to zero, or one restart."""
+
+
+@dataclass(config=SETTINGS)
+class CosineMinOptions(CosineOptions):
+    """Options of cosine_with_min_lr; one of the first two is needed."""
+
+    min_lr: Number | None = Field(default=None, ge=0)
+    """Learning rate at the end."""
+    min_lr_rate: Number | None = Field(default=None, ge=0, le=1)
+    """The same as a share of optimizer.lr."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CosineMinOptions:
+        if (self.min_lr is None) == (self.min_lr_rate is None):
+            raise_problems(
+                [
+                    "optimizer.schedule=cosine_with_min_lr: set one of "
+                    "optimizer.schedule_options.min_lr and optimizer.schedule_options.min_lr_rate"
+                ]
+            )
+        return self
+
+
+@dataclass(config=SETTINGS)
+class PolynomialOptions:
+    """Options of the schedule polynomial."""
+
+    lr_end: Number = Field(default=1e-7, ge=0)
+    """Learning rate at the end, below optimizer.lr."""
+    power: Number | None = Field(default=None, ge=0)
+    """1: a line, which is the default."""
+
+
+@dataclass(config=SETTINGS)
+class InverseSqrtOptions:
+    """Options of the schedule inverse_sqrt."""
+
+    timescale: Number | None = Field(default=None, gt=0)
+    """Steps over which the rate falls to 1 / sqrt(2) of itself; None: the steps of the warm-up."""
+
+
+@dataclass(config=SETTINGS)
+class StableDecayOptions(CosineOptions):
+    """Options of the schedule warmup_stable_decay; the first is needed."""
+
+    num_decay_steps: Whole | None = Field(default=None, ge=1)
+    """Steps of the decay at the end."""
+    min_lr_ratio: Number | None = Field(default=None, ge=0, le=1)
+    """Share of optimizer.lr that is left at the end."""
+
+
+SCHEDULE_OPTIONS: Mapping[Schedule, type[Any]] = {
+    Schedule.constant: NoOptions,
+    Schedule.linear: NoOptions,
+    Schedule.cosine: CosineOptions,
+    Schedule.cosine_with_restarts: CosineOptions,
+    Schedule.cosine_with_min_lr: CosineMinOptions,
+    Schedule.polynomial: PolynomialOptions,
+    Schedule.inverse_sqrt: InverseSqrtOptions,
+    Schedule.warmup_stable_decay: StableDecayOptions,
+}
+"""Keys of `optimizer.schedule_options`, by schedule. A default that is None is transformers'."""
+
+
+@dataclass(config=SETTINGS)
+class OptimizerConfig:
+    """Settings that all optimizers have."""
+
+    name: str = "adamw"
+    lr: Number = Field(default=1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Share of a weight, times lr, that every update takes off it; norms and biases are left alone
+    by adamw and muon."""
+    warmup_steps: Whole = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Schedule = Schedule.constant
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
+    max_grad_norm: Number = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this L2 norm."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        key = "optimizer.schedule_options"
+        kind = SCHEDULE_OPTIONS[self.schedule]
+        known = field_names(kind)
+        unknown = [name for name in self.schedule_options if name not in known]
+        for name in unknown:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            yield (
+                f"{key}.{name}={shown(self.schedule_options[name])}: not an option of "
+                f"optimizer.schedule={self.schedule}{did_you_mean(name, known)}; {takes}"
+            )
+        given = {n: value for n, value in self.schedule_options.items() if n not in unknown}
+        try:
+            options = validated(kind, given, key)
+        except ConfigError as error:
+            yield from str(error).splitlines()
+            return
+        # Options that would raise the learning rate where it is to fall.
+        least, end = getattr(options, "min_lr", None), getattr(options, "lr_end", None)
+        if least is not None and least > self.lr:
+            yield (
+                f"{key}.min_lr={least}: must be at most optimizer.lr={self.lr}; lower it or raise "
+                "the rate"
+            )
+        if end is not None and end >= self.lr:
+            yield (
+                f"{key}.lr_end={end}: must be below optimizer.lr={self.lr}, from which the rate "
+                "falls to it"
+            )
+
+
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+@dataclass(config=SETTINGS)
+class AdamWSettings(OptimizerConfig):
+    """AdamW."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """Decay rates of the two moments."""
+
+
+@dataclass(config=SETTINGS)
+class MuonSettings(AdamWSettings):
+    """Muon for the matrices of the layers, AdamW for embeddings, the head, norms and biases."""
+
+    name: str = "muon"
+    momentum: Number = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon; `betas` are AdamW's."""
+
+
+@dataclass(config=SETTINGS)
+class SgdSettings(OptimizerConfig):
+    """Plain gradient descent: it keeps nothing, and turns no rounding of a gradient into a step."""
+
+    name: str = "sgd"
+
+
+OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
+    "adamw": AdamWSettings,
+    "muon": MuonSettings,
+    "sgd": SgdSettings,
+}
+
+
+def optimizer_settings(section: Any) -> OptimizerConfig:
+    """Return the section `optimizer` as the settings of the optimizer that it names."""
+    return choose("optimizer", section, OPTIMIZERS)
+
+
 class SharePrefix(StrEnum):
     """When the rollouts of a group are computed with their common prompt once."""
 
@@ -46,37 +220,25 @@ class SharePrefix(StrEnum):
     never = "never"
 
 
-@dataclass
-class OptimizerConfig:
-    """The optimizer and its schedule."""
+class MixedPrecision(StrEnum):
+    """Number format of accelerate's automatic mixed precision."""
 
-    name: OptimizerName = OptimizerName.adamw
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Decay rates of AdamW's moments."""
-    momentum: float = 0.95
-    """Momentum of Muon."""
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    schedule: Schedule = Schedule.constant
-    schedule_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this L2 norm."""
+    no = "no"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class TrainingConfig:
     """How a step's rollouts become optimizer updates."""
 
-    token_budget: int = 16384
+    token_budget: Whole = Field(default=16384, ge=1)
     """Tokens of one microbatch, a shared prompt's once; a longer rollout is one alone."""
-    logits_budget_mb: int = 1024
+    logits_budget_mb: Whole = Field(default=1024, ge=1)
     """Logits kept for the backward pass; above it they are computed again, tile by tile."""
     share_prefix: SharePrefix = SharePrefix.auto
     """The loss is the same; time and memory are not."""
-    mixed_precision: str = "no"
+    mixed_precision: MixedPrecision = MixedPrecision.no
     """accelerate's `no`, `bf16` or `fp16`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -98,19 +260,41 @@ class Init(StrEnum):
     """Drawn with `seed`, of the sizes that its config.json says; for `agenttrain sft`."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class LoraSettings:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) instead of training every weight."""
 
-    rank: int = 0
+    rank: Whole = 0
     """Rank of each adapter's matrices; 0: no adapters, all weights are trained."""
-    alpha: float = 32.0
+    alpha: Number = 32.0
     """An adapter's output is scaled by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Names of the modules with an adapter, e.g. [q_proj,v_proj]; all-linear: all but the head."""
 
+    @model_validator(mode="after")
+    def _check(self) -> LoraSettings:
+        raise_problems(self._problems())
+        return self
 
-@dataclass
+    def _problems(self) -> Iterator[str]:
+        if self.rank < 0:
+            yield f"model.lora.rank={self.rank}: must be 0 (no adapters) or more"
+        if self.rank > 0 and self.alpha <= 0:
+            yield f"model.lora.alpha={self.alpha}: must be more than 0"
+        if self.rank > 0 and not self.targets:
+            yield "model.lora.targets=[]: name the modules to adapt, e.g. [q_proj,v_proj]"
+        if "all-linear" in self.targets and len(self.targets) > 1:
+            yield f"model.lora.targets={shown(self.targets)}: all-linear stands alone"
+        for name, default in (("alpha", 32.0), ("targets", ["all-linear"])):
+            value = getattr(self, name)
+            if self.rank == 0 and value != default:
+                yield (
+                    f"model.lora.{name}={shown(value)}: has no effect with model.lora.rank=0; set "
+                    "the rank"
+                )
+
+
+@dataclass(config=SETTINGS)
 class ModelConfig:
     """The policy. `path` is a folder that transformers can load, or `bundled:<name>`."""
 
@@ -119,6 +303,7 @@ class ModelConfig:
     dtype: Dtype = Dtype.float32
     """Number format of the weights; the optimizer keeps float32 copies of others."""
     init: Init = Init.pretrained
+    """Where the first weights come from; random ones are for `agenttrain sft`."""
     lora: LoraSettings = field(default_factory=LoraSettings)
 
 
@@ -133,24 +318,25 @@ class WeightSyncMode(StrEnum):
     """They go on with the keys and values that they have, of both weights."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class WeightSyncConfig:
     """How the engine gets new weights."""
 
     mode: WeightSyncMode = WeightSyncMode.drain
-    tolerance: float | None = None
+    """Treatment of rollouts in flight when weights change."""
+    tolerance: Number | None = Field(default=None, gt=0)
     """Gap of log-probabilities, in nats, up to which engine and policy agree after a sync, for an
     engine with weights of its own; None: 0.1, for both the mean and the 90 % quantile over a text
     that the engine sampled; in float32 on a CPU 1e-3, for the largest."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class CheckpointConfig:
     """Checkpoints under <run>/checkpoints."""
 
-    every: int | None = 20
+    every: Whole | None = Field(default=20, ge=1)
     """Steps between checkpoints; None: only at the end."""
-    keep: int = 2
+    keep: Whole = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     keep_best: bool = False
     """Also keep the best by the sampled reward of the evaluations while training (`eval.every`) and

@@ -15,7 +15,13 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, get_scheduler
 
-from agenttrain.training.config import OptimizerConfig, OptimizerName, Schedule
+from agenttrain.training.config import (
+    AdamWSettings,
+    MuonSettings,
+    OptimizerConfig,
+    Schedule,
+    SgdSettings,
+)
 from agenttrain.training.sharding import assign
 
 
@@ -31,19 +37,18 @@ def build_optimizer(model: PreTrainedModel, config: OptimizerConfig) -> Optimize
         name: p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
         for name, p in trained.items()
     }
-    optimizer = _make_optimizer(masters, model, config)
+    optimizer = BUILDERS[type(config)](masters, model, config)
     pairs = [(p, masters[name]) for name, p in trained.items() if masters[name] is not p]
     return MasterWeights(optimizer, pairs) if pairs else optimizer
 
 
-def _make_optimizer(
-    parameters: Mapping[str, Tensor], model: PreTrainedModel, config: OptimizerConfig
+def _sgd(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: SgdSettings) -> SGD:
+    return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _muon(
+    parameters: Mapping[str, Tensor], model: PreTrainedModel, config: MuonSettings
 ) -> Optimizer:
-    """Return the optimizer of `parameters`, which have the names of the model's."""
-    if config.name is OptimizerName.adamw:
-        return _adamw(list(parameters.values()), config)
-    if config.name is OptimizerName.sgd:
-        return SGD(parameters.values(), lr=config.lr, weight_decay=config.weight_decay)
     # Muon is for matrices other than the embeddings and the head.
     outer = {
         id(weight)
@@ -53,7 +58,7 @@ def _make_optimizer(
     }
     matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and id(p) not in outer}
     inner = [p for name, p in parameters.items() if name in matrices]
-    others = [p for name, p in parameters.items() if name not in matrices]
+    others = {name: p for name, p in parameters.items() if name not in matrices}
     if not inner:
         raise ValueError(
             "optimizer=muon: no trainable matrix in the model's layers; set optimizer=adamw"
@@ -67,17 +72,26 @@ def _make_optimizer(
         # (https://arxiv.org/abs/2502.16982, section 2.2).
         adjust_lr_fn="match_rms_adamw",
     )
-    return Together([muon, _adamw(others, config)]) if others else muon
+    return Together([muon, _adamw(others, model, config)]) if others else muon
 
 
-def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> AdamW:
+def _adamw(parameters: Mapping[str, Tensor], _: PreTrainedModel, config: AdamWSettings) -> AdamW:
     """Return AdamW without weight decay of norms and biases (fewer than two dimensions)."""
+    weights = parameters.values()
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     first, second = config.betas
     return AdamW(groups, lr=config.lr, betas=(first, second))
+
+
+BUILDERS: Mapping[type[OptimizerConfig], Callable[..., Optimizer]] = {
+    AdamWSettings: _adamw,
+    MuonSettings: _muon,
+    SgdSettings: _sgd,
+}
+"""Settings of an optimizer -> what makes it of parameters, model and settings."""
 
 
 class _Wrapper(Optimizer):

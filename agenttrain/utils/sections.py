@@ -4,22 +4,26 @@ A capability's `config.py` declares them:
 
     @dataclass(config=SETTINGS)
     class OptimizerConfig:
-        lr: Number = Field(1e-6, gt=0)
-        warmup_steps: Whole = Field(0, ge=0)
+        lr: Number = Field(default=1e-6, gt=0)
+        warmup_steps: Whole = Field(default=0, ge=0)
 
 Bounds stand on the fields. A check of several fields of one section is a validator that yields
-lines through `raise_problems`. OmegaConf checks names and types before pydantic sees a section of
-`RunConfig`; a section whose keys depend on a choice (an objective's, an engine's) is a plain
-mapping to OmegaConf, and `choice` lets the chosen component's own settings check it.
+lines through `raise_problems`, or raises ValueError (``name=value: …``) where its section may stand
+at several keys; it reads no file and imports nothing, because `view` and its kin read the settings
+of runs whose files are elsewhere. OmegaConf checks names and types before pydantic sees a section
+of `RunConfig`. A section whose keys depend on its `name` is annotated with the base
+class of its choices, which OmegaConf checks, and a validator that calls `choose`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
@@ -31,6 +35,20 @@ Whole = Annotated[int, Field(strict=True)]
 """A whole number: neither 1.0, nor "1", nor true."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number; a whole one is taken, a text or true is not."""
+Flag = Annotated[bool, Field(strict=True)]
+"""True or false, and no text or number that could mean it: for sections that OmegaConf does not
+check, those beside a `_target_`."""
+
+
+def _quoted(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise PydanticCustomError("string_type", "expected a text")
+
+
+Quoted = Annotated[Any, PlainValidator(_quoted, json_schema_input_type=str | None)]
+"""A text or None. OmegaConf would turn the number of an unquoted commit, 12e4, into 120000.0; to it
+this is a value of any type."""
 T = TypeVar("T")
 
 
@@ -53,6 +71,68 @@ def choice(resolve: Callable[[Mapping[str, Any]], object]) -> Any:
     return Annotated[Any, PlainValidator(resolve)]
 
 
+def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
+    """Return the section at `key` as the settings that its `name` chooses; raises InvalidSettings.
+
+    Settings pass as they are. The answer to a key of another choice names the choice that has it.
+    """
+    if not isinstance(section, Mapping):
+        return cast(T, section)
+    name = str(section.get("name"))
+    if name not in choices:
+        hint = did_you_mean(name, choices)
+        raise InvalidSettings(f"{key}={name}: expected one of: {', '.join(choices)}{hint}")
+    known = field_names(choices[name])
+    lines = []
+    for other, value in section.items():
+        if other in known:
+            continue
+        line = f"{key}.{other}={shown(value)}: unknown key of {key}={name}"
+        if owners := [f"{key}={n}" for n, cls in choices.items() if other in field_names(cls)]:
+            lines.append(
+                f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            )
+        else:
+            keys = f"; its keys are: {', '.join(known)}"
+            lines.append(f"{line}{did_you_mean(str(other), known) or keys}")
+    ours = {other: value for other, value in section.items() if other in known}
+    try:
+        settings = TypeAdapter(choices[name]).validate_python(ours)
+    except ValidationError as error:
+        lines += problem_lines(error, key)
+    raise_problems(lines)
+    return settings
+
+
+def field_names(settings: Any) -> tuple[str, ...]:
+    """Return the keys of a settings class."""
+    return tuple(field.name for field in fields(settings))
+
+
+def beside(
+    settings: type[T], section: Mapping[str, Any], key: str = ""
+) -> tuple[T, dict[str, Any]]:
+    """Split a component's section into its settings and the arguments of its `_target_`.
+
+    Example: ``{"_target_": "my.find", "timeout_s": 2.0, "table": "a.csv"}`` of ToolSettings ->
+    ``(ToolSettings(timeout_s=2.0), {"table": "a.csv"})``. Raises ConfigError as `validated` does.
+    """
+    ours = field_names(settings)
+    arguments = {n: v for n, v in section.items() if n not in (*ours, "_target_")}
+    return validated(settings, {n: v for n, v in section.items() if n in ours}, key), arguments
+
+
+def plain(value: Any) -> Any:
+    """Return settings as data for YAML: mappings, lists, and enum members by their values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value.value if isinstance(value, Enum) else value
+
+
 def validated(settings: type[T], section: Mapping[str, Any], key: str = "") -> T:
     """Return the section at `key` as its settings; raises ConfigError with all its problems."""
     try:
@@ -73,6 +153,9 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             continue
         names = [part for part in (key, *map(str, detail["loc"])) if part]
         place = ".".join(names)
+        if detail["type"] == "value_error" and not detail["loc"]:  # of a section that knows no key
+            yield f"{place}.{cause}" if place else str(cause)
+            continue
         if detail["type"] in ("missing", "missing_argument"):
             if isinstance(detail["loc"][-1], int):  # an item of a pair
                 place = ".".join(names[:-1])
@@ -96,14 +179,10 @@ def shown(value: Any) -> str:
 
 def _problem(detail: Mapping[str, Any], place: str) -> str:
     kind, bounds = detail["type"], detail.get("ctx") or {}
-    if "ge" in bounds:
-        return "must be 0 or more" if bounds["ge"] == 0 else f"must be at least {bounds['ge']:g}"
-    if "gt" in bounds:
-        return f"must be more than {bounds['gt']:g}"
-    if "le" in bounds:
-        return f"must be at most {bounds['le']:g}"
-    if "lt" in bounds:
-        return f"must be below {bounds['lt']:g}"
+    for name, words in BOUNDS.items():
+        if name in bounds:
+            bound = bounds[name] if isinstance(bounds[name], int) else f"{bounds[name]:g}"
+            return "must be 0 or more" if (name, bound) == ("ge", 0) else f"{words} {bound}"
     if kind == "enum":
         # pydantic writes 'a', 'b' or 'c'
         names = bounds["expected"].replace("' or '", "', '").strip("'").split("', '")
@@ -111,13 +190,21 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     if kind == "unexpected_keyword_argument":
         return "unknown key"
     if kind == "string_type" and isinstance(detail["input"], int | float):
-        return f"""expected a text; quote it: {place}='"{detail["input"]}"'"""
+        # 12e4 has become 120000.0: only a whole number is known as it was written.
+        text = detail["input"] if isinstance(detail["input"], int) else "…"
+        return f"""expected a text; quote it: {place}='"{text}"'"""
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix):
             return expected
     return str(detail["ctx"]["error"] if kind == "value_error" else detail["msg"])
 
 
+BOUNDS = {
+    "ge": "must be at least",
+    "gt": "must be more than",
+    "le": "must be at most",
+    "lt": "must be below",
+}
 EXPECTED = {
     "finite_number": "must be a finite number",
     "int_": "expected a whole number",

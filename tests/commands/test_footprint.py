@@ -15,7 +15,7 @@ from agenttrain.engines.transformers.config import TransformersSettings
 from agenttrain.engines.transformers.engine import TransformersEngine
 from agenttrain.training import sharding
 from agenttrain.training.batch import make_sequences
-from agenttrain.training.config import LoraSettings, OptimizerConfig, OptimizerName
+from agenttrain.training.config import OPTIMIZERS, LoraSettings
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
@@ -63,11 +63,11 @@ def test_an_empty_model_has_the_weights_of_a_real_one(dtype, rank):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("rank", [0, 4])
 def test_an_optimizer_holds_what_was_told(dtype, name, rank):
     real = tiny.model().to(dtype)
-    lora, settings = LoraSettings(rank=rank), OptimizerConfig(name=name)
+    lora, settings = LoraSettings(rank=rank), OPTIMIZERS[name]()
     if rank:
         add_lora(real, lora)
     optimizer = build_optimizer(real, settings)

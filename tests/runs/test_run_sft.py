@@ -113,7 +113,7 @@ def test_eval_of_the_run_wants_tasks_and_loads_what_was_learnt(
 PROCESSES = "distributed.processes=2"
 DEALT = (
     *("sft.batch_size=3", "eval.questions=3", "checkpoint.every=2"),
-    *("optimizer=sgd", "optimizer.lr=1.0", "optimizer.betas=[0.9,0.99]"),
+    *("optimizer=sgd", "optimizer.lr=1.0"),
 )
 """Three rows a step: the first process has two, the second one."""
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.rewards.rubric import build_rubric
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, convert, hydra_session, open_keys
-from agenttrain.settings.messages import setting_keys, suggest_key
+from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys, suggest_key
 from agenttrain.types import ConfigError
 
 
@@ -53,7 +53,9 @@ UNREADABLE = {
     "stop_tools=final_answer": "expected a list",
     "algorithm.scale=grup": "expected one of: group, batch, none (did you mean 'group'?)",
     "model.dtype=float16": "expected one of: float32, bfloat16",
-    "optimizer.betas=[a,b]": "could not be converted to Float",
+    "tracker.name=wandb": "expected one of: trackio, none",
+    "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
+    "optimizer.betas=[a,b]": "optimizer.betas.0=a: expected a number",
     # What cannot be read, or has several meanings.
     "rloo": "settings are written key=value",
     "model.path=[a": "cannot be read",
@@ -92,42 +94,42 @@ UNUSABLE = {
     "algorithm.beta=-0.1": "must be 0 or more",
     "algorithm.objective.low=1": "must be below 1",
     "rollout.temperature=0": "must be more than 0",
-    "eval.top_p=0": "must be above 0 and at most 1",
-    "eval.top_p=1.1": "must be above 0 and at most 1",
+    "eval.top_p=0": "must be more than 0",
+    "eval.top_p=1.1": "must be at most 1",
     "eval.min_p=2": "must be at most 1",
     "checkpoint.keep_best=true": "nothing says which one is the best",
-    "tools.sql.timeout_s=-1": "must be a number above 0",
-    "tools.sql.timeout_s=inf": "must be a number above 0",
-    "tools.sql.timeout_s=true": "must be a number above 0",
-    "tools.sql.concurrency=1.5": "must be a whole number of at least 1",
-    "tools.sql.concurrency=many": "must be a whole number of at least 1",
-    "tools.sql.max_calls=0": "must be a whole number of at least 1",
-    "tools.sql.max_result_tokens=many": "must be a whole number of at least 1",
-    "tools.sql.retries=-1": "must be a whole number of at least 0",
-    "tools.sql.retry_backoff_s=-1": "must be a number of at least 0",
-    "tools.sql.stop=maybe": "expected true or false (true: a call to it ends the rollout)",
+    "tools.sql.timeout_s=-1": "must be more than 0",
+    "tools.sql.timeout_s=inf": "must be a finite number",
+    "tools.sql.timeout_s=true": "expected a number",
+    "tools.sql.concurrency=1.5": "expected a whole number",
+    "tools.sql.concurrency=many": "expected a whole number",
+    "tools.sql.max_calls=0": "must be at least 1",
+    "tools.sql.max_result_tokens=many": "expected a whole number",
+    "tools.sql.retries=-1": "must be 0 or more",
+    "tools.sql.retry_backoff_s=-1": "must be 0 or more",
+    "tools.sql.stop=maybe": "expected true or false",
     "tools.sql.isolation=proces": "one of: thread, process (did you mean 'process'?)",
-    "tools.sql.retry_on=builtins.OSError": "expected a list of errors, e.g. [builtins.Connection",
+    "tools.sql.retry_on=builtins.OSError": "expected a list, e.g. [a,b]",
     "tools.sql.retry_on=[builtins.ConectionError]": "(did you mean 'ConnectionError'?)",
-    "tools.sql.retry_on=[no_such_pkg.Gone]": "no_such_pkg.Gone: there is no module 'no_such_pkg'",
+    "tools.sql.retry_on=[no_such_pkg.Gone]": "retry_on='no_such_pkg.Gone': there is no module 'no",
     "tools.sql.retry_on=[sqlite3]": "names a module",
     "rollout.max_stuck_calls=-1": "must be 0 or more",
     "rollout.max_loop_lag_s=0": "must be more than 0",
     "reward.exact_match.weight=nan": "must be a finite number",
-    "reward.exact_match.weight=heavy": "must be a finite number",
+    "reward.exact_match.weight=heavy": "expected a number",
     "seed=-1": "must be 0 or more",
-    "seed=9223372036854775808": "must be below 2**63",
+    "seed=9223372036854775808": "must be below 9223372036854775808",
     "optimizer.lr=inf": "must be a finite number",
     "algorithm.beta=inf": "must be a finite number",
     "algorithm.objective.high=inf": "must be a finite number",
     "rollout.timeout_s=nan": "must be a finite number",
     "optimizer.warmup_steps=80": "the warm-up would not end in steps=80; lower it",
     "optimizer.betas=[0.9]": "must be two numbers",
-    "optimizer.betas=[0.9,1]": "must be two numbers from 0 to below 1",
-    "optimizer.momentum=0.5": "is Muon's; add optimizer=muon",
+    "optimizer.betas=[0.9,1]": "optimizer.betas.1=1: must be below 1",
+    "optimizer.momentum=0.5": "unknown key of optimizer=adamw; optimizer=muon has it",
     "optimizer.schedule_options.power=2": "not an option of optimizer.schedule=linear",
     "optimizer.schedule=cosine_with_min_lr": "set one of optimizer.schedule_options.min_lr",
-    "optimizer.schedule=warmup_stable_decay": "num_decay_steps=None: optimizer.schedule=warmup",
+    "optimizer.schedule=warmup_stable_decay": "num_decay_steps=null: optimizer.schedule=warmup",
     "model.lora.rank=-1": "must be 0 (no adapters) or more",
     "model.lora.alpha=3": "has no effect with model.lora.rank=0; set the rank",
     "distributed.processes=2": "distributed=single is one process; add distributed=ddp or",
@@ -145,11 +147,9 @@ UNUSABLE = {
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
-    # Names that are no enums.
+    # Fixed names.
     "engine.name=transformer": "expected one of: transformers, vllm (did you mean 'transformers'?)",
-    "tracker.name=wandb": "expected one of: trackio, none",
     "tracker.rollouts=al": "expected all, none, or a whole number (did you mean 'all'?)",
-    "training.mixed_precision=bf17": "expected one of: no, bf16, fp16 (did you mean 'bf16'?)",
     # Combinations without a meaning.
     "eval.tools=[sqll]": "eval.tools=[sqll]: is not a tool of this run (did you mean 'sql'?)",
     "stop_tools=[final_anser]": "is not a tool of this run (did you mean 'final_answer'?)",
@@ -171,7 +171,7 @@ UNUSABLE = {
     "data.path=rows.jsonl": "is not used by these rows; add data=file",
     "data.subset=main": "is not used by these rows; add data=hub",
     "data.test_fraction=0.1": "data.test has rows of its own; leave it out",
-    "data.test_fraction=1.5": "must be between 0 and 1",
+    "data.test_fraction=1.5": "must be below 1",
     "data.test_seed=3": "has no effect without data.test_fraction",
     "reward={}": "choose one: reward=[exact_match]",
     # Components.
@@ -235,8 +235,11 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
             ("distributed=fsdp2", "training.mixed_precision=fp16"),
             "each process would scale a part of the gradient; set training.mixed_precision=bf16",
         ),
-        (("optimizer=sgd", "optimizer.betas=[0.9,0.95]"), "are AdamW's; add optimizer=adamw"),
-        (("optimizer=sgd", "optimizer.momentum=0.5"), "is Muon's; add optimizer=muon"),
+        (
+            ("optimizer=sgd", "optimizer.betas=[0.9,0.95]"),
+            "unknown key of optimizer=sgd; optimizer=adamw and optimizer=muon have it",
+        ),
+        (("optimizer=sgd", "optimizer.momentum=0.5"), "optimizer=sgd; optimizer=muon has it"),
         (
             ("distributed=fsdp2", "engine=vllm", "engine.tensor_parallel_size=2"),
             "each process has an engine of its own on its device; set engine.tensor_para",
@@ -376,9 +379,9 @@ MAZE = "+environment.maze._target_=worlds.Maze"
         (["+environment.maze.pooled=true"], "has no _target_; add one: environment.maze._target_="),
         ([MAZE[:-1]], "worlds has no 'Maz' (did you mean 'Maze'?)"),
         (["+environment.maze._target_=parts.add"], "is a function; each rollout gets an instance"),
-        ([MAZE, "+environment.maze.pooled=maybe"], "pooled=maybe: expected true or false; null"),
-        ([MAZE, "+environment.maze.timeout_s=0"], "maze.timeout_s=0: must be a number above 0"),
-        ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: must be a whole number"),
+        ([MAZE, "+environment.maze.pooled=maybe"], "pooled=maybe: expected true or false"),
+        ([MAZE, "+environment.maze.timeout_s=0"], "maze.timeout_s=0: must be more than 0"),
+        ([MAZE, "+environment.maze.concurrency=x"], "concurrency=x: expected a whole number"),
         ([MAZE, "+environment.maze.isolation=process"], "isolation=process: an environment keeps"),
         (
             [MAZE, "+environment.maze.max_calls=9", "rollout.max_tool_calls=5"],
@@ -397,7 +400,7 @@ MAZE = "+environment.maze._target_=worlds.Maze"
             "stop_tools=[mvoe]: is not a tool of this run; its tools are: sql, final_answer",
         ),
         (
-            ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[wriet]"],
+            ["+tools.files._target_=file_tools.Files", "stop_tools=[wriet]"],
             "stop_tools=[wriet]: is not a tool of this run (did you mean 'write'?); its tools are: "
             "sql, final_answer, write, read, suffix",
         ),
@@ -416,9 +419,8 @@ def test_environments_and_tools_that_cannot_work(overrides: list[str], message: 
     [
         [MAZE, "reward=[]"],
         [MAZE, "+reward.environment.weight=0.5"],
-        # A class with bases: whether there is a method of that name, only importing it tells.
-        [MAZE, "stop_tools=[jump]"],
-        ["+tools.files._target_=test_tools_methods.Files", "stop_tools=[write]"],
+        [MAZE, "stop_tools=[move]"],
+        ["+tools.files._target_=file_tools.Files", "stop_tools=[write]"],
     ],
 )
 def test_environments_and_tools_that_work(overrides: list[str]) -> None:
@@ -602,6 +604,79 @@ def test_a_config_dir_that_does_not_exist() -> None:
     assert "--config-dir /no/such/dir: there is no such folder" in refusal(
         source=Source(extra="/no/such/dir")
     )
+
+
+THEIRS = {
+    "num_generations=8": "num_generations=8: unknown key; it is algorithm.group_size here",
+    "learning_rate=1e-5": "it is optimizer.lr here",
+    "actor_rollout_ref.rollout.n=8": "n=8: unknown key; it is algorithm.group_size here",
+    "algorithm.adv_estimator=grpo": "it is algorithm.advantage here",
+    "data.train_files=a.parquet": "it is data.path here (with data=file)",
+    "use_vllm=true": "it is engine.name here (engine=vllm)",
+    "+trainer.nnodes=2": "it is distributed.nodes here",
+    "trainer.critic_warmup=0": "that is verl's; `agenttrain settings` prints ours",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), THEIRS.items())
+def test_names_of_trl_and_verl_are_answered_with_ours(override: str, expected: str) -> None:
+    assert expected in refusal(override)
+
+
+def test_ours_exist_and_theirs_are_none_of_ours() -> None:
+    known = {*setting_keys(), "hydra.run.dir", "hydra.job.name"}
+    assert [name for name, ours in ELSEWHERE.items() if ours not in known] == []
+    assert known & set(ELSEWHERE) == set()
+    assert set(REMARKS) <= set(ELSEWHERE)
+
+
+def test_a_problem_that_only_the_last_check_finds_names_its_file(tmp_path: Path) -> None:
+    body = "# @package _global_\noptimizer: {lrr: 1, warmup_steps: -3}\nsteps: 0\n"
+    source = written(tmp_path, {"experiment/mine.yaml": body})
+    assert refusal("experiment=mine", "steps=-1", source=source).splitlines() == [
+        "optimizer.lrr=1 (in experiment/mine.yaml): unknown key of optimizer=adamw (did you mean "
+        "'lr'?)",
+        "optimizer.warmup_steps=-3 (in experiment/mine.yaml): must be 0 or more",
+        "steps=-1: must be at least 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.revision=123", "expected a text; quote it: data.revision='\"123\"'"),
+        ("data.revision=12e4", "expected a text; quote it: data.revision='\"…\"'"),
+        (
+            "data.train.revision=123",
+            "data.train.revision=123: expected a text; quote it: '\"123\"'",
+        ),
+    ],
+)
+def test_a_revision_that_arrives_as_a_number_is_to_be_quoted(override: str, expected: str) -> None:
+    assert expected in refusal("data=hub", "data.path=a/b", "data.test_fraction=0.1", override)
+
+
+LATE = """
+import pathlib
+pathlib.Path("imported").touch()
+def find(query): ...
+"""
+
+
+def test_code_is_imported_last_and_only_where_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_tools.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    find = "tools.find._target_=late_tools.find"
+    assert refusal(find, "steps=0") == "steps=0: must be at least 1"
+    with hydra_session(Source()):
+        validate(compose_run(open_keys([find]), Source()).config, code=())
+    assert not Path("imported").exists()
+    text = refusal(find, "tools.find.qury=1")
+    assert text.startswith("tools.find.qury=1: late_tools.find has no such argument (did you mean")
+    assert Path("imported").exists()
 
 
 def test_every_setting_suggests_itself() -> None:

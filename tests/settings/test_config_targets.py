@@ -1,104 +1,111 @@
-"""`_target_` is looked up in source files; nothing is imported on the way."""
+"""`_target_`: the object that a dotted path names, and what it takes."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from agenttrain.utils.locate import Kind, Target, look_up
+from agenttrain.utils.locate import call_parameters, locate, parameter_names
+
+NUMBERS = count()
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `lookup_pkg` that would fail if it were imported."""
-    folder = tmp_path / "lookup_pkg"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that writes the module `mod` of a new package, whose name it returns."""
+    name = f"lookup_{next(NUMBERS)}"
+
+    def written(source: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "mod.py").write_text(source)
+        return name
+
     monkeypatch.syspath_prepend(str(tmp_path))
-    return folder
+    return written
 
 
-def write(package: Path, source: str) -> None:
-    (package / "mod.py").write_text(source)
-
-
-def test_a_function_and_its_parameters(package: Path) -> None:
-    write(package, "import torch_of_the_user\ndef find(a, /, b, *, c=1): ...\n")
-    found = look_up("lookup_pkg.mod.find")
-    assert found == Target(parameters=("a", "b", "c"), kind=Kind.function)
-    assert "lookup_pkg" not in sys.modules
-
-
-def test_a_class_takes_what_its_init_takes(package: Path) -> None:
-    write(package, "class Find:\n    def __init__(self, table, *, limit=3): ...\n")
-    assert look_up("lookup_pkg.mod.Find").parameters == ("table", "limit")
+FALLBACK = """
+try:
+    from no_such_fast import find
+except ImportError:
+    def find(a): ...
+"""
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "expected"),
     [
-        "def find(**anything): ...",
-        "@decorated\ndef find(a): ...",
-        "class find(Base): ...",
-        "@dataclass\nclass find:\n    a: int",
-        "from elsewhere import find",
-        "find = partial(other, 1)",
-        "if condition:\n    def find(**k): ...",
-        "try:\n    from fast import find\nexcept ImportError:\n    find = None",
-        "from elsewhere import *",
-        "def __getattr__(name): ...",
-        "this is no Python",
+        ("def find(a, /, b, *, c=1): ...", ("b", "c")),
+        ("class find:\n    def __init__(self, table, *, limit=3): ...", ("table", "limit")),
+        ("class find: ...", ()),
+        ("from dataclasses import dataclass\n@dataclass\nclass find:\n    a: int", ("a",)),
+        ("class Base:\n    def __init__(self, size): ...\nclass find(Base): ...", ("size",)),
+        ("def find(**anything): ...", None),
+        (FALLBACK, ("a",)),
     ],
 )
-def test_what_cannot_be_known_is_not_refused(package: Path, source: str) -> None:
-    write(package, source)
-    found = look_up("lookup_pkg.mod.find")
-    assert (found.problem, found.parameters) == (None, None)
+def test_the_names_that_a_target_takes(
+    write: Callable[[str], str], source: str, expected: tuple[str, ...] | None
+) -> None:
+    target = locate(f"{write(source)}.mod.find", key="tools.find._target_")
+    assert parameter_names(target) == expected
+
+
+def test_compiled_code_without_a_signature_may_take_anything() -> None:
+    assert parameter_names(locate("builtins.min", key="tools.min._target_")) is None
 
 
 @pytest.mark.parametrize(
-    ("head", "kind"),
+    ("source", "expected"),
     [
-        ("class Find:", Kind.whole_class),
-        ("class Find(Base):", Kind.part_class),
-        ("@dataclass\nclass Find:", Kind.part_class),
+        ("def find(): ...", 0),
+        ("def find(*args): ...", 1),
+        ("class find:\n    def __call__(self): ...", 0),
+        ("class find:\n    def __call__(self, rollout): ...", 1),
+        ("class find: ...", None),
     ],
 )
-def test_the_methods_of_a_class(package: Path, head: str, kind: Kind) -> None:
-    write(package, f"{head}\n    size: int = 1\n    def a(self): ...\n    async def b(self): ...\n")
-    found = look_up("lookup_pkg.mod.Find")
-    assert (found.kind, found.methods) == (kind, ("a", "b"))
+def test_the_parameters_of_a_call(
+    write: Callable[[str], str], source: str, expected: int | None
+) -> None:
+    target = locate(f"{write(source)}.mod.find", key="reward.find._target_")
+    assert call_parameters(target) == expected
 
 
-def test_what_a_decorator_makes_of_a_function_is_not_known(package: Path) -> None:
-    write(package, "@decorated\ndef find(a): ...\n")
-    assert look_up("lookup_pkg.mod.find").kind is None
+@pytest.mark.parametrize(
+    ("source", "path", "problem"),
+    [
+        ("def find(): ...", "mod.fnid", "mod has no 'fnid' (did you mean 'find'?)"),
+        ("", "nod.find", "has no 'nod'"),
+        ("", "mod", "names a module; add the function or class in it"),
+        ("1 / 0", "mod.find", "importing it failed: ZeroDivisionError: division by zero"),
+        ("import no_such_pkg", "mod.find", "importing it failed: No module named 'no_such_pkg'"),
+        ("this is no Python", "mod.find", "importing it failed: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_path_that_names_nothing(
+    write: Callable[[str], str], source: str, path: str, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^tools\.find\._target_='lookup_") as caught:
+        locate(f"{write(source)}.{path}", key="tools.find._target_")
+    assert problem in str(caught.value)
 
 
-def test_a_name_that_is_not_there(package: Path) -> None:
-    write(package, "def find(): ...\nlookup_table: dict = {}\n")
-    problem = look_up("lookup_pkg.mod.fnid").problem
-    assert problem == "lookup_pkg.mod has no 'fnid' (did you mean 'find'?)"
-
-
-def test_a_module_that_is_not_there(package: Path) -> None:
-    assert "there is no module 'no_such_pkg'" in str(look_up("no_such_pkg.mod.find").problem)
-    # The package is there, the module in it is not: it is looked for as a name of the package.
-    assert look_up("lookup_pkg.nod.find").problem == "lookup_pkg has no 'nod'"
-
-
-def test_a_module_is_no_target(package: Path) -> None:
-    write(package, "def find(): ...\n")
-    assert "names a module" in str(look_up("lookup_pkg.mod").problem)
+def test_a_package_that_is_not_installed() -> None:
+    with pytest.raises(ValueError, match="there is no module 'no_such_pkg'; install the package"):
+        locate("no_such_pkg.mod.find", key="tools.find._target_")
 
 
 @pytest.mark.parametrize("path", [None, 7, "", "a..b", "a b.c", "../a.py"])
 def test_what_is_no_dotted_path(path: object) -> None:
-    assert "expected a dotted path" in str(look_up(path).problem)
+    with pytest.raises(ValueError, match="expected a dotted path"):
+        locate(path, key="tools.find._target_")
 
 
-def test_built_in_and_compiled_modules_are_trusted() -> None:
-    assert look_up("math.hypot") == Target()
-    assert look_up("sys.exit") == Target()
+def test_a_path_of_the_first_layout_is_answered_with_todays() -> None:
+    with pytest.raises(ValueError, match=r"is agenttrain\.tools\.builtin\.sql\.Sql now"):
+        locate("agenttrain.tools.sql.Sql", key="tools.sql._target_")

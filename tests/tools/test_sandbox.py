@@ -23,7 +23,7 @@ import agenttrain
 from agenttrain.data.bundled import code
 from agenttrain.engines.scripted import ScriptedEngine
 from agenttrain.rollout.loop import RolloutContext, RolloutRequest, run_rollout
-from agenttrain.settings.component_checks import tool_problems
+from agenttrain.settings.components import code_problems
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.tools.build import build_toolbox
 from agenttrain.tools.sandbox.config import SandboxSettings
@@ -440,22 +440,22 @@ def test_a_scripted_agent_solves_a_code_task_with_it(
     ("given", "message"),
     [
         ({"language": "pyhton"}, "language='pyhton': expected one of: python, bash (did you mean"),
-        ({"sandbox": "bubblewrap"}, "sandbox='bubblewrap': expected one of: required, bwrap"),
-        ({"memory_mb": 16}, "memory_mb=16: must be at least 64: an interpreter alone needs it"),
+        ({"sandbox": "bubblewrap"}, "sandbox=bubblewrap: expected one of: required, bwrap"),
+        ({"memory_mb": 16}, "memory_mb=16: must be at least 64"),
         ({"disk_mb": 600}, "disk_mb=600: more than memory_mb=512"),
-        ({"processes": True}, "processes=True: must be a whole number"),
-        ({"processes": "many"}, "processes='many': must be a whole number"),
+        ({"processes": True}, "processes=true: expected a whole number"),
+        ({"processes": "many"}, "processes=many: expected a whole number"),
         ({"processes": 3}, "processes=3: must be at least 4"),
-        ({"call_s": 0}, "call_s=0: must be a positive number of seconds"),
-        ({"call_s": "long"}, "call_s='long': must be a positive number of seconds"),
+        ({"call_s": 0}, "call_s=0: must be more than 0"),
+        ({"call_s": "long"}, "call_s=long: expected a number"),
         ({"call_s": 20}, "call_s=20: not below tools.python.timeout_s=10"),
         ({"timeout_s": 4}, "call_s=8: not below tools.python.timeout_s=4"),
-        ({"packages": "/no/such"}, "packages='/no/such': there is no such folder"),
+        ({"packages": "/no/such"}, "packages=/no/such: there is no such folder"),
     ],
 )
 def test_settings_that_cannot_work(given: dict[str, Any], message: str) -> None:
     config = RunConfig(tools={"python": {"_target_": TARGET, "language": "python", **given}})
-    (problem,) = tool_problems(config)
+    (problem,) = code_problems(config, ["tools"])
     assert problem.startswith(f"tools.python.{message}")
 
 

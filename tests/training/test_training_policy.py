@@ -22,7 +22,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.objectives.config import Ratio, chosen
 from agenttrain.trainer import update
-from agenttrain.training.config import OptimizerConfig, Schedule, WeightSyncConfig
+from agenttrain.training.config import Schedule, WeightSyncConfig, optimizer_settings
 from agenttrain.training.nonfinite import BrokenUpdate
 from agenttrain.training.optimizers import learning_rate
 from agenttrain.training.policy import Policy
@@ -378,7 +378,9 @@ def test_mixed_precision_trains() -> None:
 
 def test_learning_rates() -> None:
     def rates(schedule: Schedule, warmup: int) -> list[float]:
-        config = OptimizerConfig(lr=1.0, warmup_steps=warmup, schedule=schedule)
+        config = optimizer_settings(
+            {"name": "adamw", "lr": 1.0, "warmup_steps": warmup, "schedule": schedule}
+        )
         return [learning_rate(config, step, 6) for step in range(1, 7)]
 
     assert rates(Schedule.constant, 0) == [1.0] * 6

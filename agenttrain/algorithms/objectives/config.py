@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from agenttrain.types import ConfigError
-from agenttrain.utils.locate import locate, look_up
+from agenttrain.utils.locate import locate
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import InvalidSettings, choice, shown, validated
 
@@ -178,8 +178,6 @@ class Objective:
         if not self.is_own:
             return all_objectives()[self.section["name"]]
         key, path = f"{KEY}._target_", self.section["_target_"]
-        if (problem := look_up(path).problem) is not None:  # before the module imports torch
-            raise ConfigError(f"{key}={shown(path)}: {problem}")
         try:
             function = locate(path, key=key)
         except ValueError as error:

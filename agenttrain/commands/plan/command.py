@@ -13,7 +13,7 @@ from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardwa
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.launch.config import DistributedName
-from agenttrain.settings.optimizer_checks import float32_on_gpu
+from agenttrain.settings.machine import float32_on_gpu
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 LONGEST_SIGNAL_S = 65535
@@ -20,7 +25,7 @@ FIXED = ("ntasks", "ntasks-per-node", "output", "open-mode", "chdir", "no-requeu
 """Directives that submit writes as the job needs them."""
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class SlurmConfig:
     """A job of SLURM's: one task on each node, which starts the processes there."""
 
@@ -29,24 +34,26 @@ class SlurmConfig:
     partition: str | None = None
     """None: the cluster's default; so for account, qos and memory."""
     account: str | None = None
+    """Account that the job is charged to."""
     qos: str | None = None
+    """Quality of service."""
     time: str = "04:00:00"
     """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs more is put
     back into the queue and goes on."""
-    nodes: int = 1
+    nodes: Whole = Field(default=1, ge=1)
     """Machines (`distributed.nodes`)."""
-    gpus: int = 0
+    gpus: Whole = Field(default=0, ge=0)
     """GPUs of each node; one process each (`distributed.processes`)."""
-    cpus: int = 8
+    cpus: Whole = Field(default=8, ge=1)
     """Cores of each node."""
     memory: str | None = None
     """Memory of each node, e.g. 64G; 0: all of it."""
-    concurrent: int | None = None
+    concurrent: Whole | None = Field(default=None, ge=1)
     """Jobs of a sweep at the same time; None: as many as the cluster gives."""
-    signal_s: int = 300
+    signal_s: Whole = Field(default=300, ge=1, le=LONGEST_SIGNAL_S)
     """Seconds before the end of the wall time at which the run is told to save and to stop. SLURM
     may be 60 early. Must be enough for one update and a checkpoint."""
-    max_requeues: int = 100
+    max_requeues: Whole = Field(default=100, ge=0)
     """How often one job may go back into the queue."""
     setup: list[str] | None = None
     """Lines of shell before the run, e.g. [module load cuda/12.8, source ~/venv/bin/activate].
@@ -57,6 +64,40 @@ class SlurmConfig:
     """More of srun's options, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
     offline: bool = True
     """Nothing is asked of the Hugging Face hub: compute nodes often have no network."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SlurmConfig:
+        raise_problems(self._problems())
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        seconds = wall_seconds(self.time)
+        if seconds is None or seconds == 0:
+            # YAML reads 4:00:00 without quotes as the number 14400, which SLURM takes for minutes.
+            yield (
+                f"slurm.time={self.time}: write hours:minutes:seconds (04:00:00) or "
+                "days-hours:minutes:seconds (1-12:00:00), in YAML in quotes"
+            )
+        elif self.signal_s >= seconds:
+            yield (
+                f"slurm.signal_s={self.signal_s}: leaves nothing of slurm.time={self.time}, "
+                f"{seconds} seconds; lower it, or give more time"
+            )
+        # One word each, because they become a line of the script.
+        for key in ("name", "partition", "account", "qos", "memory"):
+            value = getattr(self, key)
+            if value is not None and not re.fullmatch(r"[^\s%]+", value):
+                yield f"slurm.{key}={value!r}: must be one word"
+        for key in ("directives", "srun"):
+            for text in getattr(self, key):
+                if not text.startswith("-") or "\n" in text:
+                    yield f"slurm.{key}: {text!r}: must be an option, e.g. --exclude=node7"
+        for text in self.directives:
+            name = text.partition("=")[0].partition(" ")[0].lstrip("-")
+            if name in RENDERED:
+                yield f"slurm.directives: {text}: use slurm.{RENDERED[name]}=…, which writes it"
+            elif name in FIXED:
+                yield f"slurm.directives: {text}: submit writes --{name} itself; leave it out"
 
 
 def wall_seconds(time: str) -> int | None:
@@ -74,46 +115,6 @@ def wall_seconds(time: str) -> int | None:
     if second is None or third is None:
         return None
     return 3600 * (first or 0) + 60 * second + third
-
-
-def slurm_problems(config: Any) -> Iterator[str]:
-    """Yield what is wrong with the `slurm` of a RunConfig."""
-    section: SlurmConfig = config.slurm
-    for key, least in (("nodes", 1), ("gpus", 0), ("cpus", 1), ("concurrent", 1)):
-        value = getattr(section, key)
-        if value is not None and value < least:
-            yield f"slurm.{key}={value}: must be {least} or more"
-    if section.max_requeues < 0:
-        yield f"slurm.max_requeues={section.max_requeues}: must be 0 or more"
-    seconds = wall_seconds(section.time)
-    if seconds is None or seconds == 0:
-        # YAML reads 4:00:00 without quotes as the number 14400, which SLURM takes for minutes.
-        yield (
-            f"slurm.time={section.time}: write hours:minutes:seconds (04:00:00) or "
-            "days-hours:minutes:seconds (1-12:00:00), in YAML in quotes"
-        )
-    elif section.signal_s >= seconds:
-        yield (
-            f"slurm.signal_s={section.signal_s}: leaves nothing of slurm.time={section.time}, "
-            f"{seconds} seconds; lower it, or give more time"
-        )
-    if not 0 < section.signal_s <= LONGEST_SIGNAL_S:
-        yield f"slurm.signal_s={section.signal_s}: must be 1 to {LONGEST_SIGNAL_S}"
-    # One word each, because they become a line of the script.
-    for key in ("name", "partition", "account", "qos", "memory"):
-        value = getattr(section, key)
-        if value is not None and not re.fullmatch(r"[^\s%]+", value):
-            yield f"slurm.{key}={value!r}: must be one word"
-    for key in ("directives", "srun"):
-        for text in getattr(section, key):
-            if not text.startswith("-") or "\n" in text:
-                yield f"slurm.{key}: {text!r}: must be an option, e.g. --exclude=node7"
-    for text in section.directives:
-        name = text.partition("=")[0].partition(" ")[0].lstrip("-")
-        if name in RENDERED:
-            yield f"slurm.directives: {text}: use slurm.{RENDERED[name]}=…, which writes it"
-        elif name in FIXED:
-            yield f"slurm.directives: {text}: submit writes --{name} itself; leave it out"
 
 
 def submission_problems(config: Any) -> Iterator[str]:

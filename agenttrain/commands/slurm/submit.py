@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from agenttrain.commands.slurm import script as sbatch
-from agenttrain.commands.slurm.config import SlurmConfig, slurm_problems, submission_problems
+from agenttrain.commands.slurm.config import SlurmConfig, submission_problems
 from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
 from agenttrain.commands.sweep.command import new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
@@ -197,8 +197,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
 def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
     """Raise ConfigError for a run that cannot be a job with these settings."""
     config = replace(config, slurm=settings)
-    checks = (slurm_problems(config), submission_problems(config))
-    if problems := [problem for check in checks for problem in check]:
+    if problems := list(submission_problems(config)):
         raise ConfigError("\n".join(problems))
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
 from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import SETTINGS, Whole
 
 
 class OnFailedJob(StrEnum):
@@ -36,7 +40,7 @@ class Direction(StrEnum):
     minimize = "minimize"
 
 
-@dataclass
+@dataclass(config=SETTINGS)
 class SweepConfig:
     """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
 
@@ -46,18 +50,19 @@ class SweepConfig:
     runs: list[str] = field(default_factory=list)
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
-    trials: int | None = None
+    trials: Whole | None = Field(default=None, ge=1)
     """So many configurations out of ranges and choices, each run with every `seed`; None: every
     combination of the values."""
     sampler: Sampler = Sampler.random
     direction: Direction | None = None
     """Used by `sweep.sampler=tpe`. None: an objective of LOWER_IS_BETTER is minimized, any other
     is maximized."""
-    trials_seed: int = 0
+    trials_seed: Whole = Field(default=0, ge=0)
     """Seed of the sampler."""
-    parallel: int = 1
+    parallel: Whole = Field(default=1, ge=1)
     """Jobs at a time. They divide the GPUs and, unless OMP_NUM_THREADS is set, the cores."""
     on_failed_job: OnFailedJob = OnFailedJob.go_on
+    """Effect of a failed job on those that have not started."""
 
 
 LOWER_IS_BETTER = ("eval/loss", "loss", "kl", "seconds", "training_seconds")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from agenttrain.tools.sandbox.config import SandboxSettings, check_language
 from agenttrain.tools.sandbox.pool import Pool
 from agenttrain.types import ToolContext
+from agenttrain.utils.sections import validated
 
 
 class _Interpreter:
@@ -74,16 +75,19 @@ def interpreter(
     Example: ``interpreter("python", memory_mb=256, call_s=2.0)``
     """
     check_language(language)
-    settings = SandboxSettings(
-        sandbox=sandbox,
-        memory_mb=memory_mb,
-        disk_mb=disk_mb,
-        file_mb=file_mb,
-        cpu_s=cpu_s,
-        processes=processes,
-        call_s=call_s,
-        max_chars=max_chars,
-        packages=packages,
+    settings = validated(
+        SandboxSettings,
+        {
+            "sandbox": sandbox,
+            "memory_mb": memory_mb,
+            "disk_mb": disk_mb,
+            "file_mb": file_mb,
+            "cpu_s": cpu_s,
+            "processes": processes,
+            "call_s": call_s,
+            "max_chars": max_chars,
+            "packages": packages,
+        },
     )
     made = Python(settings) if language == "python" else Bash(settings)
     if sandbox == "none":

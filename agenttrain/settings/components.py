@@ -1,0 +1,330 @@
+"""A run's components: tools, environments, rewards and data, each a `_target_` with arguments.
+
+`section_problems` checks what stands beside a `_target_` and imports nothing. `code_problems`
+imports the modules that are named and asks their signatures; it comes last, when all else is valid,
+because a user's module may import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from inspect import isclass
+from typing import Any
+
+from agenttrain.data.config import (
+    ENDLESS,
+    FILE_ROWS,
+    HUB_ROWS,
+    check_hub,
+    check_row_file,
+    names_test_rows,
+)
+from agenttrain.environments.config import EnvironmentSettings
+from agenttrain.rewards.config import RewardSettings
+from agenttrain.settings.run_config import RunConfig
+from agenttrain.tools.config import (
+    HOOKS,
+    LIFE_CYCLE,
+    MCP_SERVER,
+    SEARCH,
+    ToolLimits,
+    ToolSettings,
+    check_corpus,
+    check_mcp_server,
+)
+from agenttrain.tools.sandbox.config import INTERPRETER, interpreter_problems
+from agenttrain.types import ConfigError
+from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
+from agenttrain.utils.names import did_you_mean
+from agenttrain.utils.sections import beside, field_names, shown
+
+SECTIONS = ("tools", "environment", "reward", "data")
+"""Sections that name code."""
+SETTINGS_BESIDE: Mapping[str, type[Any]] = {
+    "tools": ToolSettings,
+    "environment": EnvironmentSettings,
+    "reward": RewardSettings,
+}
+REWARD = "environment"
+"""Name of the reward function that environments share."""
+REWARD_TARGET = "agenttrain.rewards.builtin.tools.environment"
+OUR_REWARDS = "agenttrain.rewards."
+STOP_TOOL_CALLED = f"{OUR_REWARDS}builtin.tools.stop_tool_called"
+TOOL_CHECKS: Mapping[str, Callable[..., object]] = {
+    MCP_SERVER: check_mcp_server,
+    SEARCH: check_corpus,
+}
+"""Checks of bundled tools' arguments that need no connection and no index."""
+
+
+def section_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of every component's section but its `_target_`; nothing is imported."""
+    for key, section, others in _components(config):
+        kind, *_, name = key.split(".")
+        if not isinstance(section, Mapping) or "_target_" not in section:
+            if name == "_target_" and isinstance(section, str):
+                yield (
+                    f"{key}={section}: has no name; a file in {kind}/ begins with the line "
+                    f"`# @package {kind}.<name>`, and a setting is written {kind}.<name>._target_=…"
+                )
+                continue
+            built = [n for n, s in others.items() if isinstance(s, Mapping) and "_target_" in s]
+            hint = did_you_mean(name, built)
+            yield (
+                f"{key}={section}: has no _target_{hint}; add one: {key}._target_=my_module.{name}"
+            )
+        elif kind in SETTINGS_BESIDE:
+            try:
+                settings, _ = beside(SETTINGS_BESIDE[kind], section, key)
+            except ConfigError as error:
+                yield from str(error).splitlines()
+            else:
+                if isinstance(settings, ToolLimits):
+                    yield from _without_effect(key, settings, config)
+    for name, section in config.reward.items():
+        ours = isinstance(section, Mapping) and section.get("_target_") == REWARD_TARGET
+        if ours and not config.environment:
+            yield (
+                f"reward.{name}: is the reward of an environment, and the run has none; add "
+                "+environment.<name>._target_=<class>, or leave it out"
+            )
+    if not config.reward and not config.environment:  # an environment may have a reward
+        yield "reward={}: without a reward nothing can be learnt; choose one: reward=[exact_match]"
+
+
+def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield each component's key and section, and the sections among which it stands."""
+    for kind in SETTINGS_BESIDE:
+        others = getattr(config, kind)
+        sections = reward_sections(config) if kind == "reward" else others
+        for name, section in sections.items():
+            yield f"{kind}.{name}", section, others
+    for split in ("train", "test") if names_test_rows(config.data) else ("train",):
+        yield f"data.{split}", getattr(config.data, split), {}
+
+
+def _without_effect(key: str, limits: ToolLimits, config: RunConfig) -> Iterator[str]:
+    """Yield limits of a tool or environment that one of the whole rollout makes meaningless."""
+    for name, total in (
+        ("max_calls", "max_tool_calls"),
+        ("max_result_tokens", "max_completion_tokens"),
+    ):
+        value, most = getattr(limits, name), getattr(config.rollout, total)
+        if None not in (value, most) and value > most:
+            yield (
+                f"{key}.{name}={value}: has no effect, the whole rollout is limited to "
+                f"rollout.{total}={most}; lower one or raise the other"
+            )
+
+
+def code_problems(config: RunConfig, sections: Collection[str] = SECTIONS) -> Iterator[str]:
+    """Import the code that `sections` name, and yield what does not fit it.
+
+    `section_problems` has to have no complaint. Bundled code imports no torch.
+    """
+    for key, section, _ in _components(config):
+        kind = key.partition(".")[0]
+        if kind not in sections:
+            continue
+        try:
+            target = locate(section["_target_"], key=f"{key}._target_")
+        except ValueError as error:
+            yield str(error)
+            continue
+        ours = field_names(SETTINGS_BESIDE[kind]) if kind in SETTINGS_BESIDE else ()
+        parameters = parameter_names(target)
+        known = (*(parameters or ()), *ours)
+        unknown = [n for n in section if n not in (*known, "_target_")]
+        if parameters is not None and unknown:
+            for name in unknown:
+                yield (
+                    f"{key}.{name}={shown(section[name])}: {section['_target_']} has no such "
+                    f"argument{did_you_mean(name, known)}; known are: {', '.join(known)}"
+                )
+            continue
+        yield from CODE_CHECKS[kind](config, key, section, target)
+    if {"tools", "environment"} <= set(sections):
+        yield from _named_tools(config)
+
+
+def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    settings, bound = beside(ToolSettings, section, key)
+    yield from _errors_to_retry(key, settings)
+    if section["_target_"] == INTERPRETER:
+        yield from interpreter_problems(key, settings, bound)
+    check = TOOL_CHECKS.get(section["_target_"])
+    if check is None:
+        return
+    try:
+        check(**bound)
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+        return
+    patience = section.get("reconnect_s", 5.0)
+    if check is check_mcp_server and patience >= settings.timeout_s:
+        yield (
+            f"{key}.reconnect_s={patience}: must be below {key}.timeout_s={settings.timeout_s:g}, "
+            "or a call times out before its server counts as unreachable"
+        )
+
+
+def _environment(
+    config: RunConfig, key: str, section: Mapping[str, Any], target: Any
+) -> Iterator[str]:
+    yield from _errors_to_retry(key, beside(EnvironmentSettings, section, key)[0])
+    if not isclass(target):
+        yield (
+            f"{key}._target_={section['_target_']}: is a function; each rollout gets an instance "
+            "of its own, so name a class"
+        )
+
+
+def _errors_to_retry(key: str, limits: ToolLimits) -> Iterator[str]:
+    for path in limits.retry_on:
+        try:
+            error = locate(path, key=f"{key}.retry_on")
+        except ValueError as problem:
+            yield str(problem)
+            continue
+        if not (isclass(error) and issubclass(error, Exception)):
+            yield f"{key}.retry_on={path}: is no exception"
+
+
+def _reward(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    path = section["_target_"]
+    if call_parameters(target) == 0:
+        yield (
+            f"{key}._target_={path}: takes no argument; a reward gets the rollout, and the "
+            "columns that it names: def mine(rollout, answer)"
+        )
+    stopping = config.stop_tools or any(tool.get("stop") is True for tool in config.tools.values())
+    if path == STOP_TOOL_CALLED and not stopping:
+        yield f"{key}: would always be 0 with stop_tools=[]; name one: stop_tools=[final_answer]"
+    if not path.startswith(OUR_REWARDS) or not isclass(target):
+        return
+    _, bound = beside(RewardSettings, section, key)
+    try:
+        target(**bound)  # bundled ones check their arguments, and import nothing heavy
+    except TypeError as error:
+        yield f"{key}: {error}"
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+
+
+def _rows(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) -> Iterator[str]:
+    path = section["_target_"]
+    bound = {name: value for name, value in section.items() if name != "_target_"}
+    try:
+        if path == FILE_ROWS:
+            check_row_file(**bound)
+        elif path == HUB_ROWS:
+            check_hub(**bound)
+        elif path in ENDLESS:
+            target(index=0, **bound)
+    except TypeError as error:
+        yield f"{key}: {error}"
+    except ValueError as error:
+        yield about_argument(error, key, bound)
+
+
+CODE_CHECKS: Mapping[str, Callable[..., Iterator[str]]] = {
+    "tools": _tool,
+    "environment": _environment,
+    "reward": _reward,
+    "data": _rows,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolNames:
+    """Names of tools as far as classes and functions have them."""
+
+    names: tuple[str, ...]
+    complete: bool
+    """No tools beside `names`; else `build` learns them, before weights are loaded."""
+
+
+def tool_names(config: RunConfig) -> ToolNames:
+    """Return the tools of `tools` and the methods of `environment`; imports their modules.
+
+    Example: `tools.add` of a function and an environment with a method `move` are ``("add",
+    "move")``.
+    """
+    parts = [_of_tool(name, section) for name, section in config.tools.items()]
+    for name, section in config.environment.items():
+        target = locate(section["_target_"], key=f"environment.{name}._target_")
+        names = _methods(target, HOOKS) if isclass(target) else ()
+        parts.append(ToolNames(names=names, complete=True))
+    every = dict.fromkeys(name for part in parts for name in part.names)
+    return ToolNames(names=tuple(every), complete=all(part.complete for part in parts))
+
+
+def _of_tool(name: str, section: Mapping[str, Any]) -> ToolNames:
+    target = locate(section["_target_"], key=f"tools.{name}._target_")
+    if not isclass(target) or any("__call__" in vars(base) for base in target.__mro__[:-1]):
+        return ToolNames(names=(name,), complete=True)
+    if hasattr(target, "tools"):  # it says itself which there are, once it is made
+        return ToolNames(names=(), complete=False)
+    return ToolNames(names=_methods(target, LIFE_CYCLE), complete=True)
+
+
+def _methods(cls: type, reserved: tuple[str, ...]) -> tuple[str, ...]:
+    from agenttrain.tools.tool import public_methods  # jsonschema comes with it
+
+    return tuple(public_methods(cls, reserved))
+
+
+def stop_tools(config: RunConfig) -> tuple[str, ...]:
+    """Return the stop tools: of `stop_tools`, and of sections with `stop`.
+
+    Example: ``stop_tools: [quit]`` and ``tools.submit.stop: true`` are ``("quit", "submit")``. A
+    section whose tools are known once it is built (an MCP server) stands for them as ``"mcp …"``.
+    """
+    names = dict.fromkeys(config.stop_tools)
+    for name, section in config.tools.items():
+        if section.get("stop") is True:
+            made = _of_tool(name, section)
+            names.update(dict.fromkeys(made.names if made.complete else (f"{name} …",)))
+    return tuple(names)
+
+
+def _named_tools(config: RunConfig) -> Iterator[str]:
+    """Yield tools that `stop_tools` and `eval.tools` name and no section has."""
+    try:
+        known = tool_names(config)
+    except ValueError:  # answered above
+        return
+    if not known.complete:
+        return
+    remedies = {"stop_tools": "stop_tools=[] is none (as with experiment=none)"}
+    remedies["eval.tools"] = "eval.tools=null is all of them"
+    for key, names in (("stop_tools", config.stop_tools), ("eval.tools", config.eval.tools or ())):
+        for name in names:
+            if name not in known.names:
+                yield (
+                    f"{key}=[{name}]: is not a tool of this run{did_you_mean(name, known.names)}; "
+                    f"its tools are: {', '.join(known.names) or 'none'}; {remedies[key]}"
+                )
+
+
+def rewarding(config: RunConfig) -> bool:
+    """Return whether some environment has a `reward`; imports their modules."""
+    classes = (
+        locate(section["_target_"], key=f"environment.{name}._target_")
+        for name, section in config.environment.items()
+    )
+    return any(callable(getattr(cls, "reward", None)) for cls in classes)
+
+
+def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
+    """Return the reward functions of a run, with the environments' own among them.
+
+    It needs no `_target_`, so that ``+reward.environment.weight=0.5`` is enough, and with
+    `rewarding` (some environment has a `reward`) no section at all.
+    """
+    sections = dict(config.reward)
+    section = sections.get(REWARD, {} if rewarding else None)
+    if config.environment and isinstance(section, Mapping):
+        sections[REWARD] = {"_target_": REWARD_TARGET, **section}
+    return sections
