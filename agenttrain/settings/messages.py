@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from shlex import quote
 from types import NoneType, UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
@@ -284,7 +284,7 @@ def _expected(key: str, value: object) -> str | None:
             return None
         cls = get_type_hints(cls).get(part)
     optional = NoneType in get_args(cls)
-    if get_origin(cls) is UnionType:
+    if get_origin(cls) in (Union, UnionType):
         (cls,) = (kind for kind in get_args(cls) if kind is not NoneType)
     tail = ", or null" if optional else ""
     if isinstance(cls, type) and issubclass(cls, Enum):

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from agenttrain.utils.files import PACKAGE
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole, shown
+from agenttrain.utils.sections import SETTINGS, Flag, Number, Whole
 
 
 class Isolation(StrEnum):
@@ -74,7 +74,7 @@ class ToolLimits:
     def _check(self) -> Self:
         if self.retries == 0 and self.retry_backoff_s != ToolLimits.retry_backoff_s:
             raise ValueError(
-                f"retry_backoff_s={shown(self.retry_backoff_s)}: has no effect with retries=0; "
+                f"retry_backoff_s={self.retry_backoff_s:g}: has no effect with retries=0; "
                 "leave one of them out"
             )
         return self

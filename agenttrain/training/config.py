@@ -122,6 +122,7 @@ class OptimizerConfig:
     """Settings that all optimizers have."""
 
     name: str = "adamw"
+    """The optimizer; each has keys of its own beside those that all have."""
     lr: Number = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
     weight_decay: Number = Field(default=0.0, ge=0)
@@ -130,6 +131,7 @@ class OptimizerConfig:
     warmup_steps: Whole = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
+    """Learning rate after the warm-up, by the names of transformers' schedules."""
     schedule_options: dict[str, Any] = field(default_factory=dict)
     """Options of the schedule, by transformers' names, e.g. {min_lr_rate: 0.1}."""
     max_grad_norm: Number = Field(default=1.0, gt=0)

@@ -248,7 +248,7 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
         (("eval.temperature=0", "eval.samples=2"), "all samples are the same"),
         (
             ("+tools.sql.retries=0", "+tools.sql.retry_backoff_s=1"),
-            "tools.sql.retry_backoff_s=1: has no effect with tools.sql.retries=0",
+            "tools.sql.retry_backoff_s=1: has no effect with retries=0",
         ),
         (
             ("+tools.sql.max_calls=9", "rollout.max_tool_calls=8"),
@@ -642,18 +642,20 @@ def test_a_problem_that_only_the_last_check_finds_names_its_file(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("overrides", "expected"),
     [
-        ("data.revision=123", "expected a text; quote it: data.revision='\"123\"'"),
-        ("data.revision=12e4", "expected a text; quote it: data.revision='\"…\"'"),
+        (["data.revision=123"], "expected a text; quote it: data.revision='\"123\"'"),
+        (["data.revision=12e4"], "expected a text; quote it: data.revision='\"…\"'"),
         (
-            "data.train.revision=123",
+            ["data.test.split=test", "data.train.revision=123"],
             "data.train.revision=123: expected a text; quote it: '\"123\"'",
         ),
     ],
 )
-def test_a_revision_that_arrives_as_a_number_is_to_be_quoted(override: str, expected: str) -> None:
-    assert expected in refusal("data=hub", "data.path=a/b", "data.test_fraction=0.1", override)
+def test_a_revision_that_arrives_as_a_number_is_to_be_quoted(
+    overrides: list[str], expected: str
+) -> None:
+    assert expected in refusal("data=hub", "data.path=a/b", *overrides)
 
 
 LATE = """
