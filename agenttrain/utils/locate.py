@@ -85,19 +85,19 @@ def locate(path: object, *, key: str) -> Any:
     error inside an imported module is chained to it.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(f"{key}={path!r}: expected a dotted path such as my_pkg.my_module.my_name")
+        raise ValueError(f"{key}={path}: expected a dotted path such as my_pkg.my_module.my_name")
     if path in MOVED:
-        raise ValueError(f"{key}={path!r}: is {MOVED[path]} now")
+        raise ValueError(f"{key}={path}: is {MOVED[path]} now")
     parts = path.split(".")
     value, used = _import_longest(parts, key=key)
     for position in range(used, len(parts)):
         if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
             hint = did_you_mean(parts[position], (n for n in dir(value) if not n.startswith("_")))
-            raise ValueError(f"{key}={path!r}: {where} has no {parts[position]!r}{hint}")
+            raise ValueError(f"{key}={path}: {where} has no {parts[position]!r}{hint}")
         value = getattr(value, parts[position])
     if isinstance(value, ModuleType):
-        raise ValueError(f"{key}={path!r}: names a module; add the function or class in it")
+        raise ValueError(f"{key}={path}: names a module; add the function or class in it")
     return value
 
 
@@ -111,12 +111,12 @@ def _import_longest(parts: list[str], *, key: str) -> tuple[Any, int]:
         except ModuleNotFoundError as error:
             # Another missing module is what the user's own module imports: not for us to skip.
             if error.name is None or not (name + ".").startswith(error.name + "."):
-                raise ValueError(f"{key}={path!r}: importing it failed: {error}") from error
+                raise ValueError(f"{key}={path}: importing it failed: {error}") from error
         except Exception as error:
             raise ValueError(
-                f"{key}={path!r}: importing it failed: {type(error).__name__}: {error}"
+                f"{key}={path}: importing it failed: {type(error).__name__}: {error}"
             ) from error
     raise ValueError(
-        f"{key}={path!r}: there is no module {parts[0]!r}; install the package, or put its folder "
+        f"{key}={path}: there is no module {parts[0]!r}; install the package, or put its folder "
         "on PYTHONPATH"
     )

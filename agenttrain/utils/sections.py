@@ -181,8 +181,10 @@ def _problem(detail: Mapping[str, Any], place: str) -> str:
     kind, bounds = detail["type"], detail.get("ctx") or {}
     for name, words in BOUNDS.items():
         if name in bounds:
+            if (name, bounds[name]) == ("ge", 0):
+                return "must be 0 or more"
             bound = bounds[name] if isinstance(bounds[name], int) else f"{bounds[name]:g}"
-            return "must be 0 or more" if (name, bound) == ("ge", 0) else f"{words} {bound}"
+            return f"{words} {bound}"
     if kind == "enum":
         # pydantic writes 'a', 'b' or 'c'
         names = bounds["expected"].replace("' or '", "', '").strip("'").split("', '")

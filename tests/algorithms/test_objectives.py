@@ -171,7 +171,7 @@ def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
     done = agenttrain(folder, "check", *TINY, *own("clip"))
     assert done.returncode == 2
     assert (
-        "algorithm.objective._target_='own_objectives.clip': importing it failed: ValueError: two "
+        "algorithm.objective._target_=own_objectives.clip: importing it failed: ValueError: two "
         "objectives have the name clip: agenttrain.algorithms.objectives.clip.clip and "
         "own_objectives.clip; rename the second"
     ) in done.stderr

@@ -24,7 +24,7 @@ from agenttrain.settings.compose import (
 from agenttrain.settings.compose import open_keys as opened
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import arithmetic, describe
-from agenttrain.training.config import OptimizerConfig
+from agenttrain.training.config import AdamWSettings
 from agenttrain.utils.files import conf_folder, list_groups
 
 GROUPS = list_groups(conf_folder())
@@ -110,7 +110,7 @@ def test_an_agent_of_ones_own_has_none_of_the_bundled_agents_settings() -> None:
     assert config.tools == {"lookup": {"_target_": "my_agent.lookup"}}
     assert config.reward == {"found": {"_target_": "my_agent.found"}}
     assert (config.stop_tools, config.eval.group_by) == ([], None)
-    assert (config.optimizer, config.rollout) == (OptimizerConfig(), RolloutConfig())
+    assert (config.optimizer, config.rollout) == (AdamWSettings(), RolloutConfig())
     assert config.optimizer.lr == 1e-6
 
 
@@ -177,7 +177,7 @@ def test_a_model_of_the_users_picks_its_companions(tmp_path: Path) -> None:
 
 def test_stop_tools_from_groups(tmp_path: Path) -> None:
     for group, text in (
-        ("tools", "# @package tools.submit\n_target_: my_agent.submit\nstop: true\n"),
+        ("tools", "# @package tools.submit\n_target_: parts.add\nstop: true\n"),
         ("stop", "# @package _global_\nstop_tools: [final_answer, sql]\n"),
     ):
         (tmp_path / group).mkdir()

@@ -364,9 +364,9 @@ def test_the_wrong_value_is_repeated() -> None:
 def test_all_problems_are_told_at_once() -> None:
     text = refusal("steps=0", "algorithm.group_size=1", "eval.top_p=2")
     assert [line.partition("=")[0] for line in text.splitlines()] == [
-        "steps",
         "algorithm.group_size",
         "eval.top_p",
+        "steps",
     ]
 
 

@@ -90,7 +90,7 @@ def test_the_parameters_of_a_call(
 def test_a_path_that_names_nothing(
     write: Callable[[str], str], source: str, path: str, problem: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"^tools\.find\._target_='lookup_") as caught:
+    with pytest.raises(ValueError, match=r"^tools\.find\._target_=lookup_") as caught:
         locate(f"{write(source)}.{path}", key="tools.find._target_")
     assert problem in str(caught.value)
 
