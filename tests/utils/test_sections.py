@@ -115,14 +115,3 @@ def test_a_choice_becomes_the_settings_of_what_is_chosen() -> None:
     section = validated(Section, {"rate": 1, "part": {"name": "slow", "delay_s": 2}}, "x")
     assert section.rate == 1.0
     assert section.part == Slow(delay_s=2.0)
-
-
-def test_attribute_docstrings_describe_fields() -> None:
-    schema = TypeAdapter(Documented).json_schema()
-    assert schema["properties"]["speed"]["description"] == "Metres per second."
-
-
-@dataclass(config=SETTINGS)
-class Documented:
-    speed: Number = 1.0
-    """Metres per second."""
