@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from code_blocks import PAGES, ROOT, Block, blocks, file_on
 
 from agenttrain import cli
 from agenttrain.commands import data, tools
@@ -30,58 +30,11 @@ from agenttrain.settings.command_line import VERBS, parse, split_verb
 from agenttrain.settings.compose import compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>not run|slow|pending): (?P<why>[^>]+) -->\n)?"
-    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
-)
 PROGRAMS = {"pytest", "python", "pip", "torchrun", "trackio", ".venv-vllm/bin/python"}
 """Programs other than `agenttrain` and scripts/… that commands may begin with."""
 AGENTTRAIN = {"agenttrain", ".venv-vllm/bin/agenttrain"}
 ON_A_RUN = {"view", "replay", "rescore", "export", "templates", "tools", "data"}
 """Verbs that are run, because they take seconds and need no more than a run or a tokenizer."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One fenced block."""
-
-    page: Path
-    line: int
-    language: str
-    title: str | None
-    mark: str | None
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    def commands(self) -> Iterator[str]:
-        """The block's commands, with continued lines joined; of a transcript those after `$`."""
-        for line in self.text.replace("\\\n", " ").splitlines():
-            if self.language == "console":
-                if line.startswith("$ "):
-                    yield line[2:]
-            elif line.strip() and not line.startswith("#"):
-                yield line
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(
-            page=page,
-            line=text.count("\n", 0, match.start("language")) + 1,
-            language=match["language"],
-            title=match["title"],
-            mark=match["mark"],
-            text=match["text"],
-        )
-        for match in BLOCK.finditer(text)
-    ]
-
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.mark is None]
@@ -223,6 +176,26 @@ def test_long_commands(block: Block, place: Path) -> None:
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
+
+
+def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
+    page = "contribute/add-an-algorithm.md"
+    (tmp_path / "my_objectives.py").write_text(file_on(page, "my_objectives.py"))
+    (command,) = (
+        command
+        for block in blocks(ROOT / "docs" / page)
+        if block.language == "bash"
+        for command in block.commands()
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", "check", *shlex.split(command)[1:]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "objective my_objectives.band(width=0.3)" in done.stdout
 
 
 def test_generated_pages_are_those_of_the_code() -> None:
