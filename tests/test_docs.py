@@ -132,7 +132,7 @@ def compose(arguments: list[str], block: Block) -> None:
     command = parse(settings_of(arguments))
     with hydra_session(command.source):
         if command.sweep:  # the first combination stands for all
-            first = expand(command.overrides, command.source)[0]
+            first = expand(command.overrides, command.source).runs[0]
             validate(compose_run(first, command.source).config)
         else:
             assert cli.compose_all(command)
