@@ -22,6 +22,7 @@ import yaml
 from code_blocks import PAGES, ROOT, Block, blocks, file_on
 
 from agenttrain import cli
+from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.commands import data, tools
 from agenttrain.commands.plan import command as plan
 from agenttrain.commands.sweep.expand import expand
@@ -76,6 +77,7 @@ def place(
     monkeypatch.setenv("RUN", str(run))
     for secret in ("TOKEN", "MCP_USER", "MCP_PASSWORD"):
         monkeypatch.setenv(secret, "x")
+    monkeypatch.setattr(objectives, "REGISTRY", dict(objectives.all_objectives()))
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:  # the next page has another my_agent.py
@@ -165,6 +167,7 @@ def test_data(block: Block) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", SLOW, ids=str)
 def test_long_commands(block: Block, place: Path) -> None:
     for command in block.commands():
