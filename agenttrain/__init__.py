@@ -10,6 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to the interpreter
+    from agenttrain.algorithms.objectives.base import ObjectiveInputs as ObjectiveInputs
+    from agenttrain.algorithms.objectives.base import ObjectiveOutput as ObjectiveOutput
+    from agenttrain.algorithms.objectives.config import build_objective as build_objective
+    from agenttrain.algorithms.objectives.config import objective as objective
     from agenttrain.chat.chat import Chat as Chat
     from agenttrain.chat.config import ChatTemplateConfig as ChatTemplateConfig
     from agenttrain.chat.config import ResponseSchemaConfig as ResponseSchemaConfig
@@ -17,7 +21,14 @@ if TYPE_CHECKING:  # for type checkers and editors; `_MODULES` says the same to 
     from agenttrain.engines.base import Engine as Engine
     from agenttrain.engines.base import EngineDead as EngineDead
     from agenttrain.engines.base import EngineError as EngineError
+    from agenttrain.engines.config import EngineSettings as EngineSettings
+    from agenttrain.engines.memory import EngineLoad as EngineLoad
+    from agenttrain.engines.memory import EngineMemory as EngineMemory
+    from agenttrain.engines.memory import MemoryItem as MemoryItem
+    from agenttrain.engines.memory import ModelSizes as ModelSizes
     from agenttrain.engines.scripted import ScriptedEngine as ScriptedEngine
+    from agenttrain.engines.spec import EngineInputs as EngineInputs
+    from agenttrain.engines.spec import EngineSpec as EngineSpec
     from agenttrain.rewards.function import RewardError as RewardError
     from agenttrain.rewards.function import RewardUnavailable as RewardUnavailable
     from agenttrain.rewards.rubric import Rubric as Rubric
@@ -63,10 +74,19 @@ _MODULES = {
     "Engine": "agenttrain.engines.base",
     "EngineDead": "agenttrain.engines.base",
     "EngineError": "agenttrain.engines.base",
+    "EngineInputs": "agenttrain.engines.spec",
+    "EngineLoad": "agenttrain.engines.memory",
+    "EngineMemory": "agenttrain.engines.memory",
+    "EngineSettings": "agenttrain.engines.config",
+    "EngineSpec": "agenttrain.engines.spec",
     "Finish": "agenttrain.types",
     "FunctionTool": "agenttrain.tools.tool",
     "LedgerError": "agenttrain.types",
+    "MemoryItem": "agenttrain.engines.memory",
     "Message": "agenttrain.types",
+    "ModelSizes": "agenttrain.engines.memory",
+    "ObjectiveInputs": "agenttrain.algorithms.objectives.base",
+    "ObjectiveOutput": "agenttrain.algorithms.objectives.base",
     "Origin": "agenttrain.types",
     "PromptTooLong": "agenttrain.types",
     "ResponseSchemaConfig": "agenttrain.chat.config",
@@ -92,9 +112,11 @@ _MODULES = {
     "ToolUnavailable": "agenttrain.types",
     "Toolbox": "agenttrain.tools.toolbox",
     "Trajectory": "agenttrain.types",
+    "build_objective": "agenttrain.algorithms.objectives.config",
     "build_toolbox": "agenttrain.tools.build",
     "load_chat": "agenttrain.chat.loading",
     "model_folder": "agenttrain.utils.model_path",
+    "objective": "agenttrain.algorithms.objectives.config",
     "run_rollout": "agenttrain.rollout.loop",
 }
 

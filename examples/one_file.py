@@ -30,7 +30,7 @@ from agenttrain.algorithms.advantages import advantages
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.loading import load_chat
 from agenttrain.data.bundled.calculator import row
@@ -61,7 +61,7 @@ ALGORITHM = AlgorithmConfig(
     name="grpo",
     advantage=Advantage.group,
     scale=Scale.group,
-    objective=chosen("clip", low=0.2, high=0.2),
+    objective=build_objective("clip", low=0.2, high=0.2),
     aggregation=Aggregation.sequence_mean,
 )
 

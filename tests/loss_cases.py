@@ -11,7 +11,7 @@ from torch import Tensor
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights, top_entropy_mask
-from agenttrain.algorithms.objectives.config import Objective, chosen
+from agenttrain.algorithms.objectives.config import Objective, build_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def config(**settings: object) -> AlgorithmConfig:
 
 
 def clip(**settings: object) -> Objective:
-    return chosen("clip", **settings)
+    return build_objective("clip", **settings)
 
 
 def packed(batch: Padded, config: AlgorithmConfig, update: Update) -> LossInputs:

@@ -15,13 +15,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from code_blocks import PAGES, ROOT, Block, blocks, file_on
 
 from agenttrain import cli
+from agenttrain.algorithms.objectives import config as objectives
 from agenttrain.commands import data, tools
 from agenttrain.commands.plan import command as plan
 from agenttrain.commands.sweep.expand import expand
@@ -30,58 +31,11 @@ from agenttrain.settings.command_line import VERBS, parse, split_verb
 from agenttrain.settings.compose import compose_run, hydra_session
 from agenttrain.utils.model_path import model_folder
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>not run|slow|pending): (?P<why>[^>]+) -->\n)?"
-    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
-)
 PROGRAMS = {"pytest", "python", "pip", "torchrun", "trackio", ".venv-vllm/bin/python"}
 """Programs other than `agenttrain` and scripts/… that commands may begin with."""
 AGENTTRAIN = {"agenttrain", ".venv-vllm/bin/agenttrain"}
 ON_A_RUN = {"view", "replay", "rescore", "export", "templates", "tools", "data"}
 """Verbs that are run, because they take seconds and need no more than a run or a tokenizer."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """One fenced block."""
-
-    page: Path
-    line: int
-    language: str
-    title: str | None
-    mark: str | None
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-    def commands(self) -> Iterator[str]:
-        """The block's commands, with continued lines joined; of a transcript those after `$`."""
-        for line in self.text.replace("\\\n", " ").splitlines():
-            if self.language == "console":
-                if line.startswith("$ "):
-                    yield line[2:]
-            elif line.strip() and not line.startswith("#"):
-                yield line
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(
-            page=page,
-            line=text.count("\n", 0, match.start("language")) + 1,
-            language=match["language"],
-            title=match["title"],
-            mark=match["mark"],
-            text=match["text"],
-        )
-        for match in BLOCK.finditer(text)
-    ]
-
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.mark is None]
@@ -123,6 +77,7 @@ def place(
     monkeypatch.setenv("RUN", str(run))
     for secret in ("TOKEN", "MCP_USER", "MCP_PASSWORD"):
         monkeypatch.setenv(secret, "x")
+    monkeypatch.setattr(objectives, "REGISTRY", dict(objectives.all_objectives()))
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:  # the next page has another my_agent.py
@@ -179,7 +134,7 @@ def compose(arguments: list[str], block: Block) -> None:
     command = parse(settings_of(arguments))
     with hydra_session(command.source):
         if command.sweep:  # the first combination stands for all
-            first = expand(command.overrides, command.source)[0]
+            first = expand(command.overrides, command.source).runs[0]
             validate(compose_run(first, command.source).config)
         else:
             assert cli.compose_all(command)
@@ -212,6 +167,7 @@ def test_data(block: Block) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", SLOW, ids=str)
 def test_long_commands(block: Block, place: Path) -> None:
     for command in block.commands():
@@ -223,6 +179,26 @@ def test_long_commands(block: Block, place: Path) -> None:
             cwd=place,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
+
+
+def test_the_check_names_the_objective_of_the_page(tmp_path: Path) -> None:
+    page = "contribute/add-an-algorithm.md"
+    (tmp_path / "my_objectives.py").write_text(file_on(page, "my_objectives.py"))
+    (command,) = (
+        command
+        for block in blocks(ROOT / "docs" / page)
+        if block.language == "bash"
+        for command in block.commands()
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "agenttrain.cli", "check", *shlex.split(command)[1:]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "objective my_objectives.band(width=0.3)" in done.stdout
 
 
 def test_generated_pages_are_those_of_the_code() -> None:

@@ -28,7 +28,7 @@ from agenttrain.algorithms.config import (
     Rewards,
     Scale,
 )
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.launch.worker import leave
 from agenttrain.trainer import update
 from agenttrain.training.config import LoraSettings
@@ -110,7 +110,7 @@ WHAT = {
     ),
     "none left, sequences": Case(
         algorithm={
-            "objective": chosen("vespo"),
+            "objective": build_objective("vespo"),
             "behaviour": Behaviour.recomputed,
             "correction": Correction.sequence,
             "correction_mode": CorrectionMode.mask,
@@ -119,7 +119,9 @@ WHAT = {
         shares=NONE_LEFT,
     ),
     "none left, clip": Case(
-        algorithm={"objective": chosen("clip", ratio="sequence_mean", low=1e-3, high=1e-3)},
+        algorithm={
+            "objective": build_objective("clip", ratio="sequence_mean", low=1e-3, high=1e-3)
+        },
         shares=NONE_LEFT,
     ),
     "every mask": Case(
@@ -131,14 +133,15 @@ WHAT = {
     "each reward": Case(algorithm={"rewards": Rewards.normalize_each, "scale": Scale.batch}),
     "sequences": Case(
         algorithm={
-            "objective": chosen("clip", ratio="sequence_sum"),
+            "objective": build_objective("clip", ratio="sequence_sum"),
             "behaviour": Behaviour.recomputed,
             "correction": Correction.sequence,
             "num_epochs": 2,
         }
     ),
     "minibatches": Case(
-        algorithm={"minibatches": 3, "objective": chosen("cispo", high=0.2)}, shares=IN_TURN
+        algorithm={"minibatches": 3, "objective": build_objective("cispo", high=0.2)},
+        shares=IN_TURN,
     ),
 }
 """What is computed: for DDP."""

@@ -19,7 +19,7 @@ from shlex import quote
 from typing import Any
 
 from agenttrain.algorithms.config import Advantage, Aggregation, AlgorithmConfig, Scale
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.evaluation import (
     Best,
     Evaluation,
@@ -64,7 +64,7 @@ CROSS_ENTROPY = AlgorithmConfig(
     group_size=1,
     advantage=Advantage.none,
     scale=Scale.none,
-    objective=chosen("reinforce"),
+    objective=build_objective("reinforce"),
     aggregation=Aggregation.token_mean,
 )
 """With a reward of 1 for each demonstration: sum of -log p / number of tokens of the update."""

@@ -28,7 +28,7 @@ from agenttrain.algorithms.config import (
 )
 from agenttrain.algorithms.loss import LossInputs, policy_loss
 from agenttrain.algorithms.losses import token_weights
-from agenttrain.algorithms.objectives.config import KEY, all_objectives, chosen
+from agenttrain.algorithms.objectives.config import KEY, all_objectives, build_objective
 from agenttrain.settings.checks import validate
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
@@ -63,7 +63,7 @@ OF_OBJECTIVES = {
     "ratio": "sequence_mean",
 }
 BASES = [
-    config(objective=chosen(name), beta=beta, **correction)
+    config(objective=build_objective(name), beta=beta, **correction)
     for name, beta, correction in product(
         all_objectives(),
         (0.0, 0.3),
@@ -127,7 +127,7 @@ def test_every_key_of_an_objective_acts_and_those_of_others_are_refused(
     for key, value in OF_OBJECTIVES.items():
         changed = {**section, key: value}
         if key in section:
-            objective = chosen(**changed)
+            objective = build_objective(**changed)
             assert abs(loss(replace(base, objective=objective)) - loss(base)) > 1e-9, key
         else:
             text = problems(objective=changed)

@@ -30,7 +30,7 @@ from agenttrain.algorithms.losses import (
 )
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, importance_ratio
 from agenttrain.algorithms.objectives.clip import ClipSettings, clip
-from agenttrain.algorithms.objectives.config import Ratio, chosen
+from agenttrain.algorithms.objectives.config import Ratio, build_objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 
 CONF = Path(__file__).parents[2] / "conf" / "algorithm"
@@ -82,12 +82,14 @@ def batches(draw: st.DrawFn) -> list[dict]:
 
 LOWS, HIGHS, RATIOS = (st.sampled_from(values) for values in ([0.1, 0.2], [0.2, 0.28], Ratio))
 objectives = st.one_of(
-    st.builds(chosen, st.just("clip"), low=LOWS, high=HIGHS, ratio=RATIOS),
-    st.builds(chosen, st.just("clip"), low=LOWS, high=HIGHS, dual=st.just(1.5), ratio=RATIOS),
-    st.builds(chosen, st.just("cispo"), high=HIGHS, ratio=RATIOS),
-    st.builds(chosen, st.just("sapo"), ratio=RATIOS),
-    st.builds(chosen, st.just("geometric_mean"), low=LOWS, high=HIGHS),
-    st.builds(chosen, st.sampled_from(["vespo", "reinforce"])),
+    st.builds(build_objective, st.just("clip"), low=LOWS, high=HIGHS, ratio=RATIOS),
+    st.builds(
+        build_objective, st.just("clip"), low=LOWS, high=HIGHS, dual=st.just(1.5), ratio=RATIOS
+    ),
+    st.builds(build_objective, st.just("cispo"), high=HIGHS, ratio=RATIOS),
+    st.builds(build_objective, st.just("sapo"), ratio=RATIOS),
+    st.builds(build_objective, st.just("geometric_mean"), low=LOWS, high=HIGHS),
+    st.builds(build_objective, st.sampled_from(["vespo", "reinforce"])),
 )
 penalties = st.sampled_from(
     [
@@ -325,7 +327,7 @@ def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(
 ) -> None:
     """e^200 is no float32: the clip leaves its bound, and no gradient."""
     logprobs = torch.zeros(400, requires_grad=True)
-    objective = chosen(**{"name": "clip", "ratio": "sequence_sum", **settings_})
+    objective = build_objective(**{"name": "clip", "ratio": "sequence_sum", **settings_})
     algorithm = config(objective=objective, aggregation=Aggregation.sequence_mean)
     inputs = LossInputs(
         logprobs_S=logprobs,
@@ -353,7 +355,7 @@ def test_clip_ratios_count_rollouts_where_ratios_are_of_rollouts() -> None:
     ]
     by_level = {}
     for level in (Ratio.token, Ratio.sequence_sum):
-        settings_ = config(objective=chosen("clip", ratio=level))
+        settings_ = config(objective=build_objective("clip", ratio=level))
         _, metrics = policy_loss(tensor_inputs(rows, settings_, rows), settings_)
         by_level[level] = metrics["clip_ratio/high_mean"].tolist()
     assert by_level == {Ratio.token: [2.0, 3.0], Ratio.sequence_sum: [1.0, 2.0]}

@@ -17,7 +17,7 @@ from agenttrain.algorithms.config import (
     CorrectionMode,
 )
 from agenttrain.algorithms.loss import mean_parts
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 
 MASK = golden.COMPLETION_MASK * golden.TOOL_MASK
 TOKEN, SEQUENCE = Aggregation.token_mean, Aggregation.sequence_mean
@@ -62,10 +62,10 @@ CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
         config(aggregation=Aggregation.sequence_sum, objective=clip(ratio="sequence_mean")),
         BNPO,
     ),
-    "sapo": (config(aggregation=SEQUENCE, objective=chosen("sapo")), BNPO),
-    "vespo": (config(objective=chosen("vespo")), DAPO),
-    "cispo_epshigh5": (config(objective=chosen("cispo", high=4.0)), DAPO),
-    "cispo_epshigh1.2": (config(objective=chosen("cispo", high=0.2)), DAPO),
+    "sapo": (config(aggregation=SEQUENCE, objective=build_objective("sapo")), BNPO),
+    "vespo": (config(objective=build_objective("vespo")), DAPO),
+    "cispo_epshigh5": (config(objective=build_objective("cispo", high=4.0)), DAPO),
+    "cispo_epshigh1.2": (config(objective=build_objective("cispo", high=0.2)), DAPO),
     "gspo(grpo,seq,3e-4/4e-4)": (
         config(
             aggregation=SEQUENCE,
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[AlgorithmConfig, Update]] = {
         for high in (1.5, 1.05)
     },
     "vespo_is_token_mask_1.05": (
-        corrected("token", "mask", 1.05, objective=chosen("vespo")),
+        corrected("token", "mask", 1.05, objective=build_objective("vespo")),
         DAPO,
     ),
 }

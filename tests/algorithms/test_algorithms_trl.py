@@ -25,7 +25,7 @@ from agenttrain.algorithms.config import (
     Correction,
     CorrectionMode,
 )
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -155,19 +155,19 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
         {"loss_type": "dapo", "epsilon_high": 0.28},
     ),
     "cispo": (
-        config(objective=chosen("cispo", high=0.1)),
+        config(objective=build_objective("cispo", high=0.1)),
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
     "cispo_sequence": (
-        config(objective=chosen("cispo", ratio="sequence_mean", high=0.02)),
+        config(objective=build_objective("cispo", ratio="sequence_mean", high=0.02)),
         {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.02},
     ),
     "sapo": (
-        config(objective=chosen("sapo", tau_pos=0.5, tau_neg=2.0), aggregation=SEQUENCE),
+        config(objective=build_objective("sapo", tau_pos=0.5, tau_neg=2.0), aggregation=SEQUENCE),
         {"loss_type": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0},
     ),
     "vespo": (
-        config(objective=chosen("vespo", k_pos=1.5, lambda_neg=1.25)),
+        config(objective=build_objective("vespo", k_pos=1.5, lambda_neg=1.25)),
         {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 1.25},
     ),
     "off_policy_mask": (
@@ -177,7 +177,9 @@ CASES: dict[str, tuple[AlgorithmConfig, dict]] = {
     "top_entropy": (config(top_entropy=0.25), {"loss_type": "dapo", "top_entropy_quantile": 0.25}),
     "entropy_bonus": (config(entropy_bonus=0.1), {"loss_type": "dapo", "entropy_coef": 0.1}),
     "gmpo": (
-        config(objective=chosen("geometric_mean", low=0.1, high=0.2), aggregation=SEQUENCE),
+        config(
+            objective=build_objective("geometric_mean", low=0.1, high=0.2), aggregation=SEQUENCE
+        ),
         {"cls": gmpo.GMPOTrainer, "epsilon": 0.1, "epsilon_high": 0.2},
     ),
 }
@@ -206,7 +208,7 @@ def test_engine_correction_is_that_of_trl(level, mode, loss_type, tmp_path) -> N
     else:
         ratio = ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
     settings = config(
-        objective=chosen("vespo" if loss_type == "vespo" else "clip"),
+        objective=build_objective("vespo" if loss_type == "vespo" else "clip"),
         behaviour=Behaviour.recomputed,
         correction=level,
         correction_mode=mode,

@@ -1,4 +1,4 @@
-"""An engine from a module outside the package: README's, written beside the user's other files."""
+"""An engine from a module outside the package: the one that the docs show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_readme_examples import block
+from code_blocks import file_on
 
 from agenttrain.cli import main
 from agenttrain.settings.trust import KEY_FILE
@@ -21,7 +21,9 @@ RUN = ("debug=tiny", "steps=1", "eval.questions=0", "tracker=none", "tracker.rol
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A working folder with `my_engine.py`, which leaves a trace when it is imported."""
-    (tmp_path / "my_engine.py").write_text(block("`my_engine.py`, which samples") + TRACE)
+    (tmp_path / "my_engine.py").write_text(
+        file_on("contribute/add-an-engine.md", "my_engine.py") + TRACE
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])

@@ -24,7 +24,7 @@ from agenttrain.algorithms.config import (
     Scale,
 )
 from agenttrain.algorithms.losses import EntropyBonus
-from agenttrain.algorithms.objectives.config import chosen
+from agenttrain.algorithms.objectives.config import build_objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.trainer import update
 from agenttrain.training.config import SharePrefix
@@ -105,8 +105,8 @@ EXTRAS = {
         "correction_max": 1e9,
         "off_policy_threshold": 0.0,
     },
-    "gmpo": {"objective": chosen("geometric_mean")},
-    "vespo": {"objective": chosen("vespo"), "beta": 0.1},
+    "gmpo": {"objective": build_objective("geometric_mean")},
+    "vespo": {"objective": build_objective("vespo"), "beta": 0.1},
 }
 
 
@@ -324,11 +324,15 @@ def test_reward_functions_are_normalised_each() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"objective": chosen("cispo", high=0.2), "top_entropy": 0.5, "mask_truncated": True},
-        {"objective": chosen("vespo"), "entropy_bonus": 0.1, "off_policy_threshold": 0.1},
+        {
+            "objective": build_objective("cispo", high=0.2),
+            "top_entropy": 0.5,
+            "mask_truncated": True,
+        },
+        {"objective": build_objective("vespo"), "entropy_bonus": 0.1, "off_policy_threshold": 0.1},
         {**RECOMPUTED, "correction": Correction.geometric},
-        {"objective": chosen("geometric_mean"), "beta": 0.1},
-        {"objective": chosen("sapo")},
+        {"objective": build_objective("geometric_mean"), "beta": 0.1},
+        {"objective": build_objective("sapo")},
     ],
 )
 def test_every_step_has_the_same_columns(algorithm: dict) -> None:

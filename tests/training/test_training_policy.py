@@ -20,7 +20,7 @@ from agenttrain.algorithms.config import (
     Reference,
     Scale,
 )
-from agenttrain.algorithms.objectives.config import Ratio, chosen
+from agenttrain.algorithms.objectives.config import Ratio, build_objective
 from agenttrain.trainer import update
 from agenttrain.training.config import Schedule, WeightSyncConfig, optimizer_settings
 from agenttrain.training.nonfinite import BrokenUpdate
@@ -32,7 +32,7 @@ from agenttrain.types import Origin, StopReason
 RLOO = {
     "advantage": Advantage.leave_one_out,
     "scale": Scale.none,
-    "objective": chosen("clip", ratio=Ratio.sequence_sum),
+    "objective": build_objective("clip", ratio=Ratio.sequence_sum),
     "aggregation": Aggregation.sequence_mean,
 }
 
@@ -98,7 +98,11 @@ def test_the_better_answer_becomes_likelier(algorithm: dict) -> None:
 @pytest.mark.parametrize("aggregation", Aggregation)
 @pytest.mark.parametrize("ratio", Ratio)
 def test_microbatches_do_not_change_the_update(aggregation: Aggregation, ratio: Ratio) -> None:
-    algorithm = {"aggregation": aggregation, "objective": chosen("clip", ratio=ratio), "beta": 0.1}
+    algorithm = {
+        "aggregation": aggregation,
+        "objective": build_objective("clip", ratio=ratio),
+        "beta": 0.1,
+    }
     groups = random_groups(1, groups=3)
     gradients, losses = [], []
     for token_budget in (10_000, 1):

@@ -222,10 +222,11 @@ class Objective:
         return {**chosen, **adapter.dump_python(self.settings, mode="json")}
 
 
-def chosen(name: str, **settings: Any) -> Objective:
+def build_objective(name: str, **settings: Any) -> Objective:
     """Return a registered objective with its settings, for use from Python.
 
-    Example: ``AlgorithmConfig(objective=chosen("clip", high=0.28))``. Raises InvalidSettings.
+    Example: ``AlgorithmConfig(objective=build_objective("clip", high=0.28))``. Raises
+    InvalidSettings.
     """
     return _resolve({"name": name, **settings})
 
