@@ -152,6 +152,7 @@ class AlgorithmConfig:
     beta: Number = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the reference; 0: no reference model is kept."""
     kl: KlEstimator = KlEstimator.k3
+    """Estimator of the KL from the sampled tokens (http://joschu.net/blog/kl-approx.html)."""
     kl_in: KlIn = KlIn.loss
     kl_bias_correction: bool = False
     """Multiply the KL in the loss by the token's ratio, which makes its gradient that of the KL."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
@@ -87,20 +87,25 @@ def settings(arguments: Sequence[str]) -> int:
 def settings_page() -> str:
     """Return the page docs/reference/settings.md."""
     parts = [
-        "# Settings\n\nEvery setting with its type, default and meaning; `agenttrain settings` "
-        "prints the same. A setting is written `key=value` on the command line. Where a section "
-        "has options (`optimizer=muon`), keys that only some of them have say which.\n"
+        "# Settings\n\nEvery setting of a run with its type, default and meaning; `agenttrain "
+        "settings` prints the same. Change one on the command line with `section.key=value`. The "
+        "groups in `conf/` set several at once. Where a section has choices (`optimizer=muon`), "
+        "keys that only some of them have say which.\n"
     ]
     for section, group in groupby(all_settings(), lambda setting: setting.key.partition(".")[0]):
-        rows = [
-            f"| `{setting.key}` | {_cell(setting.type + _only_with(setting))} "
-            f"| {f'`{_cell(setting.default)}`' if setting.default else ''} "
-            f"| {_cell(setting.description)} |"
-            for setting in group
-        ]
-        head = ["| key | type | default | meaning |", "|---|---|---|---|"]
-        parts.append("\n".join([f"## {section}\n", *head, *rows, ""]))
+        parts.append(f"## {section}\n\n{settings_table(group)}")
     return "\n".join(parts)
+
+
+def settings_table(settings: Iterable[Setting]) -> str:
+    """Return settings as a Markdown table."""
+    rows = [
+        f"| `{setting.key}` | {_cell(setting.type + _only_with(setting))} "
+        f"| {f'`{_cell(setting.default)}`' if setting.default else ''} "
+        f"| {_cell(setting.description)} |"
+        for setting in settings
+    ]
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def _only_with(setting: Setting) -> str:
@@ -187,7 +192,7 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
         if (bound := getattr(part, name, None)) is not None
     ]
     kind = ", ".join([_type(hint), *bounds])
-    description = _description(cls, field.name)
+    description = " ".join(part for part in (_description(cls, field.name), _members(hint)) if part)
     return Setting(key=key, type=kind, default=text, description=description)
 
 
@@ -199,7 +204,7 @@ def _description(cls: type, name: str) -> str:
 
 @cache
 def _field_texts(cls: type) -> Mapping[str, str]:
-    """Return field -> the text under it, for the fields that a class itself declares.
+    """Return field or enum member -> the text under it, for those that a class itself declares.
 
     pydantic's `use_attribute_docstrings` would read all sources whenever a setting is composed.
     """
@@ -209,11 +214,23 @@ def _field_texts(cls: type) -> Mapping[str, str]:
     for node, below in pairwise(tree.body):
         match node, below:
             case (
-                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
                 texts[name] = " ".join(text.split())
     return texts
+
+
+def _members(hint: Any) -> str:
+    """Return the values of an enum with the texts under them: "``sum``: …; ``mean``: …"."""
+    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    enums = [kind for kind in kinds if issubclass(kind, Enum)]
+    return "; ".join(
+        f"`{member.value}`: {text.rstrip('.')}"
+        for kind in enums
+        for member in kind
+        if (text := _field_texts(kind).get(member.name))
+    )
 
 
 def _default(value: Any) -> str:

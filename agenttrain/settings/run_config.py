@@ -99,6 +99,7 @@ class RunConfig:
     optimizer: Annotated[OptimizerConfig, PlainValidator(optimizer_settings)] = field(
         default_factory=AdamWSettings
     )
+    """Name of the optimizer, and its own settings."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)

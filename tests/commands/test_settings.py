@@ -17,9 +17,6 @@ from agenttrain.commands.settings import all_settings, json_schema, settings_pag
 from agenttrain.settings.messages import setting_keys
 from agenttrain.utils.files import conf_folder
 
-UNDESCRIBED = ("algorithm", "engine")
-"""Sections whose fields have no descriptions yet."""
-
 
 def test_a_section_is_printed_with_types_bounds_defaults_and_choices(
     capsys: pytest.CaptureFixture[str],
@@ -36,11 +33,7 @@ def test_every_setting_is_listed_and_described() -> None:
     listed = {setting.key: setting for setting in all_settings()}
     leaves = [key for key in setting_keys() if not any(k.startswith(f"{key}.") for k in listed)]
     assert set(leaves) <= set(listed)
-    assert [
-        key
-        for key, setting in listed.items()
-        if not setting.description and key.partition(".")[0] not in UNDESCRIBED
-    ] == []
+    assert [key for key, setting in listed.items() if not setting.description] == []
     assert listed["tools.<name>.timeout_s"].default == "10.0"
     assert listed["reward.<name>.on_unavailable"].type == "stop, drop"
 
