@@ -20,10 +20,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from agenttrain.algorithms.objectives.config import DEFAULT, all_objectives
-from agenttrain.engines.registry import specs
 from agenttrain.settings.components import SETTINGS_BESIDE
-from agenttrain.settings.run_config import CHOICES, RunConfig
+from agenttrain.settings.run_config import CHOICES, RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import field_names, plain, shown
@@ -133,20 +131,6 @@ def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
             yield _setting(cls, field, hints[field.name], key)
             if cls is RunConfig and key in SETTINGS_BESIDE:
                 yield from _of_class(SETTINGS_BESIDE[key], f"{key}.<name>.")
-
-
-@cache
-def choices() -> Mapping[str, Mapping[str, type]]:
-    """Return the sections whose keys depend on a choice -> choice -> its settings class.
-
-    The first choice is the default.
-    """
-    objectives = {name: one.settings for name, one in all_objectives().items()}
-    return {
-        **{section: named for section, (_, named) in CHOICES.items()},
-        "engine": {name: spec.settings for name, spec in specs().items()},
-        "algorithm.objective": {DEFAULT: objectives.pop(DEFAULT), **objectives},
-    }
 
 
 def _of_choices(section: str, description: str) -> Iterator[Setting]:
