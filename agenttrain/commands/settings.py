@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 
 from agenttrain.settings.components import SETTINGS_BESIDE
-from agenttrain.settings.run_config import CHOICES, RunConfig
+from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.sections import field_names, plain, shown
@@ -28,6 +28,9 @@ TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 """Value such as ${optimizer.lr}, which any setting may have in a YAML file."""
+
+OUTSIDE = {"type": "object", "required": ["_target_"]}
+"""Section of code from outside the package, which has keys of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,8 @@ def settings_page() -> str:
 
 
 def _only_with(setting: Setting) -> str:
-    section = setting.key.partition(".")[0]
-    options = " or ".join(f"{section}={choice}" for choice in setting.choices)
+    group = setting.key.rpartition(".")[0].replace(".", "/")
+    options = " or ".join(f"{group}={choice}" for choice in setting.choices)
     return f"; with {options}" if options else ""
 
 
@@ -117,8 +120,8 @@ def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(cls)
     for field in fields(cls):
         key = prefix + field.name
-        if cls is RunConfig and key in CHOICES:
-            yield from _of_choices(key)
+        if options := choices().get(key):
+            yield from _of_choices(key, options)
         elif is_dataclass(hints[field.name]):
             yield from _of_class(hints[field.name], f"{key}.")
         else:
@@ -127,16 +130,15 @@ def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
                 yield from _of_class(SETTINGS_BESIDE[key], f"{key}.<name>.")
 
 
-def _of_choices(section: str) -> Iterator[Setting]:
-    """Yield the settings that all choices have, then the others with their choices."""
-    _, choices = CHOICES[section]
-    for name in dict.fromkeys(name for cls in choices.values() for name in field_names(cls)):
-        owners = [option for option, cls in choices.items() if name in field_names(cls)]
-        cls = choices[owners[0]]
+def _of_choices(section: str, options: Mapping[str, type]) -> Iterator[Setting]:
+    """Yield the settings of a section's choices, each with the choices that have it."""
+    for name in dict.fromkeys(name for cls in options.values() for name in field_names(cls)):
+        owners = [option for option, cls in options.items() if name in field_names(cls)]
+        cls = options[owners[0]]
         (field,) = (field for field in fields(cls) if field.name == name)
-        some = () if len(owners) == len(choices) else tuple(owners)
+        some = () if len(owners) == len(options) else tuple(owners)
         setting = _setting(cls, field, get_type_hints(cls)[name], f"{section}.{name}", some)
-        yield replace(setting, type=", ".join(choices)) if name == "name" else setting
+        yield replace(setting, type=", ".join(options)) if name == "name" else setting
 
 
 def _setting(
@@ -156,6 +158,8 @@ def _setting(
     ]
     kind = ", ".join([_type(hint), *bounds])
     description = _description(cls, field.name)
+    if not description and isinstance(hint, type) and issubclass(hint, Enum):
+        description = " ".join((hint.__doc__ or "").split())
     return Setting(key=key, type=kind, default=text, description=description, choices=choices)
 
 
@@ -194,8 +198,8 @@ def json_schema() -> dict[str, Any]:
     Any setting may be left out, and may be an interpolation.
     """
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE}
-    for section, (_, choices) in CHOICES.items():
-        classes |= {f"{section}={name}": cls for name, cls in choices.items()}
+    for section, options in choices().items():
+        classes |= {f"{section}={name}": cls for name, cls in options.items()}
     references, whole = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
@@ -216,9 +220,14 @@ def json_schema() -> dict[str, Any]:
         "defaults": {"type": "array", "description": "Options of groups: see Hydra."},
         "hydra": {"type": "object"},
     }
-    for section, (_, choices) in CHOICES.items():
-        options = [references[f"{section}={name}", "validation"] for name in choices]
-        root["properties"][section]["anyOf"] = options
+    for section, options in choices().items():
+        parent, _, key = section.rpartition(".")
+        within = definitions[f"{parent.capitalize()}Config"] if parent else root
+        own = [references[f"{section}={name}", "validation"] for name in options]
+        within["properties"][key]["anyOf"] = [*own, OUTSIDE]
+        for reference in own:
+            properties = definitions[reference["$ref"].rpartition("/")[2]]["properties"]
+            properties.setdefault("name", {"type": "string"})
     for section in SETTINGS_BESIDE:
         beside = references[section, "validation"]
         target: dict[str, Any] = {"type": "object", "properties": {"_target_": {"type": "string"}}}

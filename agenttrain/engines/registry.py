@@ -128,11 +128,6 @@ def plain(settings: EngineSettings) -> dict[str, Any]:
     return keys
 
 
-def known_keys() -> list[str]:
-    """Return the keys that some bundled engine has."""
-    return list(dict.fromkeys(key for spec in specs().values() for key in _keys(spec.settings)))
-
-
 def _keys(settings: type[EngineSettings]) -> list[str]:
     return [field.name for field in fields(settings)]
 

@@ -28,9 +28,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError
 
-from agenttrain.algorithms.objectives.config import all_objectives
-from agenttrain.engines.registry import known_keys
-from agenttrain.settings.run_config import CHOICES, RunConfig
+from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import AgenttrainError, ConfigError
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
@@ -180,19 +178,13 @@ def setting_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[str]:
     """Yield every key of the configuration, e.g. `algorithm` and `algorithm.group_size`."""
     types = get_type_hints(cls)
     for field in fields(cls):
-        yield prefix + field.name
-        if cls is RunConfig and field.name in CHOICES:
-            choices = CHOICES[field.name][1].values()
-            names = dict.fromkeys(name for choice in choices for name in field_names(choice))
-            yield from (f"{field.name}.{name}" for name in names)
+        key = prefix + field.name
+        yield key
+        if options := choices().get(key):
+            names = dict.fromkeys(name for own in options.values() for name in field_names(own))
+            yield from (f"{key}.{name}" for name in names)
         elif is_dataclass(types[field.name]):
-            yield from setting_keys(types[field.name], f"{prefix}{field.name}.")
-        elif cls is RunConfig and field.name == "engine":
-            yield from (f"engine.{key}" for key in known_keys())
-        elif prefix == "algorithm." and field.name == "objective":
-            settings = (registered.settings for registered in all_objectives().values())
-            names = dict.fromkeys(name for own in settings for name in field_names(own))
-            yield from (f"algorithm.objective.{name}" for name in names)
+            yield from setting_keys(types[field.name], f"{key}.")
 
 
 def suggest_key(key: str, groups: Iterable[str] = ()) -> str:

@@ -18,12 +18,13 @@ from pydantic.dataclasses import dataclass
 from agenttrain.algorithms.config import (
     AlgorithmConfig,
 )
+from agenttrain.algorithms.objectives.config import all_objectives
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.commands.slurm.config import SlurmConfig
 from agenttrain.commands.sweep.config import SweepConfig
 from agenttrain.data.config import DataConfig
 from agenttrain.engines.config import EngineSettings
-from agenttrain.engines.registry import chosen, default_engine
+from agenttrain.engines.registry import chosen, default_engine, specs
 from agenttrain.health.config import GuardsConfig, WatchdogConfig
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.rollout.config import EvalConfig, RolloutConfig
@@ -125,3 +126,12 @@ CHOICES: Mapping[str, tuple[type, Mapping[str, type]]] = {
     "optimizer": (OptimizerConfig, OPTIMIZERS),
 }
 """Section whose keys depend on its `name` -> the settings of all choices, and of each."""
+
+
+def choices() -> Mapping[str, Mapping[str, type]]:
+    """Return every section whose keys depend on a choice, with the bundled choices' settings."""
+    return {
+        **{section: options for section, (_, options) in CHOICES.items()},
+        "engine": {name: spec.settings for name, spec in specs().items()},
+        "algorithm.objective": {name: one.settings for name, one in all_objectives().items()},
+    }

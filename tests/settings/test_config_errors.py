@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from agenttrain.rewards.rubric import build_rubric
 from agenttrain.settings.checks import validate
 from agenttrain.settings.compose import Source, compose_run, convert, hydra_session, open_keys
+from agenttrain.settings.engine_checks import admit_engine
 from agenttrain.settings.messages import ELSEWHERE, REMARKS, setting_keys, suggest_key
 from agenttrain.types import ConfigError
 
@@ -111,7 +112,7 @@ UNUSABLE = {
     "tools.sql.isolation=proces": "one of: thread, process (did you mean 'process'?)",
     "tools.sql.retry_on=builtins.OSError": "expected a list, e.g. [a,b]",
     "tools.sql.retry_on=[builtins.ConectionError]": "(did you mean 'ConnectionError'?)",
-    "tools.sql.retry_on=[no_such_pkg.Gone]": "retry_on='no_such_pkg.Gone': there is no module 'no",
+    "tools.sql.retry_on=[no_such_pkg.Gone]": "retry_on=no_such_pkg.Gone: there is no module 'no",
     "tools.sql.retry_on=[sqlite3]": "names a module",
     "rollout.max_stuck_calls=-1": "must be 0 or more",
     "rollout.max_loop_lag_s=0": "must be more than 0",
@@ -143,7 +144,7 @@ UNUSABLE = {
     "engine.zzz=4": "unknown key; the keys of engine=transformers are: name, max_context, max_rows",
     "engine.max_rows=0": "engine.max_rows=0: must be at least 1",
     "engine._target_=nowhere.SPEC": "engine._target_=nowhere.SPEC: there is no module 'nowhere'",
-    "engine._target_=json.dumps": "is a function; name an EngineSpec",
+    "engine._target_=json.dumps": "is no EngineSpec; name the object that is one",
     "weight_sync.mode=in_flight": "has no effect without engine=vllm",
     "rollout.structured_calls=true": "engine=transformers has no grammars; set engine=vllm",
     "weight_sync.tolerance=0.1": "engine=transformers samples from the policy itself",
@@ -212,7 +213,9 @@ def test_what_cannot_run(sound: DictConfig, override: str, expected: str) -> Non
     changed = sound.copy()
     OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=False, force_add=True)
     with pytest.raises(ConfigError) as caught:
-        validate(convert(changed).config)
+        composed = convert(changed)
+        validate(composed.config)
+        admit_engine(composed)
     (line,) = [line for line in str(caught.value).splitlines() if expected in line]
     assert ".".join(parsed.key_or_group.split(".")[:2]) in line
 
