@@ -21,7 +21,7 @@ from agenttrain.settings.components import SETTINGS_BESIDE
 from agenttrain.settings.run_config import RunConfig, choices
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import field_names, plain, shown
+from agenttrain.utils.sections import descriptions, field_names, plain, shown
 
 USAGE = "settings [section] [--json | --schema]"
 TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
@@ -157,19 +157,10 @@ def _setting(
         if (bound := getattr(part, name, None)) is not None
     ]
     kind = ", ".join([_type(hint), *bounds])
-    description = _description(cls, field.name)
+    description = descriptions(cls).get(field.name, "")
     if not description and isinstance(hint, type) and issubclass(hint, Enum):
         description = " ".join((hint.__doc__ or "").split())
     return Setting(key=key, type=kind, default=text, description=description, choices=choices)
-
-
-def _description(cls: type, name: str) -> str:
-    """Return the text under a field; pydantic knows it of the class that declares the field."""
-    for base in cls.__mro__:
-        info = getattr(base, "__pydantic_fields__", {}).get(name)
-        if info is not None and info.description:
-            return " ".join(info.description.split())
-    return ""
 
 
 def _default(value: Any) -> str:
@@ -192,6 +183,13 @@ def _type(hint: Any) -> str:
     return "keys and values" if get_origin(hint) is dict else TYPES.get(hint, "text or null")
 
 
+def _sections(cls: type) -> Iterator[type]:
+    """Yield the settings classes of the sections in a section."""
+    for hint in get_type_hints(cls).values():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from (hint, *_sections(hint))
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of files that begin with ``# @package _global_``, and of train.yaml.
 
@@ -211,10 +209,9 @@ def json_schema() -> dict[str, Any]:
                 key: part.pop(key) for key in ("title", "description", "default") if key in part
             }
             definition["properties"][name] = {**about, "anyOf": [part, INTERPOLATION]}
-    for name, cls in classes.items():
-        definition = definitions[references[name, "validation"]["$ref"].rpartition("/")[2]]
-        for key, part in definition["properties"].items():
-            part.setdefault("description", _description(cls, key))
+    for cls in {*classes.values(), *_sections(RunConfig)}:
+        for key, text in descriptions(cls).items():
+            definitions[cls.__name__]["properties"][key]["description"] = text
     root = definitions[references["", "validation"]["$ref"].rpartition("/")[2]]
     root["properties"] |= {
         "defaults": {"type": "array", "description": "Options of groups: see Hydra."},

@@ -17,9 +17,14 @@ class of its choices, which OmegaConf checks, and a validator that calls `choose
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
@@ -28,9 +33,9 @@ from pydantic_core import PydanticCustomError
 from agenttrain.types import ConfigError
 from agenttrain.utils.names import did_you_mean
 
-SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""Options of every settings dataclass: unknown keys are errors, and the text under a field is its
-description in the reference and in the JSON schema."""
+SETTINGS = ConfigDict(extra="forbid")
+"""Options of every settings dataclass: unknown keys are errors. pydantic's use_attribute_docstrings
+would parse all sources on every start; `descriptions` does it where they are asked for."""
 Whole = Annotated[int, Field(strict=True)]
 """A whole number: neither 1.0, nor "1", nor true."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -107,6 +112,21 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
 def field_names(settings: Any) -> tuple[str, ...]:
     """Return the keys of a settings class."""
     return tuple(field.name for field in fields(settings))
+
+
+@cache
+def descriptions(settings: type) -> Mapping[str, str]:
+    """Return the text under each field, as one line; base classes' fields too."""
+    texts = {}
+    for base in reversed(settings.__mro__[:-1]):
+        (node,) = ast.parse(dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in pairwise(node.body):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
+                continue
+            if isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant):
+                texts[field.target.id] = " ".join(str(text.value.value).split())
+    return texts
 
 
 def beside(

@@ -77,6 +77,13 @@ def test_the_schema_refuses_what_the_settings_refuse(content: dict[str, Any]) ->
         jsonschema.validate(content, json_schema())
 
 
+def test_the_schema_describes_every_key() -> None:
+    definitions = json_schema()["$defs"]
+    lr = definitions["AdamWSettings"]["properties"]["lr"]
+    assert lr["description"] == "Learning rate after the warm-up."
+    assert definitions["LoraSettings"]["properties"]["rank"]["description"].startswith("Rank of")
+
+
 def test_the_schema_takes_interpolations() -> None:
     content = {"optimizer": {"lr": "${oc.env:LR}"}, "defaults": [{"override /model": "shop"}]}
     jsonschema.validate(content, json_schema())

@@ -150,7 +150,7 @@ REFUSED = {
     "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
     "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",
     "guards.logprob_gap.limit=nan": "must be a finite number",
-    "guards.tool_failures.limit=1.5": "a share: more than 0 and at most 1",
+    "guards.tool_failures.limit=1.5": "must be at most 1",
     "guards.tool_failures.calls=0": "guards.tool_failures.calls=0: must be at least 1",
     "guards.logprob_gap.action=halt": "guards.logprob_gap.action",
     "guards.gap.limit=1": "unknown key",

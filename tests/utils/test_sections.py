@@ -13,7 +13,15 @@ from pydantic import Field, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 
 from agenttrain.types import ConfigError
-from agenttrain.utils.sections import SETTINGS, Number, Whole, choice, raise_problems, validated
+from agenttrain.utils.sections import (
+    SETTINGS,
+    Number,
+    Whole,
+    choice,
+    descriptions,
+    raise_problems,
+    validated,
+)
 
 
 class Kind(StrEnum):
@@ -117,12 +125,13 @@ def test_a_choice_becomes_the_settings_of_what_is_chosen() -> None:
     assert section.part == Slow(delay_s=2.0)
 
 
-def test_attribute_docstrings_describe_fields() -> None:
-    schema = TypeAdapter(Documented).json_schema()
-    assert schema["properties"]["speed"]["description"] == "Metres per second."
-
-
 @dataclass(config=SETTINGS)
-class Documented:
-    speed: Number = 1.0
-    """Metres per second."""
+class Documented(Fast):
+    speed: Whole = 2
+    delay_s: Number = 0.5
+    """Seconds before it begins,
+    as one line."""
+
+
+def test_the_text_under_a_field_describes_it() -> None:
+    assert descriptions(Documented) == {"delay_s": "Seconds before it begins, as one line."}
