@@ -14,7 +14,7 @@ import yaml
 
 from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutput
-from agenttrain.algorithms.objectives.config import all_objectives, chosen, objective
+from agenttrain.algorithms.objectives.config import all_objectives, build_objective, objective
 from agenttrain.settings.compose import Source, compose_run, hydra_session, open_keys
 from agenttrain.types import ConfigError
 from agenttrain.utils.files import conf_folder
@@ -221,7 +221,7 @@ def test_an_objective_over_a_preset_has_no_key_of_the_presets_own(preset: str) -
             if section["name"] == "reinforce":
                 words.append("algorithm.behaviour=engine")
             composed = compose_run(words, Source())
-            expected = chosen(**section)
+            expected = build_objective(**section)
             assert composed.config.algorithm.objective == expected
             assert composed.plain["algorithm"]["objective"] == expected.section
             assert composed.config.algorithm.name == preset
