@@ -112,10 +112,13 @@ def policy(
     **optimizer: object,
 ) -> Policy:
     """A policy over the tiny model; `processes` are its `world`, `sharding` and `sampled`."""
+    lr = optimizer.pop("lr", 1e-3)
+    settings = optimizer_settings({"name": "adamw", **optimizer})
+    settings.lr = lr  # a run cannot have 0; here it shows an update without a change
     return Policy(
         model if model is not None else tiny.model(),
         algorithm=AlgorithmConfig(name="test", **(algorithm or {})),
-        optimizer=optimizer_settings({"name": "adamw", "lr": 1e-3, **optimizer}),
+        optimizer=settings,
         training=TrainingConfig(**(training or {})),
         temperature=temperature,
         max_completion_tokens=64,

@@ -161,11 +161,6 @@ def _template_source(
         raise ChatError(
             f"chat_template.name={config.name} is not known: it is one of {', '.join(names)}{hint}"
         )
-    if (config.path is not None) != (config.name == "file"):
-        raise ChatError(
-            f"chat_template.name={config.name} with chat_template.path={config.path}: a file is "
-            "used by `chat_template=file chat_template.path=<file.jinja>`, both together"
-        )
     if config.path is not None:
         return read_template(config.path), None
     return template_of_tokenizer(getattr(tokenizer, "chat_template", None), tools=tools)
@@ -327,11 +322,6 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     `auto` is the one that the tokenizer carries, else `family`, the name of the template's own
     format. Raises ChatError that names the key to set.
     """
-    if (config.path is not None) != (config.name == "file"):
-        raise ChatError(
-            f"{GROUP}.name={config.name} with {GROUP}.path={config.path}: a file is used by "
-            f"`{GROUP}=file {GROUP}.path=<file.yaml>`, both together"
-        )
     if config.path is not None:
         spec = read_spec(Path(config.path))
     elif config.spec:

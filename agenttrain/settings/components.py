@@ -33,7 +33,8 @@ from agenttrain.tools.config import (
     check_corpus,
     check_mcp_server,
 )
-from agenttrain.tools.sandbox.config import INTERPRETER, interpreter_problems
+from agenttrain.tools.sandbox.config import INTERPRETER
+from agenttrain.tools.sandbox.tool import interpreter_problems
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
 from agenttrain.utils.names import did_you_mean

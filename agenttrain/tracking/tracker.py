@@ -70,10 +70,8 @@ class Tracker:
         `project` is the name of the experiment, `name` that of the run. `resume_step` cuts
         metrics.jsonl after that step and continues it. The runs of a sweep share `trackio_folder`
         (default: in the run's folder) and have its name as `group`. The dashboard shows
-        `run_config`. Raises ValueError for a bad setting.
+        `run_config`.
         """
-        if config.name not in ("trackio", "none"):
-            raise ValueError(f"tracker.name={config.name!r}: give `trackio` or `none`")
         self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)

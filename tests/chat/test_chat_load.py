@@ -97,11 +97,7 @@ def test_a_response_schema_that_does_not_fit(tmp_path: Path, text: str, message:
         ({"name": "qwem"}, {}, r"chat_template.name=qwem .* auto, .*; did you mean qwen3"),
         ({"name": "zzz"}, {}, r"is one of auto, chatml, cohere, .*, hermes, .*, none, .*qwen3"),
         ({}, {"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
-        ({}, {"name": "file"}, "response_schema.path=None: .* both together"),
-        ({}, {"path": "x.yaml"}, "response_schema.name=auto .* both together"),
         ({}, {"name": "file", "path": "/no/such.yaml"}, "/no/such.yaml cannot be read"),
-        ({"name": "file"}, {}, "chat_template.path=None: .* both together"),
-        ({"name": "auto", "path": "x"}, {}, "chat_template.name=auto .* both together"),
         ({"name": "file", "path": "/no/such.jinja"}, {}, "/no/such.jinja cannot be read"),
     ],
 )

@@ -109,8 +109,6 @@ def test_the_group_gives_the_same_format(name: str) -> None:
         ({}, r"response_schema=auto: .* set response_schema to one of deepseek, .*file"),
         ({"name": "hermez"}, r"response_schema.name=hermez .*; did you mean hermes\?"),
         ({"name": "zzz"}, r"is one of auto, deepseek, file, .*, qwen_xml$"),
-        ({"name": "file"}, "response_schema.path=None: .* both together"),
-        ({"path": "x.yaml"}, "response_schema.name=auto .* both together"),
         ({"name": "file", "path": "/no/such.yaml"}, "/no/such.yaml cannot be read"),
     ],
 )

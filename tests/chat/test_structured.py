@@ -76,7 +76,8 @@ def test_free_text_reasoning_and_calls() -> None:
         ["<think>", thought],
     ]
     assert (found["type"], found["loop"], found["excludes"]) == ("dispatch", False, [])
-    inside = CallGrammar(chat.response, chat.render).of(toolbox(add).schemas(), in_reasoning=True)
+    grammar = CallGrammar(chat.response, chat.render)
+    inside = grammar.grammar_for(toolbox(add).schemas(), in_reasoning=True)
     assert json.loads(inside)["format"] == thought, "the prompt has opened it"
 
 

@@ -172,7 +172,10 @@ def test_the_examples_are_what_is_written(name, capsys):
         ("slurm=gpus", "no such option (did you mean 'gpu'?)"),
         ("slurm.time=90", "slurm.time=90: write hours:minutes:seconds (04:00:00)"),
         ("slurm.time=00:04:00", "slurm.signal_s=300: leaves nothing of slurm.time=00:04:00, 240"),
-        ("slurm.signal_s=70000 slurm.time=2-00:00:00", "must be 1 to 65535"),
+        (
+            "slurm.signal_s=70000 slurm.time=2-00:00:00",
+            "slurm.signal_s=70000: must be at most 65535",
+        ),
         ("slurm.gpus=-1", "slurm.gpus=-1: must be 0 or more"),
         ("slurm.max_requeues=-1", "must be 0 or more"),
         ("slurm.directives=[constraint]", "must be an option, e.g. --exclude=node7"),

@@ -18,6 +18,8 @@ PACKAGE = Path(agenttrain.__file__).parent
 ALLOWED = {
     ("engines/config.py", "transformers"): "the default engine",
     ("utils/moved.py", "vllm"): "runs of the first layout had a section of that name",
+    ("settings/messages.py", "vllm"): "answers to TRL's `use_vllm` and verl's `rollout.name`",
+    ("settings/messages.py", "transformers"): "the same",
     ("tracking/run_folder.py", "transformers"): "the package, whose version is recorded",
     ("commands/templates.py", "transformers"): "the package, whose version is recorded",
 }

@@ -98,7 +98,7 @@ def test_the_reward_of_an_environment_is_there_unasked_with_a_weight() -> None:
         (["+environment.life._target_=worlds.Life"], r"reward=\{\}: there is no reward function"),
         (
             ["+environment.maze._target_=worlds.Maze", "stop_tools=[jump]"],
-            r"stop_tools: there is no tool 'jump'",
+            r"stop_tools=\[jump\]: is not a tool of this run; its tools are: sql, move, look",
         ),
         (
             ["+environment.maze._target_=worlds.Maze", "+tools.move._target_=worlds.move"],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -311,15 +312,16 @@ def test_a_process_per_gpu_or_as_many_as_the_user_says(monkeypatch):
 
 def test_slurm_numbers_the_nodes(monkeypatch):
     monkeypatch.setenv("SLURM_NODEID", "1")
+    two = DistributedConfig(name=DistributedName.ddp, nodes=2, rendezvous="node1:29500")
     assert node_rank(DistributedConfig(nodes=1)) == 0
-    assert node_rank(DistributedConfig(nodes=2)) == 1
-    assert node_rank(DistributedConfig(nodes=2, node_rank=0)) == 0
+    assert node_rank(two) == 1
+    assert node_rank(replace(two, node_rank=0)) == 0
     monkeypatch.setenv("SLURM_NODEID", "2")
     with pytest.raises(ConfigError, match=r"nodes=2: this is node 2"):
-        node_rank(DistributedConfig(nodes=2))
+        node_rank(two)
     monkeypatch.delenv("SLURM_NODEID")
     with pytest.raises(ConfigError, match=r"add distributed.node_rank=0 on the first"):
-        node_rank(DistributedConfig(nodes=2))
+        node_rank(two)
 
 
 def test_settings_follow_the_processes_that_there_are(monkeypatch):

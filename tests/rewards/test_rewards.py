@@ -313,7 +313,7 @@ def test_a_rubric_from_configuration():
         ({"x": {"weight": 1}}, r"there is no _target_; add one, e\.g\. reward\.x\._target_="),
         (
             {"x": {"_target_": f"{HERE}.length", "weight": "1"}},
-            r"reward\.x\.weight='1': must be a finite",
+            r"reward\.x\.weight=1: expected a number",
         ),
         ({"x": {"_target_": f"{HERE}.lenght"}}, r"did you mean 'length'\?"),
         ({"x": {"_target_": f"{HERE}.length", "by": 1}}, r"unexpected keyword argument 'by'"),

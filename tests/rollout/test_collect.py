@@ -239,7 +239,7 @@ COMPLETIONS = st.one_of(
     answers=st.lists(COMPLETIONS, min_size=4, max_size=4),
     budget=st.integers(1, 400),
     turn_tokens=st.integers(1, 120),
-    max_calls=st.one_of(st.none(), st.integers(0, 3)),
+    max_calls=st.one_of(st.none(), st.integers(1, 3)),
 )
 def test_the_ledger_holds_whatever_the_model_writes(answers, budget, turn_tokens, max_calls):
     tools = toolbox(stop_tools=["final_answer"])

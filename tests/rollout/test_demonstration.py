@@ -158,7 +158,7 @@ def test_every_familys_completions_are_read_as_what_was_demonstrated(
     messages: list[Message] = [{"role": "user", "content": user}]
     for number, (turn, replies) in enumerate(conversation):
         after = messages[-1]["role"]
-        shown, answered = chat.shown(as_parsed(chat, turn, after), replies)
+        shown, answered = chat.as_rendered(as_parsed(chat, turn, after), replies)
         ids = completion_ids(chat, messages, EXAMPLE_TOOLS, shown)
         assert ids[-1] in chat.stop_token_ids
         parsed = chat.parse(ids, EXAMPLE_TOOLS, turn=number, after=after)

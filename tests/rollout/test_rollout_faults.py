@@ -265,7 +265,7 @@ def test_a_server_that_is_gone_and_comes_back():
     assert collected.dropped == 1
     with pytest.raises(ToolUnavailable, match=r"tool fetch: .*ConnectionRefused"):
         batch(
-            with_add(fetch, retries=0, **settings),
+            with_add(fetch, retries=0, retry_on=["builtins.ConnectionError"]),
             call("fetch", "{}"),
             on_tool_failure=OnToolFailure.error,
         )

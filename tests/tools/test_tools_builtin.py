@@ -204,9 +204,12 @@ def test_limits_stand_beside_the_target():
         ({"_target_": f"{HERE}.Shifter"}, r"Shifter' with \{\}: missing .*'by'"),
         ({"_target_": f"{HERE}.Shifter", "to": 1}, r"'to': 1\}: missing .*'by'"),
         ({"_target_": f"{HERE}.scale", "facto": 1}, r"bind \(did you mean 'factor'\?\)"),
-        ({"_target_": f"{HERE}.slow", "timeout_s": 0}, r"x\.timeout_s=0: must be a number above 0"),
-        ({"_target_": f"{HERE}.slow", "timeout_s": "1"}, r"x\.timeout_s=1: must be a number"),
-        ({"_target_": f"{HERE}.slow", "concurrency": 1.5}, r"must be a whole number of at least 1"),
+        ({"_target_": f"{HERE}.slow", "timeout_s": 0}, r"x\.timeout_s=0: must be more than 0"),
+        ({"_target_": f"{HERE}.slow", "timeout_s": "1"}, r"x\.timeout_s=1: expected a number"),
+        (
+            {"_target_": f"{HERE}.slow", "concurrency": 1.5},
+            r"x\.concurrency=1\.5: expected a whole number",
+        ),
     ],
 )
 def test_a_section_that_cannot_work(section, message):

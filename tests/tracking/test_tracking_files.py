@@ -120,7 +120,8 @@ def test_a_broken_summary_is_told_and_replaced(tmp_path, capsys, content):
 
 def test_a_folder_is_held_by_one_process(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from agenttrain.tracking.run_folder import held\n"
+        "import sys; from pathlib import Path\n"
+        "from agenttrain.tracking.run_folder import lock_folder\n"
         "with lock_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "run")]
@@ -320,13 +321,6 @@ def test_resuming_continues_metrics_after_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["some", "-1", "1.5", ""])
-def test_a_bad_number_of_rollouts_is_told(tmp_path, setting):
-    config = TrackerConfig(name="none", rollouts=setting)
-    with pytest.raises(ValueError, match=r"tracker\.rollouts=.*`all`, `none` or a number"):
-        Tracker(tmp_path, config, project="shop", name="run", total_steps=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_tracker_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"tracker\.name='wandb': give `trackio` or `none`"):
-        Tracker(tmp_path, TrackerConfig(name="wandb"), project="p", name="r", total_steps=1)
+def test_a_bad_number_of_rollouts_is_refused(setting):
+    with pytest.raises(ValueError, match="expected all, none, or a whole number"):
+        TrackerConfig(name="none", rollouts=setting)

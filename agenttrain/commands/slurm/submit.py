@@ -165,7 +165,11 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         for text in command.overrides:
             if _section(text) == "distributed" and any(text not in run for run in combinations):
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
-    first = compose_run([*combination, *typed.slurm], source).config
+    try:
+        first = compose_run([*combination, *typed.slurm], source).config
+    except ConfigError as error:
+        run = f"in the run {' '.join(combination)}\n" if command.sweep else ""
+        raise ConfigError(f"{run}{error}") from error
     _refuse(first, first.slurm)
     # One process per GPU of the job, unless it was said: this machine may have fewer.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0

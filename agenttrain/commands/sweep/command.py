@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -33,6 +34,7 @@ from agenttrain.settings.saved import RESUMABLE, resumed
 from agenttrain.settings.trust import check_trusted
 from agenttrain.types import ConfigError
 from agenttrain.utils.moved import override_in_this_layout
+from agenttrain.utils.sections import validated
 
 NUMBERED = "${hydra.job.num}"
 """Default of hydra.sweep.subdir."""
@@ -125,9 +127,8 @@ def _go_on(
             )
     shared = [override_in_this_layout(text) for text in _of_job(record.shared)]
     raw = compose_raw([*shared, *of_sweep], command.source)
-    settings: SweepConfig = OmegaConf.to_object(raw.sweep)  # type: ignore[assignment]
-    if settings.parallel < 1:
-        raise ConfigError(f"sweep.parallel={settings.parallel}: must be at least 1")
+    section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
+    settings = validated(SweepConfig, section, "sweep")
     if any(_key(text) == "sweep.trials" for text in of_sweep):
         record = _with_trials(folder, record, settings.trials or 0)
     jobs = standings(folder, record)

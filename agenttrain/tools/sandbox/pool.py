@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
-from agenttrain.tools.sandbox.config import Sandbox, SandboxSettings
+from agenttrain.tools.sandbox.config import SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
 from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call, signal_name
 from agenttrain.types import ToolFailure, ToolUnavailable
@@ -162,7 +162,7 @@ def usable_backend(wanted: str) -> str:
     if wanted == "none":
         return wanted
     problems = []
-    for backend in SandboxSettings(sandbox=Sandbox(wanted)).backends():
+    for backend in SandboxSettings(sandbox=wanted).backends():
         problem: str | None = "namespaces are Linux's"
         if sys.platform == "linux":
             # In a thread: this one may have a running event loop.
@@ -181,7 +181,7 @@ def usable_backend(wanted: str) -> str:
 
 async def _probe(backend: str) -> str | None:
     """Run a program in a sandbox; return why that does not work, or None."""
-    pool = Pool(SandboxSettings(sandbox=Sandbox(backend)), backend)
+    pool = Pool(SandboxSettings(sandbox=backend), backend)
     try:
         printed = await pool.call("probe", "python", PROBE)
     except (ToolFailure, ToolUnavailable) as error:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from agenttrain.tools.config import Isolation, ToolSettings
 from agenttrain.tools.sandbox.config import SandboxSettings, check_language
 from agenttrain.tools.sandbox.pool import Pool
 from agenttrain.types import ToolContext
-from agenttrain.utils.sections import validated
 
 
 class _Interpreter:
@@ -75,19 +76,16 @@ def interpreter(
     Example: ``interpreter("python", memory_mb=256, call_s=2.0)``
     """
     check_language(language)
-    settings = validated(
-        SandboxSettings,
-        {
-            "sandbox": sandbox,
-            "memory_mb": memory_mb,
-            "disk_mb": disk_mb,
-            "file_mb": file_mb,
-            "cpu_s": cpu_s,
-            "processes": processes,
-            "call_s": call_s,
-            "max_chars": max_chars,
-            "packages": packages,
-        },
+    settings = SandboxSettings(
+        sandbox=sandbox,
+        memory_mb=memory_mb,
+        disk_mb=disk_mb,
+        file_mb=file_mb,
+        cpu_s=cpu_s,
+        processes=processes,
+        call_s=call_s,
+        max_chars=max_chars,
+        packages=packages,
     )
     made = Python(settings) if language == "python" else Bash(settings)
     if sandbox == "none":
@@ -97,3 +95,26 @@ def interpreter(
             file=sys.stderr,
         )
     return made
+
+
+def interpreter_problems(
+    key: str, settings: ToolSettings, arguments: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield problems of such a tool's settings and arguments; unknown names are checked before."""
+    if settings.isolation is Isolation.process:
+        yield (
+            f"{key}.isolation=process: its code runs in processes of the rollout's own already, "
+            "which other workers would not find again; leave isolation out"
+        )
+    limits = dict(arguments)
+    try:
+        check_language(limits.pop("language", None))
+        sandbox = SandboxSettings(**limits)
+    except ValueError as error:
+        yield f"{key}.{error}"
+        return
+    if sandbox.call_s >= settings.timeout_s:
+        yield (
+            f"{key}.call_s={sandbox.call_s:g}: not below {key}.timeout_s={settings.timeout_s:g}, "
+            "which would end the call first; lower it or raise timeout_s"
+        )
