@@ -28,7 +28,7 @@ from agenttrain.training.checkpoint import Checkpoints, random_states, set_rando
 from agenttrain.training.nonfinite import check_logprobs, check_weights
 from agenttrain.training.policy import Policy
 from agenttrain.training.update import Minibatch, assign_advantages, loss_inputs
-from agenttrain.training.weight_sync import Probe, sync
+from agenttrain.training.weight_sync import SyncProbe, sync
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
 from agenttrain.utils.signals import StopRequest
@@ -99,7 +99,7 @@ class Trainer:
     best: Best | None = None
     """The best evaluation so far; None if evaluations are not compared."""
     done: int = 0
-    probe: Probe | None = None
+    probe: SyncProbe | None = None
     """Result of the last weight sync with an engine that holds its own copy of the weights."""
     saved: int = 0
     """Step of the newest checkpoint."""

@@ -77,7 +77,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class SyncProbe:
     """Result of a weight sync: log-probabilities of a text that is the same for the whole run."""
 
     token_ids: tuple[int, ...]
@@ -103,10 +103,10 @@ async def sync(
     engine: Engine,
     version: int,
     config: WeightSyncConfig,
-    before: Probe | None = None,
+    before: SyncProbe | None = None,
     *,
     prompt_ids: Sequence[int] = (),
-) -> Probe | None:
+) -> SyncProbe | None:
     """Give `engine` the policy's weights; what it samples from now on has policy version `version`.
 
     An engine that samples from `policy.sampler` itself only drops its caches; the result is None.
@@ -160,8 +160,8 @@ async def sync(
 
 
 async def _score_probe(
-    policy: Policy, engine: Engine, before: Probe | None, prompt_ids: Sequence[int]
-) -> Probe:
+    policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
+) -> SyncProbe:
     """Score the probe by the policy and by the engine; without `before`, choose its text first."""
     token_ids: Sequence[int]
     if before:
@@ -183,7 +183,7 @@ async def _score_probe(
     )
     assert isinstance(engine, Separate)
     engine_T = torch.tensor(await engine.score(token_ids))
-    return Probe(
+    return SyncProbe(
         token_ids=tuple(token_ids),
         start=start,
         policy_T=torch.tensor(policy_T),
@@ -194,8 +194,8 @@ async def _score_probe(
 
 
 def _check_probe(
-    probe: Probe,
-    before: Probe | None,
+    probe: SyncProbe,
+    before: SyncProbe | None,
     version: int,
     tolerance: float,
     *,

@@ -23,9 +23,9 @@ from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.expand import parse as parsed
 from agenttrain.commands.sweep.process import JobEnd
 from agenttrain.commands.sweep.record import (
-    Search,
     SweepJob,
     SweepRecord,
+    TrialSearch,
     counted,
     is_job,
     quoted,
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-SEARCH = Search(
+SEARCH = TrialSearch(
     trials=12,
     seed=0,
     direction="maximize",

@@ -18,9 +18,9 @@ from agenttrain.commands.sweep.config import Direction
 from agenttrain.commands.sweep.expand import parse
 from agenttrain.commands.sweep.process import JobProcess
 from agenttrain.commands.sweep.record import (
-    Search,
     SweepJob,
     SweepRecord,
+    TrialSearch,
     read_record,
     standings,
     write_record,
@@ -257,7 +257,7 @@ def test_a_search_that_is_killed_goes_on_with_the_same_trials(tmp_path: Path) ->
     (tmp_path / "hold").touch()
     common = [*TINY, "seed=0", "+reward.held._target_=held.held"]
     axis = "optimizer.lr=tag(log, interval(1e-4, 1e-2))"
-    search = Search(trials=12, seed=0, direction="maximize", space=[axis], repeats=[common])
+    search = TrialSearch(trials=12, seed=0, direction="maximize", space=[axis], repeats=[common])
     jobs = [
         SweepJob(folder=str(number), overrides=[f"optimizer.lr={0.0002 * (number + 1)}", *common])
         for number in range(10)

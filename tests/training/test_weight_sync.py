@@ -14,8 +14,8 @@ from fake_vllm import Machine, machine
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import (
     Gap,
-    Probe,
     StaleWeights,
+    SyncProbe,
     named_weights,
     policy_logprobs,
     sync,
@@ -74,8 +74,8 @@ class Noisy:
 
 
 def synced(
-    engine: Noisy, before: Probe | None = None, tolerance: float | None = None, **more: Any
-) -> Probe:
+    engine: Noisy, before: SyncProbe | None = None, tolerance: float | None = None, **more: Any
+) -> SyncProbe:
     """After a sync of a policy in the engine's format."""
     policy = SimpleNamespace(model=tiny.model(seed=1).to(engine.dtype))
     config = WeightSyncConfig(tolerance=tolerance)

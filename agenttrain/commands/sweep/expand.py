@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from agenttrain.commands.sweep.config import LOWER_IS_BETTER, Direction, Sampler
-from agenttrain.commands.sweep.record import Search
+from agenttrain.commands.sweep.record import TrialSearch
 from agenttrain.commands.sweep.search import check_space, corners, drawn
 from agenttrain.settings.compose import Source, compose_raw, open_keys
 from agenttrain.settings.messages import REPLACED, explained
@@ -31,7 +31,7 @@ class Expansion:
     runs: list[list[str]]
     """Overrides of each, in the order in which they are run; with a `search` examples of them,
     which have every choice and both ends of every range."""
-    search: Search | None
+    search: TrialSearch | None
     """None: `runs` are all."""
 
 
@@ -123,7 +123,7 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
     first, *others = [written(axes, values) for values in corners(axes)]
     runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
-    search = Search(
+    search = TrialSearch(
         trials=settings.trials,
         seed=settings.trials_seed,
         direction=direction.value,

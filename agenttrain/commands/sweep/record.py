@@ -46,7 +46,7 @@ class SweepJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class TrialSearch:
     """The trials of a sweep that are chosen by the results of those before them."""
 
     trials: int
@@ -74,7 +74,7 @@ class SweepRecord:
     """Options of the command line for every job, e.g. ["--config-dir", "/home/me/conf"]."""
     shared: list[str] = field(default_factory=list)
     """Typed overrides that do not vary, those of the sweep itself included."""
-    search: Search | None = None
+    search: TrialSearch | None = None
     """None: all jobs are known."""
     jobs: list[SweepJob] = field(default_factory=list)
     """In their order."""
@@ -168,7 +168,7 @@ def read_record(sweep: Path) -> SweepRecord:
     try:
         fields = json.loads((sweep / RECORD).read_text(encoding="utf-8"))
         jobs = [SweepJob(**job) for job in fields["jobs"]]
-        search = Search(**fields["search"]) if fields.get("search") else None
+        search = TrialSearch(**fields["search"]) if fields.get("search") else None
         return SweepRecord(**{**fields, "search": search, "jobs": jobs})
     except FileNotFoundError as error:
         raise ConfigError(f"{sweep}: is no sweep's folder: there is no {RECORD} in it") from error

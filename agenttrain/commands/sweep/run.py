@@ -20,9 +20,9 @@ from agenttrain.commands.sweep.record import (
     FAILED,
     FINISHED,
     INTERRUPTED,
-    Search,
     SweepJob,
     SweepRecord,
+    TrialSearch,
     chosen,
     counted,
     is_held,
@@ -254,7 +254,7 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
     return jobs
 
 
-def trials(sweep: Path, record: SweepRecord, search: Search) -> list[Trial]:
+def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]:
     """Return the trials of a search as their jobs stand, in the order in which they were chosen.
 
     One is complete when all of its jobs have the objective, and failed when none of them is to run
