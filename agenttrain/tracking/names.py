@@ -1,4 +1,6 @@
-"""The table of metrics: every name that `metrics.jsonl` can hold, with its meaning.
+"""The table of metrics: the names that `metrics.jsonl` can hold, with their meaning.
+
+An objective's own metrics stand in its decorator.
 
 A part in angle brackets stands for any text without a slash: ``tools/<tool>/calls``.
 `docs/reference/metrics.md` is generated from this table, and the metrics of runs are compared with
@@ -93,13 +95,6 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("entropy", "Mean entropy of the trainer's distribution at sampled tokens, in nats."),
         ("entropy_coef", "Coefficient of the entropy bonus."),
         ("kl", "KL divergence from the reference, in nats per sampled token."),
-        ("clip_ratio/low_mean", "Share of tokens clipped from below (advantage under 0)."),
-        ("clip_ratio/low_min", "The smallest such share of a rollout."),
-        ("clip_ratio/high_mean", "Share of tokens clipped from above (advantage over 0)."),
-        ("clip_ratio/high_max", "The largest such share of a rollout."),
-        ("clip_ratio/region_mean", "Share of tokens clipped on either side."),
-        ("cispo_clip_ratio", "Share of tokens whose weight CISPO bounds."),
-        ("vespo/phi_seq_mean", "Mean weight that VESPO gives a rollout."),
         ("mask/truncated", "Share of rollouts without a gradient because they were cut."),
         ("mask/top_entropy", "Share of tokens left out by `algorithm.top_entropy`."),
         ("mask/off_policy", "Share of rollouts left out by `algorithm.off_policy_threshold`."),

@@ -39,7 +39,7 @@ class BandSettings:
     width: float = Field(0.1, gt=0)
     soft: bool = False
 
-@objective(metrics=("band/inside",))
+@objective(metrics={"band/inside": "Share of tokens inside the band."})
 def band(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput:
     inside_S = inputs.log_ratio_S.detach().abs() <= settings.width
     return ObjectiveOutput(

@@ -18,9 +18,13 @@ from agenttrain.algorithms.objectives.config import Ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLIP_METRICS = tuple(
-    f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
-)
+CLIP_METRICS = {
+    "clip_ratio/low_mean": "Share of tokens clipped from below (advantage under 0).",
+    "clip_ratio/low_min": "The smallest such share of a rollout.",
+    "clip_ratio/high_mean": "Share of tokens clipped from above (advantage over 0).",
+    "clip_ratio/high_max": "The largest such share of a rollout.",
+    "clip_ratio/region_mean": "Share of tokens clipped on either side.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,9 @@ class CispoSettings:
     ratio: Ratio = Ratio.token
 
 
-@objective(metrics=("cispo_clip_ratio",), stopped_ratio=True)
+@objective(
+    metrics={"cispo_clip_ratio": "Share of tokens whose weight CISPO bounds."}, stopped_ratio=True
+)
 def cispo(inputs: ObjectiveInputs, settings: CispoSettings) -> ObjectiveOutput:
     """-stop_gradient(min(r, 1 + high)) A log p: CISPO, https://arxiv.org/abs/2506.13585.
 

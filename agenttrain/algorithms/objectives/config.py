@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib import import_module
@@ -54,8 +54,9 @@ class Registered:
     function: Callable[..., Any]
     settings: type
     """Dataclass: the annotation of the function's second parameter."""
-    metrics: tuple[str, ...] = ()
-    """Names of its metrics, so that a step without a gradient has them too."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Its metrics, each with its meaning for the reference; a step without a gradient has them
+    too."""
     single_update: bool = False
     """Reads no `behaviour_S`, so that only the first update of a step is right."""
     stopped_ratio: bool = False
@@ -77,7 +78,7 @@ REGISTRY: dict[str, Registered] = {}
 
 def objective(
     *,
-    metrics: tuple[str, ...] = (),
+    metrics: Mapping[str, str] | None = None,
     single_update: bool = False,
     stopped_ratio: bool = False,
     whole_sequence: bool = False,
@@ -87,7 +88,7 @@ def objective(
 
     Example:
 
-        @objective(metrics=("band/share",))
+        @objective(metrics={"band/share": "Share of tokens in the band."})
         def band(inputs: ObjectiveInputs, settings: BandSettings) -> ObjectiveOutput: ...
 
     Raises ValueError where another function has the name.
@@ -98,7 +99,7 @@ def objective(
             name=function.__name__,
             function=function,
             settings=_settings_class(function),
-            metrics=metrics,
+            metrics=metrics or {},
             single_update=single_update,
             stopped_ratio=stopped_ratio,
             whole_sequence=whole_sequence,

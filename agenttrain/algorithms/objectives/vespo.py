@@ -34,7 +34,7 @@ class VespoSettings:
 
 
 @objective(
-    metrics=("vespo/phi_seq_mean",),
+    metrics={"vespo/phi_seq_mean": "Mean weight that VESPO gives a rollout."},
     stopped_ratio=True,
     whole_sequence=True,
     applies_correction=True,
