@@ -41,7 +41,7 @@ class Setting:
     """Example: ``optimizer.lr``; of components ``tools.<name>.timeout_s``."""
     type: str
     default: str
-    """As it is typed; empty: it has to be set."""
+    """Value as typed on the command line; empty: it has to be set."""
     description: str
     choices: tuple[str, ...] = ()
     """Choices with this key and this default, where not all have it: ``optimizer=muon``."""

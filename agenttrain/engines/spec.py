@@ -33,7 +33,7 @@ class EngineInputs:
     tokenizer: Path | None
     """Folder of the tokenizer, where requests come with a grammar."""
     sync_mode: WeightSyncMode
-    """What becomes of requests in flight at an update."""
+    """Treatment of requests in flight at an update."""
     seed: int
     on_gpu: bool
     rank: int

@@ -38,7 +38,7 @@ class Refused(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What a rank would run."""
+    """Run that a rank proposes."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """All that must be the same on every rank; empty: nothing is to be run."""

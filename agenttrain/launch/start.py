@@ -30,8 +30,8 @@ from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
 LAST_S = 1.0
-"""That the other ranks of a refused run stay longer: torchrun ends all once one has ended, and the
-first says why."""
+"""Seconds that the other ranks of a refused run wait before they exit: torchrun ends all ranks once
+one has ended, and the first rank has to print the reason."""
 
 
 def start(
