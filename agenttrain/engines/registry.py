@@ -6,25 +6,31 @@ is somebody's code: it is imported by `admit` alone, once everything else in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
-from enum import Enum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from agenttrain.engines.config import DEFAULT_ENGINE, EngineSettings
 from agenttrain.engines.spec import EngineSpec, S
 from agenttrain.types import ConfigError
+from agenttrain.utils import sections
 from agenttrain.utils.locate import locate
 from agenttrain.utils.moved import moved_key
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import SETTINGS, problem_lines, raise_problems, shown
+from agenttrain.utils.sections import (
+    SETTINGS,
+    field_names,
+    owners_of,
+    raise_problems,
+    shown,
+    with_known_keys,
+)
 
 TARGET = "_target_"
 
@@ -86,7 +92,7 @@ def chosen(section: Any) -> EngineSettings:
     if TARGET in keys:
         del keys["name"]
         path = keys.pop(TARGET)
-        shared = {key: keys[key] for key in _keys(EngineSettings) if key in keys}
+        shared = {key: keys[key] for key in field_names(EngineSettings) if key in keys}
         base = _validated(EngineSettings, shared, f"engine.{TARGET}={path}")
         return OutsideEngine(**{**asdict(base), "name": path}, own=keys)
     name = keys["name"]
@@ -119,33 +125,20 @@ def plain(settings: EngineSettings) -> dict[str, Any]:
     """Return the section as it stands in config.yaml, complete as far as it is known."""
     if isinstance(settings, OutsideEngine):
         return {TARGET: settings.name, **settings.own}
-    keys = {
-        key: value.value if isinstance(value, Enum) else value
-        for key, value in asdict(settings).items()
-    }
+    keys = sections.plain(settings)
     if settings.name not in specs():
         return {TARGET: keys.pop("name"), **keys}
     return keys
 
 
-def _keys(settings: type[EngineSettings]) -> list[str]:
-    return [field.name for field in fields(settings)]
-
-
 def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
-    known = _keys(settings)
-    others = [key for key in keys if key not in known]
-    lines = [line for key in others for line in _unknown(key, keys[key], known, engine)]
-    section = {key: keys[key] for key in known if key in keys}
-    try:
-        made = TypeAdapter(settings).validate_python(section)
-    except ValidationError as error:
-        lines += problem_lines(error, "engine")
-    raise_problems(lines)
-    return made
+    known = field_names(settings)
+    return with_known_keys(
+        settings, keys, "engine", lambda key, value: _unknown(key, value, known, engine)
+    )
 
 
-def _unknown(key: str, value: Any, known: list[str], engine: str) -> Iterator[str]:
+def _unknown(key: str, value: Any, known: Sequence[str], engine: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             typed = f"engine.{key}.{name}={shown(inner)}"
@@ -153,7 +146,7 @@ def _unknown(key: str, value: Any, known: list[str], engine: str) -> Iterator[st
             yield f"{typed}: {'unknown key' if now is None else f'is {now} now'}"
         return
     typed = f"engine.{key}={shown(value)}"
-    owners = [name for name, spec in specs().items() if key in _keys(spec.settings)]
+    owners = owners_of(key, {name: spec.settings for name, spec in specs().items()})
     if owners:
         yield f"{typed}: {engine} has no such key; it belongs to engine={'|'.join(owners)}"
         return

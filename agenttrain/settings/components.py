@@ -34,7 +34,6 @@ from agenttrain.tools.config import (
     check_mcp_server,
 )
 from agenttrain.tools.sandbox.config import INTERPRETER
-from agenttrain.tools.sandbox.tool import interpreter_problems
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import about_argument, call_parameters, locate, parameter_names
 from agenttrain.utils.names import did_you_mean
@@ -153,6 +152,8 @@ def _tool(config: RunConfig, key: str, section: Mapping[str, Any], target: Any) 
     settings, bound = beside(ToolSettings, section, key)
     yield from _errors_to_retry(key, settings)
     if section["_target_"] == INTERPRETER:
+        from agenttrain.tools.sandbox.tool import interpreter_problems  # its pool comes with it
+
         yield from interpreter_problems(key, settings, bound)
     check = TOOL_CHECKS.get(section["_target_"])
     if check is None:

@@ -83,25 +83,42 @@ def choose(key: str, section: Any, choices: Mapping[str, type[T]]) -> T:
         hint = did_you_mean(name, choices)
         raise InvalidSettings(f"{key}={name}: expected one of: {', '.join(choices)}{hint}")
     known = field_names(choices[name])
-    lines = []
-    for other, value in section.items():
-        if other in known:
-            continue
+
+    def unknown(other: str, value: Any) -> Iterator[str]:
         line = f"{key}.{other}={shown(value)}: unknown key of {key}={name}"
-        if owners := [f"{key}={n}" for n, cls in choices.items() if other in field_names(cls)]:
-            lines.append(
-                f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
-            )
+        if owners := [f"{key}={owner}" for owner in owners_of(other, choices)]:
+            yield f"{line}; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
         else:
             keys = f"; its keys are: {', '.join(known)}"
-            lines.append(f"{line}{did_you_mean(str(other), known) or keys}")
-    ours = {other: value for other, value in section.items() if other in known}
+            yield f"{line}{did_you_mean(other, known) or keys}"
+
+    return with_known_keys(choices[name], section, key, unknown)
+
+
+def with_known_keys(
+    settings: type[T],
+    section: Mapping[str, Any],
+    key: str,
+    unknown: Callable[[str, Any], Iterable[str]],
+) -> T:
+    """Return the section at `key` as its settings; raises InvalidSettings with all its problems.
+
+    `unknown` words the answer to a key, and its value, that the settings do not have.
+    """
+    known = field_names(settings)
+    lines = [line for n, v in section.items() if n not in known for line in unknown(str(n), v)]
+    ours = {name: value for name, value in section.items() if name in known}
     try:
-        settings = TypeAdapter(choices[name]).validate_python(ours)
+        made = TypeAdapter(settings).validate_python(ours)
     except ValidationError as error:
         lines += problem_lines(error, key)
     raise_problems(lines)
-    return settings
+    return made
+
+
+def owners_of(key: str, choices: Mapping[str, Any]) -> list[str]:
+    """Return the choices whose settings have the key."""
+    return [name for name, settings in choices.items() if key in field_names(settings)]
 
 
 def field_names(settings: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib import import_module
@@ -26,7 +26,14 @@ from pydantic import TypeAdapter
 from agenttrain.types import ConfigError
 from agenttrain.utils.locate import locate
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.sections import InvalidSettings, choice, shown, validated
+from agenttrain.utils.sections import (
+    InvalidSettings,
+    choice,
+    field_names,
+    owners_of,
+    shown,
+    validated,
+)
 
 KEY = "algorithm.objective"
 DEFAULT = "clip"
@@ -196,16 +203,12 @@ class Objective:
     def settings(self) -> Any:
         """Its checked settings; raises ConfigError with all that is wrong with them."""
         keys = {key: value for key, value in self.section.items() if key not in CHOOSING}
-        names = [field.name for field in fields(self.registered.settings)]
+        names = field_names(self.registered.settings)
+        choices = {one.name: one.settings for one in all_objectives().values()}
         problems = []
         for key in (key for key in keys if key not in names):
-            owners = [
-                one.name
-                for one in all_objectives().values()
-                if key in [field.name for field in fields(one.settings)]
-            ]
             hint = did_you_mean(key, names)
-            if owners:
+            if owners := owners_of(key, choices):
                 hint = (
                     f"; {' and '.join(owners)} ha{'s' if len(owners) == 1 else 've'} it: "
                     f"algorithm/objective={owners[0]}"
