@@ -70,7 +70,7 @@ def result_to_text(value: object, *, max_chars: int) -> str:
     become lists, sets sorted lists. Text beyond `max_chars` is cut with a visible marker. Lone
     surrogates, which tokenizers refuse, become U+FFFD.
 
-    Example: ``result_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
+    Example: ``result_to_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
     """
     if not isinstance(value, str | dict | list | tuple | bool | int | float | None):
