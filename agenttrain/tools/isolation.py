@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -103,7 +104,7 @@ class ToolWorker:
             raise ToolUnavailable(f"tool {self.name}: cannot be built in a worker: {problem}")
 
     def request(self, request: WorkerRequest) -> Reply:
-        """The worker's reply; raises ToolUnavailable when it died or answered nonsense."""
+        """Return the worker's reply; raises ToolUnavailable if it died or answered nonsense."""
         answer = self._exchange(request, limit_s=None)
         try:
             error = answer["error"]
@@ -216,9 +217,25 @@ class ProcessTool:
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
         """A worker for one call; killed afterwards if the call is not over."""
-        worker = await self._take()
+        self._dying = [worker for worker in self._dying if not worker.gone()]
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                break
+            self._kill(worker)
+        else:
+            worker = ToolWorker(self._recipe)
+            self._all.add(worker)
+            try:
+                outcome = await self._threads.run(worker.start, label=self.name)
+                if outcome.error is not None:
+                    problem = f"tool {self.name}: no worker process: {outcome.error}"
+                    raise ToolUnavailable(problem) from outcome.error
+            except BaseException:
+                self._kill(worker)
+                raise
         try:
-            yield BoundWorker(self, worker)
+            yield BoundWorker(name=self.name, schema=self.schema, tool=self, worker=worker)
         finally:
             self._put_back(worker)
 
@@ -270,25 +287,6 @@ class ProcessTool:
             )
         await call_optional(self._local.function, "close")
 
-    async def _take(self) -> ToolWorker:
-        self._dying = [worker for worker in self._dying if not worker.gone()]
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                return worker
-            self._kill(worker)
-        worker = ToolWorker(self._recipe)
-        self._all.add(worker)
-        try:
-            outcome = await self._threads.run(worker.start, label=self.name)
-            if outcome.error is not None:
-                problem = f"tool {self.name}: no worker process: {outcome.error}"
-                raise ToolUnavailable(problem) from outcome.error
-        except BaseException:
-            self._kill(worker)
-            raise
-        return worker
-
     def _put_back(self, worker: ToolWorker) -> None:
         if worker.busy or not worker.alive:
             self._kill(worker)
@@ -330,15 +328,15 @@ class ProcessTool:
             self._put_back(worker)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class BoundWorker:
-    """One worker of a tool, ready for a call: what runs while the tool's time is measured."""
+    """One worker of a tool, ready for a call: the tool's time limit begins with the call."""
 
-    def __init__(self, tool: ProcessTool, worker: ToolWorker) -> None:
-        self.name = tool.name
-        self.schema = tool.schema
-        self._tool = tool
-        self._worker = worker
+    name: str
+    schema: dict[str, Any]
+    tool: ProcessTool
+    worker: ToolWorker
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; cancelling it kills the worker."""
-        return await self._tool.call(self._worker, arguments, context)
+        return await self.tool.call(self.worker, arguments, context)
