@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -171,7 +170,7 @@ class _Call:
             end, status = End.timeout, 0
         finally:
             self._jail.interrupt = None
-            self._unwatch_all()
+            self._unwatch(*self._watched)
         if end in (End.done, End.failed, End.exited):
             self._jail.pause()
             # All output from before the end is in the pipe by now.
@@ -190,19 +189,16 @@ class _Call:
             self._watched.add(number)
             self._loop.add_reader(number, reader)
 
-    def _unwatch(self, number: int) -> None:
-        self._watched.discard(number)
-        self._loop.remove_reader(number)
-
-    def _unwatch_all(self) -> None:
-        for number in list(self._watched):
-            self._unwatch(number)
+    def _unwatch(self, *numbers: int) -> None:
+        for number in numbers:
+            self._watched.discard(number)
+            self._loop.remove_reader(number)
 
     def _on_interrupt(self) -> None:
         """End the call: the sandbox is killed from elsewhere, and its files are closed."""
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
-        self._unwatch_all()
+        self._unwatch(*self._watched)
 
     def _finish(self, end: End, status: int = 0) -> None:
         if not self._ended.done():
@@ -249,11 +245,3 @@ class _Call:
             self._finish(End.exited, int(words[2]))
         elif words[0] == "exit":
             self._jail.forget(words[1])
-
-
-def signal_name(status: int) -> str:
-    """Name the signal of a negative exit status: -9 -> `SIGKILL`."""
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
