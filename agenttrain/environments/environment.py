@@ -426,8 +426,6 @@ def _close_in_thread(made: Any) -> None:
     close = getattr(made, "close", None)
     value = close() if close is not None else None
     if inspect.isawaitable(value):
-
-        async def wait() -> None:  # asyncio.run takes a coroutine, not every awaitable
-            await value
-
-        asyncio.run(wait())
+        with asyncio.Runner() as runner:
+            # Not `run`, which takes a coroutine and not every awaitable.
+            runner.get_loop().run_until_complete(value)

@@ -21,10 +21,11 @@ from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, has_plain_text, make_reply
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, make_reply
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
+    Done,
     ToolCall,
     ToolContext,
     ToolError,
@@ -327,8 +328,9 @@ class Toolbox:
                     deadline=deadline,
                 )
             value = outcome.value
-            plain = isinstance(value, Reply) or has_plain_text(value)
-            if outcome.error is None and not plain:
+            content = value.content if type(value) is Done else value
+            plain = content is None or type(content) in (str, int, float, bool)
+            if outcome.error is None and not (plain or isinstance(value, Reply)):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
                     lambda: make_reply(value, max_chars=max_chars),
@@ -390,15 +392,15 @@ class RunningCall:
     """On the clock of time.monotonic."""
 
 
+@dataclass(slots=True)
 class StepTracker:
     """Runs awaitables of tools, and shows any thread which one runs on the event loop.
 
     An async tool that blocks stalls every rollout.
     """
 
-    def __init__(self) -> None:
-        self.now: tuple[str, float] | None = None
-        """The tool whose step runs, and the time.monotonic() at which the step began."""
+    now: tuple[str, float] | None = None
+    """The tool whose step runs, and the time.monotonic() at which the step began."""
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
         """Await `awaitable`, recording the tool's name during each uninterrupted step."""

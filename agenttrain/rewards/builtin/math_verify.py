@@ -59,8 +59,16 @@ class MathVerify(AnswerReward):
         }
         with self._lock:
             if self._process is None or not self._process.alive:
-                self._start()
-            assert self._process is not None
+                # -P: beside the script lies our math_verify.py, which is not the library.
+                command = [sys.executable, "-P", str(WORKER)]
+                self._process = ChildProcess(command, requests=True, replies=True)
+                try:
+                    self._process.receive(limit_s=START_S)
+                except ChildGone as error:
+                    self._process.kill()
+                    raise RewardUnavailable(
+                        f"the process for math-verify did not start; {' '.join(command)} says why"
+                    ) from error
             try:
                 self._process.send(json.dumps(request))
                 equal: bool | None = self._process.receive(limit_s=GRACE * self._answer_s)
@@ -68,16 +76,3 @@ class MathVerify(AnswerReward):
                 self._process.kill()
                 return 0.0
         return None if equal is None else float(equal)
-
-    def _start(self) -> None:
-        # -P: beside the script lies our math_verify.py, which is not the library.
-        self._process = ChildProcess(
-            [sys.executable, "-P", str(WORKER)], requests=True, replies=True
-        )
-        try:
-            self._process.receive(limit_s=START_S)
-        except ChildGone as error:
-            self._process.kill()
-            raise RewardUnavailable(
-                f"the process for math-verify did not start; {sys.executable} -P {WORKER} says why"
-            ) from error

@@ -64,7 +64,15 @@ class InitProcess:
                             os.read(number, 4096)
                     elif not self._handle_message():
                         return
-                self._report_exits()
+                with suppress(ChildProcessError):
+                    for _ in range(EXITS_AT_ONCE):
+                        ended, status = os.waitpid(-1, os.WNOHANG)
+                        if ended == 0:
+                            break
+                        kind = self._workers.pop(ended, None)
+                        if kind is not None:
+                            exited = os.waitstatus_to_exitcode(status)
+                            self._control.send(f"exit {kind} {exited}".encode())
                 if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
@@ -107,17 +115,6 @@ class InitProcess:
         for worker in self._workers:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker, number)
-
-    def _report_exits(self) -> None:
-        with suppress(ChildProcessError):
-            for _ in range(EXITS_AT_ONCE):
-                number, status = os.waitpid(-1, os.WNOHANG)
-                if number == 0:
-                    return
-                kind = self._workers.pop(number, None)
-                if kind is not None:
-                    exited = os.waitstatus_to_exitcode(status)
-                    self._control.send(f"exit {kind} {exited}".encode())
 
     def _exec_worker(self, kind: str, channel: int, output: int) -> None:
         """Turn this fork into the worker `kind`; drop files and handlers of the first process."""

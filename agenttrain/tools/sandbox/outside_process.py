@@ -1,6 +1,6 @@
 """Outside: the processes of one sandbox, from their start to their end.
 
-`inside` and `environment` make the settings and the environment that one starts with.
+`inside` makes the settings that one starts with.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Jail:
         self.started = False
         self.interrupt: Callable[[], None] | None = None
         """Set during a call: what it does before its files are closed, whose numbers others get."""
+        # Its first process reads `go` (everything inside runs) and `halt` (stops where it is).
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,14 +121,6 @@ class Jail:
             worker.channel.close()
             os.close(worker.output)
 
-    def resume(self) -> None:
-        """Let what is inside run."""
-        self.control.send(b"go")
-
-    def pause(self) -> None:
-        """Stop everything inside where it is."""
-        self.control.send(b"halt")
-
     def kill(self) -> None:
         """End it without waiting; it is then of no use."""
         self.alive = False
@@ -175,6 +168,17 @@ class Jail:
                 root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
                 before = [program, *(mapped if user is None else []), *spaces, *root]
             code = START.format(root=PACKAGE_ROOT)
+            # The code sees none of our variables.
+            environment = {
+                "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
+                "HOME": work,
+                "LANG": "C.UTF-8",
+                "TMPDIR": "/tmp" if work == "/work" else work,
+                # A pool of threads per processor would use up the processes that are allowed.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            }
             # Not a ChildProcess: its thread for the last words would be one for each rollout.
             self._process = subprocess.Popen(
                 [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
@@ -182,7 +186,7 @@ class Jail:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(number,),
-                env=environment(work),
+                env=environment,
                 cwd="/",
                 start_new_session=True,
             )
@@ -213,21 +217,6 @@ def interpreter() -> str:
     """Return the Python that runs agenttrain, outside of any virtual environment."""
     path = getattr(sys, "_base_executable", sys.executable) or sys.executable
     return os.path.realpath(path)
-
-
-def environment(work: str) -> dict[str, str]:
-    """Return the variables that the code sees: none of ours."""
-    folder = os.path.dirname(interpreter())
-    return {
-        "PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": work,
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp" if work == "/work" else work,
-        # A pool of threads per processor would use up the processes that are allowed.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
 
 
 _users = iter(range(1, 1 << 62))

@@ -102,13 +102,14 @@ class Output:
         """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
         missing = self.size - len(self._head) - len(self._tail)
         if missing == 0:
-            text = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
-            return text if len(text) <= self._max_chars else self._cut(text, text, len(text))
-        head = self._head.decode("utf-8", "replace")
-        tail = self._tail.decode("utf-8", "replace").rstrip("\n")
-        return self._cut(head, tail, len(head) + missing + len(tail))
-
-    def _cut(self, head: str, tail: str, length: int) -> str:
+            head = tail = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
+            length = len(head)
+            if length <= self._max_chars:
+                return head
+        else:
+            head = self._head.decode("utf-8", "replace")
+            tail = self._tail.decode("utf-8", "replace").rstrip("\n")
+            length = len(head) + missing + len(tail)
         half = (self._max_chars + 1) // 2
         last = self._max_chars - half
         end = tail[len(tail) - last :]
@@ -151,7 +152,7 @@ class _Call:
         else:
             request = BASH_CALL.format(code=shlex.quote(code), nonce=self._nonce)
         data = request.encode("utf-8", "replace")
-        self._jail.resume()
+        self._jail.control.send(b"go")
         try:
             sent = self._worker.channel.send(data)
         except OSError:
@@ -172,7 +173,7 @@ class _Call:
             self._jail.interrupt = None
             self._unwatch(*self._watched)
         if end in (End.done, End.failed, End.exited):
-            self._jail.pause()
+            self._jail.control.send(b"halt")
             # All output from before the end is in the pipe by now.
             limit = self._output.size + (1 << 20)
             with suppress(BlockingIOError):
