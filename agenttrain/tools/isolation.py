@@ -38,7 +38,7 @@ CLOSE_S = 2.0
 """Seconds for tools in workers to release or close what they hold."""
 END_S = 5.0
 """Seconds at the end for killed workers, and what they started, to be gone."""
-LOOK_S = 0.2
+CHECK_S = 0.2
 """Seconds between two checks that a silent worker is still alive."""
 
 
@@ -149,7 +149,7 @@ class ToolWorker:
             ) from error
         deadline = time.monotonic() + (limit_s or float("inf"))
         try:
-            while not self._connection.poll(LOOK_S):
+            while not self._connection.poll(CHECK_S):
                 if not self.alive or time.monotonic() > deadline:
                     raise self._died()
             answer = json.loads(self._connection.recv_bytes(self._most))
@@ -175,7 +175,7 @@ class ProcessTool:
     """
 
     def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
-        """`make` is pickled: it returns the FunctionTool, here (once, for the schema) and there.
+        """Make the tool once in this process, for its schema; `make` is pickled for the workers.
 
         Raises ValueError for what cannot be moved to another process.
         """
@@ -213,7 +213,7 @@ class ProcessTool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
-        """A worker for one call; killed afterwards if the call is not over."""
+        """Lend a worker for one call; it is killed afterwards if the call is not over."""
         self._dying = [worker for worker in self._dying if not worker.gone()]
         while self._idle:
             worker = self._idle.pop()
