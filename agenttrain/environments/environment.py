@@ -72,12 +72,27 @@ class EnvironmentKind:
         )
         self.episodes: dict[str, Episode] = {}
         """Episodes of the rollouts in flight, by rollout id."""
-        self._idle: list[Instance] = []
+        self.idle: list[Instance] = []
+        """The pool: instances that wait for their next rollout."""
         self._closed_busy: list[Instance] = []
         """Closed instances in which an abandoned call still runs."""
         self._warned = False
         where = f"environment.{name} ({cls.__module__}.{cls.__qualname__})"
-        self._reset_arguments = _reset_arguments(cls, where) if self.has_reset else ()
+        kinds = inspect.Parameter
+        reset: Any = getattr(cls, "reset", None)
+        taken = inspect.signature(reset).parameters.values() if self.has_reset else ()
+        parameters = list(taken)[1:]
+        self._reset_arguments = [p.name for p in parameters if p.name in RESET_ARGUMENTS]
+        if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
+            self._reset_arguments, parameters = list(RESET_ARGUMENTS), []
+        for parameter in parameters:
+            known = parameter.name in RESET_ARGUMENTS
+            by_name = known and parameter.kind is not kinds.POSITIONAL_ONLY
+            if not by_name and parameter.default is kinds.empty:
+                raise ValueError(
+                    f"{where}: its reset takes {parameter.name!r}; it can be given "
+                    f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
+                )
         if self.pooled and not self.has_reset:
             raise ValueError(
                 f"{where}: it is pooled and has no reset, so an instance would begin where another "
@@ -91,19 +106,10 @@ class EnvironmentKind:
     @property
     def live(self) -> int:
         """Number of instances that are not closed."""
-        return len(self.episodes) + len(self._idle)
+        return len(self.episodes) + len(self.idle)
 
-    @property
-    def stuck(self) -> tuple[str, ...]:
-        """One label for each abandoned call that still runs."""
-        return tuple(label for instance in self._used() for label in instance.threads.stuck)
-
-    @property
-    def overdue(self) -> tuple[str, ...]:
-        """The labels of the stuck calls whose time limit is over."""
-        return tuple(label for instance in self._used() for label in instance.threads.overdue)
-
-    def _used(self) -> list[Instance]:
+    def busy(self) -> list[Instance]:
+        """Return the instances in which a call may run, closed ones included."""
         self._closed_busy = [instance for instance in self._closed_busy if instance.threads.stuck]
         return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
 
@@ -114,8 +120,8 @@ class EnvironmentKind:
         """
         if start.rollout_id in self.episodes:
             raise ValueError(f"rollout {start.rollout_id!r} has an environment already")
-        if self._idle:
-            instance = self._idle.pop()
+        if self.idle:
+            instance = self.idle.pop()
         else:
             limit_s = max(self.settings.timeout_s, self.settings.hook_timeout_s)
             instance = Instance(f"environment {self.name}", limit_s)
@@ -158,22 +164,14 @@ class EnvironmentKind:
         text = f"{type(error).__name__}: {error}"
         return ToolUnavailable(f"environment {self.name!r}: {what} failed with {text}")
 
-    async def finish(self, episode: Episode, *, again: bool) -> None:
-        """End an episode: return its instance to the pool, or close it."""
-        self.episodes.pop(episode.rollout_id, None)
-        instance = episode.instance
-        if again and self.pooled and instance.reusable:
-            self._idle.append(instance)
-        else:
-            await self._close(instance)
-
     async def aclose(self) -> None:
         """Close every instance at the end of the run."""
-        live = [*self._idle, *(episode.instance for episode in self.episodes.values())]
-        self._idle, self.episodes = [], {}
-        await asyncio.gather(*(self._close(instance) for instance in live))
+        live = [*self.idle, *(episode.instance for episode in self.episodes.values())]
+        self.idle, self.episodes = [], {}
+        await asyncio.gather(*(self.close(instance) for instance in live))
 
-    async def _close(self, instance: Instance) -> None:
+    async def close(self, instance: Instance) -> None:
+        """Close an instance; the first failure of a class's `close` is a warning."""
         if instance.threads.stuck:
             self._closed_busy.append(instance)
         try:
@@ -257,16 +255,23 @@ class Episode:
             raise self.kind.unavailable("its reward", error) from error
 
     async def finish(self, *, again: bool = True) -> None:
-        """End the episode, once; `again`: another rollout may use the instance."""
-        if not self._finished:
-            self._finished = True
-            await self.kind.finish(self, again=again)
+        """End the episode, once: return its instance to the pool, or close it.
+
+        `again`: another rollout may use the instance, if the class is pooled.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        kind, instance = self.kind, self.instance
+        kind.episodes.pop(self.rollout_id, None)
+        if again and kind.pooled and not (instance.running or instance.abandoned):
+            kind.idle.append(instance)
+        else:
+            await kind.close(instance)
 
 
 def _to_messages(given: Any) -> tuple[Message, ...]:
     """Make messages of the value that `reset` returned; a text is a user message."""
-    if given is None:
-        return ()
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     items = [given] if isinstance(given, Mapping) else given
@@ -279,22 +284,6 @@ def _to_messages(given: Any) -> tuple[Message, ...]:
             '{"role": "user", "content": "…"}'
         )
     return tuple(dict(item) for item in items)
-
-
-def _reset_arguments(cls: Any, where: str) -> tuple[str, ...]:
-    """Return the names of the arguments that the class's `reset` takes."""
-    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
-    kinds = inspect.Parameter
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters):
-        return RESET_ARGUMENTS
-    for parameter in parameters:
-        given = parameter.name in RESET_ARGUMENTS and parameter.kind is not kinds.POSITIONAL_ONLY
-        if not given and parameter.default is kinds.empty:
-            raise ValueError(
-                f"{where}: its reset takes {parameter.name!r}; it can be given "
-                f"{', '.join(RESET_ARGUMENTS)}: `def reset(self, row, seed):`"
-            )
-    return tuple(p.name for p in parameters if p.name in RESET_ARGUMENTS)
 
 
 IDLE_S = 3600.0
@@ -341,20 +330,16 @@ class Instance:
 
     def __init__(self, label: str, limit_s: float) -> None:
         """An abandoned call counts as overdue after `limit_s` seconds."""
-        self._limit_s = limit_s
+        self._label, self._limit_s = label, limit_s
         self.obj: Any = None
-        self._abandoned_call = False
-        self._running = 0
-        self._label = label
+        self.running = 0
+        """Calls that run."""
+        self.abandoned = False
+        """True once a call was cancelled: it may run on, so no other rollout gets the object."""
         self.threads = DaemonThreads(idle_s=IDLE_S)
         self._busy = threading.Lock()
         self._lock = threading.Lock()
         self._closing = False
-
-    @property
-    def reusable(self) -> bool:
-        """True if another rollout may use it: no call runs, and none was abandoned."""
-        return not (self._running or self._abandoned_call)
 
     async def make(self, make: Callable[[], object]) -> None:
         """Construct the object; if `close` was called meanwhile, close it at once."""
@@ -366,21 +351,30 @@ class Instance:
             if late:
                 attempt(lambda: _close_in_thread(made))
 
-        await self._in_thread(work)
+        await self.call(work)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object, sync or async; its errors pass."""
-        self._running += 1
+        given_up = threading.Event()
+        # A little early, so that the call counts as overdue once the limit's timer has fired.
+        deadline = time.monotonic() + 0.9 * self._limit_s
+
+        def work() -> Any:
+            with self._busy:
+                return None if given_up.is_set() else function(*args, **kwargs)
+
+        self.running += 1
         try:
             if inspect.iscoroutinefunction(function):
                 return await self._on_loop(function(*args, **kwargs))
-            value = await self._in_thread(lambda: function(*args, **kwargs))
+            value = _unwrap(await self.threads.run(work, label=self._label, deadline=deadline))
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
-            self._abandoned_call = True
+            given_up.set()
+            self.abandoned = True
             raise
         finally:
-            self._running -= 1
+            self.running -= 1
 
     async def close(self, seconds: float) -> None:
         """Close the object, once; errors of its `close` pass.
@@ -415,21 +409,6 @@ class Instance:
             )
         )
 
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        given_up = threading.Event()
-        # A little early, so that the call counts as overdue once the limit's timer has fired.
-        deadline = time.monotonic() + 0.9 * self._limit_s
-
-        def work() -> Any:
-            with self._busy:
-                return None if given_up.is_set() else function()
-
-        try:
-            return _unwrap(await self.threads.run(work, label=self._label, deadline=deadline))
-        except asyncio.CancelledError:
-            given_up.set()
-            raise
-
 
 def _unwrap(outcome: Any) -> Any:
     """Return the value of an outcome, or raise its error."""
@@ -447,8 +426,6 @@ def _close_in_thread(made: Any) -> None:
     close = getattr(made, "close", None)
     value = close() if close is not None else None
     if inspect.isawaitable(value):
-
-        async def wait() -> None:  # asyncio.run takes a coroutine, not every awaitable
-            await value
-
-        asyncio.run(wait())
+        with asyncio.Runner() as runner:
+            # Not `run`, which takes a coroutine and not every awaitable.
+            runner.get_loop().run_until_complete(value)

@@ -7,13 +7,14 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.environments.config import EnvironmentSettings
 from agenttrain.environments.environment import EnvironmentKind
 from agenttrain.tools.config import HOOKS
 from agenttrain.tools.structured import build_instances
-from agenttrain.tools.tool import Tool, describe_method, public_methods
+from agenttrain.tools.tool import MethodSpec, Tool, describe_method, public_methods
 from agenttrain.tools.toolbox import StuckTools, Toolbox
 from agenttrain.types import Task, ToolContext
 from agenttrain.utils.locate import locate_section
@@ -44,10 +45,11 @@ class Environments:
         self.kinds = dict(kinds or {})
         self.toolboxes: dict[str, Toolbox] = {}
         for name, kind in self.kinds.items():
+            tools: dict[str, Tool] = {}
             try:
-                tools: dict[str, Tool] = {
-                    method: _Method(kind, method) for method in public_methods(kind.cls, HOOKS)
-                }
+                for method in public_methods(kind.cls, HOOKS):
+                    spec = describe_method(kind.cls, method)
+                    tools[method] = _Method(name=method, schema=spec.schema, kind=kind, spec=spec)
             except ValueError as error:
                 raise ValueError(f"environment.{name}: {error}") from error
             self.toolboxes[name] = Toolbox(
@@ -68,11 +70,13 @@ class Environments:
     @property
     def stuck(self) -> tuple[str, ...]:
         """The environment's label for each abandoned call that still runs."""
-        return tuple(label for kind in self.kinds.values() for label in kind.stuck)
+        instances = (instance for kind in self.kinds.values() for instance in kind.busy())
+        return tuple(label for instance in instances for label in instance.threads.stuck)
 
     def check_stuck(self) -> None:
         """Raise StuckTools if more than `max_stuck` calls still run after their time limit."""
-        stuck = Counter(label for kind in self.kinds.values() for label in kind.overdue)
+        instances = (instance for kind in self.kinds.values() for instance in kind.busy())
+        stuck = Counter(label for instance in instances for label in instance.threads.overdue)
         if stuck.total() > self._max_stuck:
             names = ", ".join(f"{label} ({count})" for label, count in stuck.most_common())
             raise StuckTools(
@@ -132,21 +136,20 @@ class Environments:
         await asyncio.gather(*(toolbox.aclose() for toolbox in self.toolboxes.values()))
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Method:
     """A method as a tool; a call reaches the instance of the rollout that calls."""
 
-    def __init__(self, kind: EnvironmentKind, name: str) -> None:
-        self.name = name
-        self._kind, self._method = kind, describe_method(kind.cls, name)
-        self.schema = self._method.schema
+    name: str
+    schema: dict[str, Any]
+    kind: EnvironmentKind
+    spec: MethodSpec
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        extra = {"context": context} if self._method.takes_context else {}
-        episode = self._kind.episodes[context.rollout_id]
-        if self._method.builders:
-            arguments = await episode.instance.call(
-                build_instances, self._method.builders, arguments
-            )
+        extra = {"context": context} if self.spec.takes_context else {}
+        episode = self.kind.episodes[context.rollout_id]
+        if self.spec.builders:
+            arguments = await episode.instance.call(build_instances, self.spec.builders, arguments)
         return await episode.call(self.name, **arguments, **extra)
 
 

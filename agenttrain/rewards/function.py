@@ -1,6 +1,6 @@
 """Reward functions, ours and TRL's: called on many rollouts, one value for each, in their order.
 
-The signature of a function names the columns that it gets (`Columns`). It gets copies of rollouts,
+The signature of a function names the columns that it gets. It gets copies of rollouts,
 so that it cannot change what is trained or what other functions see. Changing a copy is an error,
 because whatever the function meant by it would not happen.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import math
 import time
@@ -91,22 +92,24 @@ class FunctionScorer:
         self._timeout_s = timeout_s
         self._at_once = concurrency or (1 if self._blocks else None)
         self._threads = DaemonThreads()
-        self._lenient = False
-        first = [] if self._trl else list(inspect.signature(function).parameters)[:1]
-        self._columns = Columns(function, taken={*bound, *first})
+        self.strict = True
+        """True if a value that is no number raises; else it becomes NoNumber."""
+        kinds = inspect.Parameter
+        parameters = list(inspect.signature(function).parameters.values())
+        first = [] if self._trl else parameters[:1]  # the rollout
+        self._taken = {*bound, *(parameter.name for parameter in first)}
+        wanted = [parameter for parameter in parameters if parameter.name not in self._taken]
+        self._takes_all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
+        named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        self._names = [parameter.name for parameter in named]
+        self._required = [p.name for p in named if p.default is kinds.empty]
         # A callable may also name columns in an attribute `columns`.
-        declared = (*getattr(function, "columns", ()), *self._columns.required)
-        given = batch_names() if self._trl else ()
+        declared = (*getattr(function, "columns", ()), *self._required)
+        given = batch_arguments(()) if self._trl else {}
         self.columns = tuple(dict.fromkeys(name for name in declared if name not in given))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
         """Tools that the function needs."""
-
-    def lenient(self) -> FunctionScorer:
-        """Return a copy that returns NoNumber instead of raising for a value that is no number."""
-        other = copy.copy(self)
-        other._lenient = True
-        return other
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """Return one value per rollout; raises RewardError naming function and rollout."""
@@ -114,7 +117,7 @@ class FunctionScorer:
             return []
         if self._trl:
             arguments = batch_arguments([copy_rollout(rollout) for rollout in rollouts])
-            batch = await self._run(lambda: self._function(**self._columns.pick(arguments)))
+            batch = await self._run(lambda: self._function(**self._columns_of(arguments)))
             if isinstance(batch.error, RewardUnavailable):
                 return [batch.error] * len(rollouts)
             if batch.error is not None:
@@ -124,27 +127,27 @@ class FunctionScorer:
                 wrong = ValueError(f"it returned {values!r} for {len(rollouts)} completions")
                 raise scoring_error(self.name, rollouts[0], wrong)
             return [
-                self._read(await self._read_number(Outcome(value=value)), rollout)
+                await self._read(Outcome(value=value), rollout)
                 for value, rollout in zip(values, rollouts, strict=True)
             ]
+        calls = [functools.partial(self._call, rollout) for rollout in rollouts]
         gate = asyncio.Semaphore(self._at_once or len(rollouts))
 
-        async def one(rollout: Rollout) -> Outcome:
+        async def run(call: Call) -> Outcome:
             async with gate:
-                return await self._run(self._call_of(rollout))
+                return await self._run(call)
 
+        outcomes: list[Outcome] = []
         if self._blocks and self._at_once == 1:
             # One after the other; short calls share a visit to a thread.
-            calls = [self._call_of(rollout) for rollout in rollouts]
-            outcomes: list[Outcome] = []
             while len(outcomes) < len(calls):
                 outcomes += await self._visit(calls[len(outcomes) :])
         elif self._at_once == 1:
-            outcomes = [await one(rollout) for rollout in rollouts]
+            outcomes = [await run(call) for call in calls]
         else:
-            outcomes = await asyncio.gather(*map(one, rollouts))
+            outcomes = await asyncio.gather(*map(run, calls))
         return [
-            self._read(await self._read_number(outcome), rollout)
+            await self._read(outcome, rollout)
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
 
@@ -165,51 +168,61 @@ class FunctionScorer:
             # The last call begins before `until`, so it had all of its time at this limit.
             async with asyncio.timeout(self._timeout_s and self._timeout_s + VISIT_S):
                 await self._threads.run(some, label=self.name)
-                outcomes[-1] = await _settled(outcomes[-1])
+                if inspect.isawaitable(outcomes[-1].value):
+                    outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
             done = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
             return [*done, self._late()] if len(done) < len(begun) else done
         return outcomes
 
-    def _call_of(self, rollout: Rollout) -> Call:
-        """Return a call of the function on a copy of the rollout, which it must not change."""
+    def _call(self, rollout: Rollout) -> Any:
+        """Call the function on a copy of the rollout, which it must not change."""
+        given = copy_rollout(rollout)
+        columns = self._columns_of(rollout.task.columns)
+        value = self._function(given, **{name: copy_value(v) for name, v in columns.items()})
+        if not inspect.isawaitable(value):
+            check_unchanged(given, rollout)
+            return value
 
-        def call() -> Any:
-            given = copy_rollout(rollout)
-            columns = self._columns.pick(rollout.task.columns)
-            value = self._function(given, **{name: copy_value(v) for name, v in columns.items()})
-            if not inspect.isawaitable(value):
-                check_unchanged(given, rollout)
-                return value
+        async def checked() -> Any:
+            result = await value
+            check_unchanged(given, rollout)
+            return result
 
-            async def checked() -> Any:
-                result = await value
-                check_unchanged(given, rollout)
-                return result
+        return checked()
 
-            return checked()
-
-        return call
+    def _columns_of(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns to pass. Raises KeyError, naming a required column that is missing."""
+        for name in self._required:
+            if name not in available:
+                raise KeyError(
+                    f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
+                )
+        names = available if self._takes_all else self._names
+        return {k: available[k] for k in names if k in available and k not in self._taken}
 
     async def _run(self, call: Call) -> Outcome:
         """Return the outcome of one call; RewardUnavailable if it took too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                if not self._blocks:
-                    return await _settled(attempt(call))
-                return await _settled(await self._threads.run(call, label=self.name))
+                if self._blocks:
+                    outcome = await self._threads.run(call, label=self.name)
+                else:
+                    outcome = attempt(call)
+                if inspect.isawaitable(outcome.value):
+                    outcome = await attempt_async(outcome.value)
+                return outcome
         except TimeoutError:  # our limit: an exception of the function is an outcome
             return self._late()
 
-    async def _read_number(self, outcome: Outcome) -> Outcome:
-        """Convert an object of a user's class to a number, in a thread and under the time limit.
+    def _late(self) -> Outcome:
+        limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
+        return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
 
-        Its `item`, `__float__` and `__repr__` are user code, which may be slow.
-        """
+    async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
+        """Return the reward of a call's outcome. Raises RewardError if it is none."""
         value = outcome.value
         known = type(value).__module__.partition(".")[0] in KNOWN
-        if outcome.error is not None or known or isinstance(value, RewardUnavailable):
-            return outcome
 
         def read() -> Score:
             try:
@@ -217,69 +230,29 @@ class FunctionScorer:
             except (TypeError, ValueError) as error:
                 return NoNumber(str(error))
 
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._threads.run(read, label=self.name)
-        except TimeoutError:
-            return self._late()
-
-    def _late(self) -> Outcome:
-        limit = f"reward.{self.name}.timeout_s={self._timeout_s:g}"
-        return Outcome(error=RewardUnavailable(f"a call took longer than {limit}"))
-
-    def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
+        if outcome.error is None and not known and not isinstance(value, RewardUnavailable):
+            # An object of a user's class: its `item`, `__float__` and `__repr__` may be slow.
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    outcome = await self._threads.run(read, label=self.name)
+            except TimeoutError:
+                outcome = self._late()
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
         if isinstance(outcome.error, ChangedRollout):  # our traceback names no line of the function
             raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
         if outcome.error is not None:
             raise scoring_error(self.name, rollout, outcome.error) from outcome.error
-        if isinstance(outcome.value, NoNumber) and not self._lenient:
+        if isinstance(outcome.value, NoNumber) and self.strict:
             raise scoring_error(self.name, rollout, ValueError(str(outcome.value)))
         if isinstance(outcome.value, RewardUnavailable):  # one of a batch
             return outcome.value
         try:
             return as_reward(outcome.value)
         except (TypeError, ValueError) as error:
-            if self._lenient:
+            if not self.strict:
                 return NoNumber(str(error))
             raise scoring_error(self.name, rollout, error.with_traceback(None)) from error
-
-
-async def _settled(outcome: Outcome) -> Outcome:
-    """Return the outcome, after awaiting the awaitable that an async function returned."""
-    if not inspect.isawaitable(outcome.value):
-        return outcome
-    return await attempt_async(outcome.value)
-
-
-class Columns:
-    """The columns of a row that a function's signature names."""
-
-    def __init__(self, function: RewardFunction, *, taken: Collection[str] = ()) -> None:
-        """Read the signature; `taken` are parameters that are no columns."""
-        kinds = inspect.Parameter
-        wanted = [
-            parameter
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.name not in taken
-        ]
-        self._taken = frozenset(taken)
-        self._all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in wanted)
-        named = [p for p in wanted if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-        self._names = [parameter.name for parameter in named]
-        self.required = tuple(p.name for p in named if p.default is kinds.empty)
-        """Columns that every row must have."""
-
-    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns to pass. Raises KeyError, naming a required column that is missing."""
-        for name in self.required:
-            if name not in available:
-                raise KeyError(
-                    f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
-                )
-        names = available if self._all else self._names
-        return {k: available[k] for k in names if k in available and k not in self._taken}
 
 
 LARGEST = 1e100
@@ -289,7 +262,7 @@ LARGEST = 1e100
 def as_reward(value: Any) -> float | None:
     """Return `value` as a reward; raise ValueError unless it is None or a number up to `LARGEST`.
 
-    Numbers of numpy and torch are numbers. Example: ``checked(True) == 1.0``
+    Numbers of numpy and torch are numbers. Example: ``as_reward(True) == 1.0``
     """
     result = as_number(value)
     if result is not None and not math.isfinite(result):
@@ -376,11 +349,6 @@ def batch_arguments(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _no_log(name: str, value: object) -> None: ...
-
-
-def batch_names() -> tuple[str, ...]:
-    """Return the names of the arguments that TRL passes besides the row's columns."""
-    return tuple(batch_arguments(()))
 
 
 _PLAIN = (str, int, float, bool, array)

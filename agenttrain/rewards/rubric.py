@@ -68,7 +68,9 @@ class Rubric:
         """Return a copy for evaluation: NaN leaves its rollout unscored, and the run goes on."""
         other = copy.copy(self)
         other.strict = False
-        other._scorers = [scorer.lenient() for scorer in self._scorers]
+        other._scorers = [copy.copy(scorer) for scorer in self._scorers]
+        for scorer in other._scorers:
+            scorer.strict = False
         return other
 
     def check_tools(self, names: Collection[str]) -> None:

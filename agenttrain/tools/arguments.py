@@ -31,6 +31,9 @@ MAX_PROBLEMS = 3
 """Mistakes that one message lists."""
 MAX_QUOTE = 60
 """Characters of a wrong value that a message quotes."""
+_SAYS_TYPE = {"type", "title", "description", "default", "examples"}
+"""Keywords of a schema that checks nothing but a type."""
+_SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
 
 
 class InvalidArguments(ValueError):
@@ -48,7 +51,13 @@ class ArgumentSchema:
             self._validator.check_schema(self._schema)
         except SchemaError as error:
             raise ValueError(f"not a JSON schema: {error.json_path}: {error.message}") from error
-        self._checks_types_only = checks_types_only(self._schema)
+        # Calls that fit such a schema (an object of properties with types) need no validator.
+        properties = self._schema.get("properties", {}).values()
+        self._checks_types_only = (
+            _SAYS_OBJECT.issuperset(self._schema)
+            and self._schema.get("type", "object") == "object"
+            and all(isinstance(one, Mapping) and _SAYS_TYPE.issuperset(one) for one in properties)
+        )
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deep copy of the arguments, coerced to the schema.
@@ -88,7 +97,11 @@ class ArgumentSchema:
             for name in schema.get("required", [])
             if name not in arguments
         ]
-        if problems or (self._checks_types_only and fits(arguments, schema)):
+        types = ((v, _types(schema.get("properties", {}).get(n, {}))) for n, v in arguments.items())
+        if problems or (
+            self._checks_types_only
+            and all(not wanted or any(_is_type(v, t) for t in wanted) for v, wanted in types)
+        ):
             return problems
         errors = sorted(self._validator.iter_errors(arguments), key=lambda error: error.json_path)
         for error in errors:
@@ -157,26 +170,6 @@ def without_nullable(schema: Any) -> Any:
     return plain
 
 
-_SAYS_TYPE = {"type", "title", "description", "default", "examples"}
-"""Keywords of a schema that checks nothing but a type."""
-_SAYS_OBJECT = {*_SAYS_TYPE, "properties", "required"}
-
-
-def checks_types_only(schema: Schema) -> bool:
-    """Return True if `fits` is as strict as a validator: an object of properties with types."""
-    if not _SAYS_OBJECT.issuperset(schema) or schema.get("type", "object") != "object":
-        return False
-    properties = schema.get("properties", {}).values()
-    return all(isinstance(one, Mapping) and _SAYS_TYPE.issuperset(one) for one in properties)
-
-
-def fits(value: Mapping[str, Any], schema: Schema) -> bool:
-    """Return True if the properties that are present have their types."""
-    properties = schema.get("properties", {})
-    types = ((item, _types(properties.get(name, {}))) for name, item in value.items())
-    return all(not wanted or any(_is_type(item, t) for t in wanted) for item, wanted in types)
-
-
 def coerce(value: Any, schema: Any) -> Any:
     """Convert a value to the form that fits a schema, if that loses nothing; copy containers.
 
@@ -186,8 +179,17 @@ def coerce(value: Any, schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return value
     for key in ("anyOf", "oneOf"):
-        if key in schema:
-            value = _coerce_to_one(value, schema[key])
+        # The first option that accepts the value as it is, else the first that accepts it coerced.
+        for option in schema.get(key, []):
+            if make_validator(option).is_valid(value):
+                value = coerce(value, option)
+                break
+        else:
+            for option in schema.get(key, []):
+                candidate = coerce(value, option)
+                if make_validator(option).is_valid(candidate):
+                    value = candidate
+                    break
     if types := _types(schema):
         value = _coerce_type(value, types)
     if "enum" in schema:
@@ -206,18 +208,6 @@ def coerce(value: Any, schema: Any) -> Any:
 def _types(schema: Schema) -> list[str]:
     types = schema.get("type", [])
     return [types] if isinstance(types, str) else list(types)
-
-
-def _coerce_to_one(value: Any, options: Sequence[Schema]) -> Any:
-    """Coerce to the first option that accepts the value as it is, else as coerced."""
-    for option in options:
-        if make_validator(option).is_valid(value):
-            return coerce(value, option)
-    for option in options:
-        candidate = coerce(value, option)
-        if make_validator(option).is_valid(candidate):
-            return candidate
-    return value
 
 
 def _coerce_type(value: Any, types: Sequence[str]) -> Any:

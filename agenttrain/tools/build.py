@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, get_origin, get_type_hints
 
@@ -76,39 +77,33 @@ def _build(located: Located, name: str) -> list[Tool]:
     target, bound, where = located.found, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
-    if not inspect.isclass(target) and not _makes_tool(target):
-        return [_wrap(target, name, bound, where)]
+    makes_tool = inspect.isclass(target)
+    if not makes_tool:
+        # A function whose annotation says that it returns a tool or a callable makes one.
+        with suppress(NameError, TypeError):
+            returned = get_type_hints(target).get("return")
+            callables = (Tool, FunctionTool, Callable)
+            makes_tool = returned in callables or get_origin(returned) is get_origin(
+                Callable[[], None]
+            )
+    if makes_tool:
+        try:
+            inspect.signature(target).bind(**bound)
+            made = target(**bound)
+        except TypeError as error:
+            raise ValueError(f"{where} with {bound}: {error}") from error
+        except ValueError as error:
+            if str(error).partition("=")[0] in bound:
+                raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
+            raise ValueError(f"{where} with {bound}: {error}") from error
+        if isinstance(made, Tools):
+            return list(made.tools())
+        if hasattr(made, "schema") and hasattr(made, "name"):
+            return [made]
+        if not callable(made):
+            return list(method_tools(made, where).values())
+        target, bound = made, {}
     try:
-        inspect.signature(target).bind(**bound)
-        made = target(**bound)
-    except TypeError as error:
-        raise ValueError(f"{where} with {bound}: {error}") from error
-    except ValueError as error:
-        if str(error).partition("=")[0] in bound:
-            raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
-        raise ValueError(f"{where} with {bound}: {error}") from error
-    if isinstance(made, Tools):
-        return list(made.tools())
-    if hasattr(made, "schema") and hasattr(made, "name"):
-        return [made]
-    if not callable(made):
-        return list(method_tools(made, where).values())
-    return [_wrap(made, name, {}, where)]
-
-
-def _wrap(function: Callable[..., object], name: str, bound: dict[str, Any], where: str) -> Tool:
-    try:
-        return FunctionTool(function, name=name, bound=bound)
+        return [FunctionTool(target, name=name, bound=bound)]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def _makes_tool(target: Callable[..., object]) -> bool:
-    """Return True for a function whose annotation says that it returns a tool or a callable."""
-    try:
-        made = get_type_hints(target).get("return")
-    except (NameError, TypeError):
-        return False
-    return made in (Tool, FunctionTool, Callable) or get_origin(made) is get_origin(
-        Callable[[], None]
-    )

@@ -106,7 +106,7 @@ def without_password(text: str) -> str:
 
 
 def _is_named(credentials: str) -> bool:
-    """Return whether the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
+    """Return True if the secret of ``name:secret``, or ``secret``, is a variable: ``$NAME``."""
     name, _, secret = credentials.partition(":")
     return re.fullmatch(r"\$(\w+|\{\w+\})", secret or name) is not None
 
@@ -129,7 +129,19 @@ def check_mcp_server(
             "command=[python,my_server.py], or reached, e.g. url=http://127.0.0.1:8000/mcp"
         )
     if command is not None:
-        _check_command(command, expanded("env", env).get("PATH"))
+        path = expanded("env", env).get("PATH")
+        if not isinstance(command, list | tuple) or not command:
+            words = command.split() if isinstance(command, str) else []
+            words = words or ["python", "my_server.py"]
+            raise ValueError(
+                f"command={command!r}: must be a list of words, e.g. command=[{','.join(words)}]"
+            )
+        words = [str(word) for word in command]
+        if shutil.which(words[0], path=path) is None:
+            raise ValueError(
+                f"command=[{', '.join(words)}]: there is no program {words[0]!r} on the PATH; "
+                "install it, or give its whole path"
+            )
     if url is not None:
         _check_url(url)
     for name, value, other in (("env", env, url), ("headers", headers, command)):
@@ -151,7 +163,7 @@ def check_mcp_server(
 def expanded(name: str, values: object) -> dict[str, str]:
     """Fill ``$NAME`` in the texts of `env`, `headers` or `url` with our environment's NAME.
 
-    So that secrets need not stand in a configuration, which every run keeps a copy of. Example:
+    Secrets then need not stand in a configuration, of which every run keeps a copy. Example:
     ``{"Authorization": "Bearer $TOKEN"}``. Raises ValueError when NAME is not set.
     """
     if not isinstance(values, Mapping | None):
@@ -169,21 +181,6 @@ def expanded(name: str, values: object) -> dict[str, str]:
         except ValueError as error:
             raise ValueError(f"{name}={values}: {key}: {error}; write $$ for a dollar") from None
     return texts
-
-
-def _check_command(command: object, path: str | None) -> None:
-    if not isinstance(command, list | tuple) or not command:
-        words = command.split() if isinstance(command, str) else []
-        words = words or ["python", "my_server.py"]
-        raise ValueError(
-            f"command={command!r}: must be a list of words, e.g. command=[{','.join(words)}]"
-        )
-    words = [str(word) for word in command]
-    if shutil.which(words[0], path=path) is None:
-        raise ValueError(
-            f"command=[{', '.join(words)}]: there is no program {words[0]!r} on the PATH; install "
-            "it, or give its whole path"
-        )
 
 
 def _check_url(url: Any) -> None:

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,7 +38,7 @@ CLOSE_S = 2.0
 """Seconds for tools in workers to release or close what they hold."""
 END_S = 5.0
 """Seconds at the end for killed workers, and what they started, to be gone."""
-LOOK_S = 0.2
+CHECK_S = 0.2
 """Seconds between two checks that a silent worker is still alive."""
 
 
@@ -55,17 +56,13 @@ class ToolWorker:
         self._most = 16 * recipe.max_chars
         self._lock = threading.Lock()
         self._killed = False
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """The worker's keeper, below which is all that the worker started."""
 
     @property
     def alive(self) -> bool:
         """True while it can take a call."""
-        return not self._killed and self._process is not None and self._process.alive
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the keeper, below which is all that the worker started."""
-        return None if self._process is None else self._process.pid
+        return not self._killed and self.process is not None and self.process.alive
 
     def start(self) -> None:
         """Start the process and build the tool in it; raises ToolUnavailable."""
@@ -80,7 +77,7 @@ class ToolWorker:
             with self._lock:
                 if self._killed:
                     raise ToolUnavailable(f"tool {self.name}: was closed")
-                self._process = ChildProcess(
+                self.process = ChildProcess(
                     [*command, str(os.getpid()), str(theirs.fileno()), str(read_end)],
                     pass_fds=(theirs.fileno(), read_end),
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -90,7 +87,7 @@ class ToolWorker:
                 self._lifeline = os.fdopen(write_end, "wb", buffering=0)
                 self._connection = Connection(os.dup(ours.fileno()))
         except BaseException:
-            if self._process is None:
+            if self.process is None:
                 ours.close()
                 os.close(write_end)
             raise
@@ -103,7 +100,7 @@ class ToolWorker:
             raise ToolUnavailable(f"tool {self.name}: cannot be built in a worker: {problem}")
 
     def request(self, request: WorkerRequest) -> Reply:
-        """The worker's reply; raises ToolUnavailable when it died or answered nonsense."""
+        """Return the worker's reply; raises ToolUnavailable if it died or answered nonsense."""
         answer = self._exchange(request, limit_s=None)
         try:
             error = answer["error"]
@@ -120,7 +117,7 @@ class ToolWorker:
         """Have the process killed with all that it started, at once; harmless when it is dead."""
         with self._lock:
             self._killed = True
-            process = self._process
+            process = self.process
         if process is None:
             return
         with suppress(OSError, ValueError):  # it has ended; it is closed
@@ -131,9 +128,9 @@ class ToolWorker:
 
     def gone(self, timeout_s: float = 0.0) -> bool:
         """Wait for at most `timeout_s` for a killed worker; return True once it has ended."""
-        if self._process is None:
+        if self.process is None:
             return True
-        if not self._process.ended(timeout_s):
+        if not self.process.ended(timeout_s):
             return False
         self._lifeline.close()
         self._socket.close()
@@ -152,7 +149,7 @@ class ToolWorker:
             ) from error
         deadline = time.monotonic() + (limit_s or float("inf"))
         try:
-            while not self._connection.poll(LOOK_S):
+            while not self._connection.poll(CHECK_S):
                 if not self.alive or time.monotonic() > deadline:
                     raise self._died()
             answer = json.loads(self._connection.recv_bytes(self._most))
@@ -162,8 +159,8 @@ class ToolWorker:
 
     def _died(self) -> ToolUnavailable:
         """Make the error that says how the worker ended."""
-        assert self._process is not None
-        how = self._process.gone()
+        assert self.process is not None
+        how = self.process.gone()
         self.kill()
         return ToolUnavailable(f"tool {self.name}: its worker process {how}")
 
@@ -178,7 +175,7 @@ class ProcessTool:
     """
 
     def __init__(self, name: str, make: Callable[[], object], limits: ToolLimits) -> None:
-        """`make` is pickled: it returns the FunctionTool, here (once, for the schema) and there.
+        """Make the tool once in this process, for its schema; `make` is pickled for the workers.
 
         Raises ValueError for what cannot be moved to another process.
         """
@@ -201,8 +198,9 @@ class ProcessTool:
         )
         self._local = build(self._recipe)  # for its schema; calls run in workers
         self.schema = self._local.schema
-        self._releases = hasattr(self._local.function, "release")
-        self._sends_context = self._local.takes_context
+        self.releases = hasattr(self._local.function, "release")
+        """True if workers free something at the end of a rollout."""
+        self.sends_context = self._local.takes_context
         self._threads = DaemonThreads()
         self._idle: list[ToolWorker] = []
         self._all: set[ToolWorker] = set()
@@ -215,24 +213,28 @@ class ProcessTool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[BoundWorker]:
-        """A worker for one call; killed afterwards if the call is not over."""
-        worker = await self._take()
+        """Lend a worker for one call; it is killed afterwards if the call is not over."""
+        self._dying = [worker for worker in self._dying if not worker.gone()]
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                break
+            self._kill(worker)
+        else:
+            worker = ToolWorker(self._recipe)
+            self._all.add(worker)
+            try:
+                outcome = await self._threads.run(worker.start, label=self.name)
+                if outcome.error is not None:
+                    problem = f"tool {self.name}: no worker process: {outcome.error}"
+                    raise ToolUnavailable(problem) from outcome.error
+            except BaseException:
+                self._kill(worker)
+                raise
         try:
-            yield BoundWorker(self, worker)
+            yield BoundWorker(name=self.name, schema=self.schema, tool=self, worker=worker)
         finally:
             self._put_back(worker)
-
-    async def call(
-        self, worker: ToolWorker, arguments: dict[str, Any], context: ToolContext
-    ) -> Reply:
-        """Run one call in a worker of this tool; cancelling it kills the worker."""
-        if self._releases:
-            worker.served.add(context.rollout_id)
-        released, worker.released = tuple(worker.released), []
-        sent = context if self._sends_context else None
-        return await self._ask(
-            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
-        )
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Take a worker, run one call, give it back."""
@@ -260,7 +262,7 @@ class ProcessTool:
             lambda: [worker.gone(max(deadline - time.monotonic(), 0.0)) for worker in dying]
         )
         self._threads.close()
-        left = [str(worker.pid) for worker in dying if not worker.gone()]
+        left = [str(w.process.pid) for w in dying if w.process is not None and not w.gone()]
         if left:
             warnings.warn(
                 f"tool {self.name}: what its calls started has not ended, below the processes "
@@ -269,25 +271,6 @@ class ProcessTool:
                 stacklevel=2,
             )
         await call_optional(self._local.function, "close")
-
-    async def _take(self) -> ToolWorker:
-        self._dying = [worker for worker in self._dying if not worker.gone()]
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.alive:
-                return worker
-            self._kill(worker)
-        worker = ToolWorker(self._recipe)
-        self._all.add(worker)
-        try:
-            outcome = await self._threads.run(worker.start, label=self.name)
-            if outcome.error is not None:
-                problem = f"tool {self.name}: no worker process: {outcome.error}"
-                raise ToolUnavailable(problem) from outcome.error
-        except BaseException:
-            self._kill(worker)
-            raise
-        return worker
 
     def _put_back(self, worker: ToolWorker) -> None:
         if worker.busy or not worker.alive:
@@ -301,7 +284,8 @@ class ProcessTool:
             self._all.remove(worker)
             self._dying.append(worker)
 
-    async def _ask(self, worker: ToolWorker, request: WorkerRequest) -> Reply:
+    async def ask(self, worker: ToolWorker, request: WorkerRequest) -> Reply:
+        """Send a request and return the reply; cancelling this kills the worker."""
         worker.busy = True
         try:
             outcome = await self._threads.run(lambda: worker.request(request), label=self.name)
@@ -320,7 +304,7 @@ class ProcessTool:
             self._idle.remove(worker)
             released, worker.released = tuple(worker.released), []
             message = WorkerRequest(released=released, close=request.close)
-            tasks[worker] = asyncio.create_task(self._ask(worker, message))
+            tasks[worker] = asyncio.create_task(self.ask(worker, message))
         if tasks:
             _, late = await asyncio.wait(tasks.values(), timeout=CLOSE_S)
             for task in late:
@@ -330,15 +314,22 @@ class ProcessTool:
             self._put_back(worker)
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class BoundWorker:
-    """One worker of a tool, ready for a call: what runs while the tool's time is measured."""
+    """One worker of a tool, ready for a call: the tool's time limit begins with the call."""
 
-    def __init__(self, tool: ProcessTool, worker: ToolWorker) -> None:
-        self.name = tool.name
-        self.schema = tool.schema
-        self._tool = tool
-        self._worker = worker
+    name: str
+    schema: dict[str, Any]
+    tool: ProcessTool
+    worker: ToolWorker
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
         """Run one call; cancelling it kills the worker."""
-        return await self._tool.call(self._worker, arguments, context)
+        tool, worker = self.tool, self.worker
+        if tool.releases:
+            worker.served.add(context.rollout_id)
+        released, worker.released = tuple(worker.released), []
+        sent = context if tool.sends_context else None
+        return await tool.ask(
+            worker, WorkerRequest(released=released, arguments=arguments, context=sent)
+        )

@@ -13,7 +13,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -42,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRequest:
-    """One call; what is to be released before it; or nothing but that."""
+    """One call, and the rollouts to release before it; or only those."""
 
     released: tuple[str, ...] = ()
     """Rollouts that are over."""
@@ -54,7 +55,7 @@ class WorkerRequest:
 
 
 def build(recipe: Recipe) -> FunctionTool:
-    """Make the tool; raises ValueError where it cannot be one that runs elsewhere."""
+    """Make the tool; raises ValueError for one that cannot run in another process."""
     made = recipe.make()
     if not isinstance(made, FunctionTool):
         raise ValueError(
@@ -65,7 +66,7 @@ def build(recipe: Recipe) -> FunctionTool:
 
 
 def fault_types(paths: tuple[str, ...]) -> tuple[type[BaseException], ...]:
-    """ToolUnavailable, and the exceptions at these dotted paths; ValueError for what is none."""
+    """Return ToolUnavailable and the exceptions at these paths; raises ValueError for others."""
     errors = [locate(path, key="retry_on") for path in paths]
     for path, error in zip(paths, errors, strict=True):
         if not (isinstance(error, type) and issubclass(error, Exception)):
@@ -83,53 +84,24 @@ class Server:
         self._loop = asyncio.new_event_loop()
 
     def answer(self, request: WorkerRequest) -> Reply:
-        """Return the reply to the request's call; an empty one where it holds none."""
+        """Return the reply to the request's call; an empty one for a request without a call."""
+        wait = self._loop.run_until_complete
         for rollout_id in request.released:
-            attempt(partial(self._end, self._tool.release, rollout_id))
+            attempt(partial(wait, self._tool.release(rollout_id)))
         if request.close:
-            attempt(partial(self._end, self._tool.close))
+            attempt(partial(wait, self._tool.close()))
         if request.arguments is None:
             return Reply(content="")
         arguments = request.arguments
 
         def call() -> object:
             value = self._tool.call(arguments, request.context)  # type: ignore[arg-type]
-            return self._wait(value) if inspect.isawaitable(value) else value
+            return wait(value) if inspect.isawaitable(value) else value
 
         outcome = attempt(call)
         if outcome.error is not None:
             return error_reply(outcome.error, max_chars=self._max_chars, faults=self._faults)
         return make_reply(outcome.value, max_chars=self._max_chars)
-
-    def _end(self, method: Callable[..., Awaitable[None]], *arguments: str) -> None:
-        self._wait(method(*arguments))
-
-    def _wait(self, awaitable: Any) -> object:
-        async def waited() -> object:
-            return await awaitable
-
-        return self._loop.run_until_complete(waited())
-
-
-def serve(connection: Connection) -> None:
-    """Build the tool, say so, answer requests; EOFError when the parent is gone."""
-    own = os.getpid()
-
-    def send(answer: dict[str, Any]) -> None:
-        if os.getpid() != own:  # a tool that forked returns twice: the call has one answer
-            os._exit(0)
-        connection.send_bytes(json.dumps(answer).encode())
-
-    sys.path[:] = json.loads(connection.recv_bytes())
-    recipe = connection.recv_bytes()
-    UNSEEN.set(True)
-    built = attempt(lambda: Server(pickle.loads(recipe)))
-    server = built.value
-    send({"problem": None if built.error is None else str(built.error)})
-    while isinstance(server, Server):
-        request: WorkerRequest = pickle.loads(connection.recv_bytes())
-        reply = server.answer(request)
-        send({"content": reply.content, "error": reply.error, "done": reply.done})
 
 
 def main() -> None:
@@ -138,10 +110,24 @@ def main() -> None:
     fork_worker(parent, lifeline, requests)
     os.set_inheritable(requests, False)
     connection = Connection(requests)
-    try:
-        serve(connection)
-    except (EOFError, OSError):
-        return
+    own = os.getpid()
+
+    def send(answer: dict[str, Any]) -> None:
+        if os.getpid() != own:  # a tool that forked returns twice: the call has one answer
+            os._exit(0)
+        connection.send_bytes(json.dumps(answer).encode())
+
+    with suppress(EOFError, OSError):  # the parent is gone
+        sys.path[:] = json.loads(connection.recv_bytes())
+        recipe = connection.recv_bytes()
+        UNSEEN.set(True)
+        built = attempt(lambda: Server(pickle.loads(recipe)))
+        server = built.value
+        send({"problem": None if built.error is None else str(built.error)})
+        while isinstance(server, Server):
+            request: WorkerRequest = pickle.loads(connection.recv_bytes())
+            reply = server.answer(request)
+            send({"content": reply.content, "error": reply.error, "done": reply.done})
 
 
 if __name__ == "__main__":

@@ -57,12 +57,6 @@ def error_reply(
     return Reply(content=_bounded(text, max_chars), error=kind)
 
 
-def has_plain_text(value: object) -> bool:
-    """Return True if making the text of a value runs no code of the user's."""
-    content = value.content if type(value) is Done else value
-    return content is None or type(content) in (str, int, float, bool)
-
-
 def result_to_text(value: object, *, max_chars: int) -> str:
     """Make the text of a result: strings unchanged, other values as JSON, else by str().
 
@@ -70,7 +64,7 @@ def result_to_text(value: object, *, max_chars: int) -> str:
     become lists, sets sorted lists. Text beyond `max_chars` is cut with a visible marker. Lone
     surrogates, which tokenizers refuse, become U+FFFD.
 
-    Example: ``result_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
+    Example: ``result_to_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
     """
     if not isinstance(value, str | dict | list | tuple | bool | int | float | None):

@@ -88,8 +88,8 @@ def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
         plain = _inline_references(schema, schema.get("$defs", {}), ())
         return Structure(schema=plain, build=_constructor_call(adapter.validate_python))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        values = [member.value for member in hint]
-        return Structure(schema=_enum(values, hint.__name__), build=_constructor_call(hint))
+        members = [member.value for member in hint]
+        return Structure(schema=_enum(members, hint.__name__), build=_constructor_call(hint))
     if _is_class(hint):
         return _object(hint, (*within, hint))
     if origin is Literal:
@@ -99,7 +99,15 @@ def describe_type(hint: Any, *, within: tuple[Any, ...] = ()) -> Structure:
     if (kind := origin or hint) in SEQUENCES and parts:
         return _sequence(kind, parts, within)
     if kind in MAPPINGS and parts:
-        return _mapping(parts, within)
+        if parts[0] is not str:
+            raise ValueError(f"a mapping from {parts[0]!r}: the keys of JSON are strings; use str")
+        values = describe_type(parts[1], within=within)
+
+        def build(value: Any, where: str) -> Any:
+            return {key: values.build(part, f"{where}.{key}") for key, part in value.items()}
+
+        mapping = {"type": "object", "additionalProperties": values.schema}
+        return Structure(schema=mapping, build=build)
     if hint not in TYPES:
         raise ValueError(f"{hint!r} has no JSON; use one of str, int, float, bool, list, dict")
     return Structure(schema=dict(TYPES[hint]), build=_unchanged)
@@ -262,18 +270,6 @@ def _sequence(kind: Any, parts: tuple[Any, ...], within: tuple[Any, ...]) -> Str
         ]
         return _constructor_call(make)(each, where)
 
-    return Structure(schema=schema, build=build)
-
-
-def _mapping(parts: tuple[Any, ...], within: tuple[Any, ...]) -> Structure:
-    if parts[0] is not str:
-        raise ValueError(f"a mapping from {parts[0]!r}: the keys of JSON are strings; use str")
-    inner = describe_type(parts[1], within=within)
-
-    def build(value: Any, where: str) -> Any:
-        return {key: inner.build(part, f"{where}.{key}") for key, part in value.items()}
-
-    schema = {"type": "object", "additionalProperties": inner.schema}
     return Structure(schema=schema, build=build)
 
 

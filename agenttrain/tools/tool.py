@@ -1,6 +1,6 @@
 """The `Tool` protocol; Python functions and the public methods of a class as tools.
 
-`function_schema` makes the JSON schema that the model sees from a signature and a Google
+`describe_function` makes the JSON schema that the model sees from a signature and a Google
 docstring.
 """
 
@@ -94,12 +94,13 @@ class FunctionTool:
         self.owner: object = function
         """The object whose `release` and `close` are called: callable instances may have them."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.schema = function_schema(function, name=self.name, hidden=settings)
+        spec = describe_function(function, name=self.name, hidden=settings)
+        self.schema = spec.schema
         self.blocking = blocks(function)
         """True if a call blocks its thread; the toolbox then gives it a thread of its own."""
         self._bound = settings
-        self._builders = argument_builders(function, hidden=settings)
-        self.takes_context = takes_context(function) and "context" not in settings
+        self._builders = spec.builders
+        self.takes_context = spec.takes_context and "context" not in settings
         """True if the function gets the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:
@@ -150,12 +151,13 @@ def public_methods(cls: type, reserved: Collection[str] = LIFE_CYCLE) -> list[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodSpec:
-    """A public method of a class as a tool, without an instance."""
+    """A function, or a public method of a class without an instance, as a tool."""
 
     schema: dict[str, Any]
     takes_context: bool
+    """True if it has a parameter ``context: ToolContext``."""
     builders: dict[str, Build]
-    """By the names of structured arguments."""
+    """By the names of structured arguments (`agenttrain.tools.structured`)."""
 
 
 def describe_method(cls: type, name: str) -> MethodSpec:
@@ -164,11 +166,7 @@ def describe_method(cls: type, name: str) -> MethodSpec:
     static = isinstance(inspect.getattr_static(cls, name), staticmethod)
     this = [] if static else list(inspect.signature(method).parameters)[:1]
     try:
-        return MethodSpec(
-            schema=function_schema(method, name=name, hidden=this),
-            takes_context=takes_context(method),
-            builders=argument_builders(method, hidden=this),
-        )
+        return describe_function(method, name=name, hidden=this)
     except ValueError as error:
         raise ValueError(f"{error}\nor begin its name with _ if it is no tool") from error
 
@@ -199,97 +197,62 @@ UNSEEN: ContextVar[bool] = ContextVar("UNSEEN", default=False)
 saves the import of transformers."""
 
 
-def function_schema(
-    function: Function, *, name: str, hidden: Collection[str] = ()
-) -> dict[str, Any]:
-    """Make the OpenAI-style schema of a function, through transformers' `get_json_schema`.
+def describe_function(function: Function, *, name: str, hidden: Collection[str] = ()) -> MethodSpec:
+    """Describe a function, with its OpenAI-style schema of transformers' `get_json_schema`.
 
     Parameters in `hidden` and a ``context: ToolContext`` are left out, and so is the return type,
     which the tool schemas of served models lack too. Raises ValueError, with the text to add, if an
-    annotation, the docstring or a parameter's description is missing.
+    annotation, the docstring or a parameter's description is missing, and for a type that cannot be
+    written as JSON.
 
     Example: for ``def add(a: int, b: int)``, documented: ``{"type": "function", "function":
     {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {"a":
     {"type": "integer", "description": "First."}, …}, "required": ["a", "b"]}}}``
     """
-    target = _routine(function)
+    # An instance has its signature and docstring in `__call__`.
+    is_routine = inspect.isroutine(function)
+    target: Any = function if is_routine else getattr(function, "__call__")  # noqa: B004, B009
     where = f"tool {name!r} ({target.__module__}.{target.__qualname__})"
-    signature = inspect.signature(target)
-    known = list(signature.parameters)
-    for parameter_name in hidden:
-        if parameter_name not in known:
+    parameters = inspect.signature(target).parameters
+    for hidden_name in hidden:
+        if hidden_name not in parameters:
             raise ValueError(
-                f"{where}: it has no parameter {parameter_name!r} to bind"
-                f"{did_you_mean(parameter_name, known)}; its parameters: "
-                f"{', '.join(known) or 'none'}"
+                f"{where}: it has no parameter {hidden_name!r} to bind"
+                f"{did_you_mean(hidden_name, parameters)}; its parameters: "
+                f"{', '.join(parameters) or 'none'}"
             )
-    if UNSEEN.get():
-        return {"type": "function", "function": {"name": name}}
-    hints = _hints(target, where)
-    shown = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.name not in hidden and not _is_context(parameter.name, hints)
-    ]
-    doc = inspect.getdoc(target)
-    _check_described(shown, doc, where)
-    own = _structures({p.name: hints[p.name] for p in shown}, where)
-    hints = {p.name: dict if p.name in own else hints[p.name] for p in shown}
-    schema = _json_schema(name, doc, shown, hints, where)
-    for parameter, structure in own.items():
-        properties = schema["function"]["parameters"]["properties"]
-        words = {"description": properties[parameter]["description"]}
-        properties[parameter] = {**structure.schema, **words}
-    return schema
-
-
-def argument_builders(function: Function, *, hidden: Collection[str] = ()) -> dict[str, Build]:
-    """Return builders of a function's structured parameters (`agenttrain.tools.structured`).
-
-    Raises ValueError for a type that cannot be written as JSON.
-    """
-    target = _routine(function)
-    where = f"{target.__module__}.{target.__qualname__}"
-    hints = _hints(target, where)
-    names = [name for name in inspect.signature(target).parameters if name in hints]
-    shown = {n: hints[n] for n in names if n not in hidden and not _is_context(n, hints)}
-    return {name: one.build for name, one in _structures(shown, where).items()}
-
-
-def _structures(hints: dict[str, Any], where: str) -> dict[str, Structure]:
-    structures = {}
-    for name, hint in hints.items():
-        try:
-            if is_structured(hint) and hint is not ToolContext:
-                structures[name] = describe_type(hint)
-        except (ValueError, NameError) as error:
-            raise ValueError(f"{where}: parameter {name!r}: {error}") from error
-    return structures
-
-
-def takes_context(function: Function) -> bool:
-    """Return True if the function has a parameter ``context: ToolContext``."""
-    return _is_context("context", get_type_hints(_routine(function)))
-
-
-def _routine(function: Function) -> Any:
-    """Return the object with signature and docstring: the function, or an instance's `__call__`."""
-    return function if inspect.isroutine(function) else getattr(function, "__call__")  # noqa: B004, B009
-
-
-def _is_context(name: str, hints: dict[str, Any]) -> bool:
-    hint = hints.get(name)
-    return name == "context" and (hint is ToolContext or ToolContext in get_args(hint))
-
-
-def _hints(target: Any, where: str) -> dict[str, Any]:
     try:
-        return get_type_hints(target)
+        hints = get_type_hints(target)
     except NameError as error:
         raise ValueError(
             f"{where}: an annotation cannot be resolved: {error}; import it at run time, not only "
             "under TYPE_CHECKING"
         ) from error
+    context = hints.get("context")
+    takes_context = context is ToolContext or ToolContext in get_args(context)
+    left_out = {*hidden, "context"} if takes_context else {*hidden}
+    shown = [parameter for parameter in parameters.values() if parameter.name not in left_out]
+    doc, seen = inspect.getdoc(target), not UNSEEN.get()
+    if seen:
+        _check_described(shown, doc, where)
+    structures: dict[str, Structure] = {}
+    for parameter in shown:
+        hint = hints.get(parameter.name)
+        try:
+            if is_structured(hint) and hint is not ToolContext:
+                structures[parameter.name] = describe_type(hint)
+        except (ValueError, NameError) as error:
+            raise ValueError(f"{where}: parameter {parameter.name!r}: {error}") from error
+    schema: dict[str, Any] = {"type": "function", "function": {"name": name}}
+    if seen:
+        plain = {p.name: dict if p.name in structures else hints[p.name] for p in shown}
+        schema = _json_schema(name, doc, shown, plain, where)
+        for parameter_name, structure in structures.items():
+            properties = schema["function"]["parameters"]["properties"]
+            words = {"description": properties[parameter_name]["description"]}
+            properties[parameter_name] = {**structure.schema, **words}
+    builders = {parameter_name: one.build for parameter_name, one in structures.items()}
+    return MethodSpec(schema=schema, takes_context=takes_context, builders=builders)
 
 
 def _check_described(shown: Sequence[inspect.Parameter], doc: str | None, where: str) -> None:

@@ -21,10 +21,11 @@ from agenttrain.tools.arguments import ArgumentSchema, InvalidArguments
 from agenttrain.tools.config import Isolation, ToolLimits
 from agenttrain.tools.isolation import ProcessTool
 from agenttrain.tools.isolation_worker import fault_types
-from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, has_plain_text, make_reply
+from agenttrain.tools.reply import MAX_RESULT_CHARS, Reply, error_reply, make_reply
 from agenttrain.tools.tool import FunctionTool, Tool
 from agenttrain.types import (
     AgenttrainError,
+    Done,
     ToolCall,
     ToolContext,
     ToolError,
@@ -45,6 +46,8 @@ class StuckTools(AgenttrainError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     tool: Tool
+    function: FunctionTool | None
+    """The tool, if its calls block a thread."""
     arguments: ArgumentSchema
     limits: ToolLimits
     faults: tuple[type[BaseException], ...]
@@ -114,7 +117,8 @@ class Toolbox:
 
     def blocking(self, limit_s: float) -> str | None:
         """Name the tool that has blocked the event loop for over `limit_s`; any thread may call."""
-        return self._steps.blocking(limit_s)
+        now = self._steps.now
+        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
 
     def tool(self, name: str) -> Tool:
         """Return the tool of this name."""
@@ -233,7 +237,7 @@ class Toolbox:
     ) -> tuple[Reply, float]:
         """Return one reply and the seconds it took, without the wait for a slot or a worker."""
         threads: AbstractAsyncContextManager[None] = nullcontext()
-        if _blocks(entry.tool) is not None:
+        if entry.function is not None:
             threads = self._slot(None, self._thread_limit)
         async with self._slot(entry.tool.name, entry.limits.concurrency), threads:
             worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
@@ -297,15 +301,16 @@ class Toolbox:
         deadline: float,
     ) -> Reply:
         """Run the call and make its reply; the text of a result is made in a thread."""
-        function = _blocks(tool)
+        function = entry.function
         max_chars = self._max_chars
+        awaitable: Any = None
         try:
             if function is None:
                 # Inside a coroutine, so that what the tool raises at once counts as its error.
                 async def called() -> object:
                     return await tool(arguments, context)
 
-                outcome = await self._on_loop(tool, called(), deadline)
+                awaitable = called()
             else:
 
                 def work() -> object:
@@ -314,11 +319,18 @@ class Toolbox:
                     return value if waits else make_reply(value, max_chars=max_chars)
 
                 outcome = await self._threads.run(work, label=tool.name, deadline=deadline)
-                if inspect.isawaitable(outcome.value):
-                    outcome = await self._on_loop(tool, outcome.value, deadline)
+                awaitable = outcome.value if inspect.isawaitable(outcome.value) else None
+            if awaitable is not None:
+                outcome = await attempt_async(
+                    self._steps.run(tool.name, awaitable),
+                    threads=self._threads,
+                    label=tool.name,
+                    deadline=deadline,
+                )
             value = outcome.value
-            plain = isinstance(value, Reply) or has_plain_text(value)
-            if outcome.error is None and not plain:
+            content = value.content if type(value) is Done else value
+            plain = content is None or type(content) in (str, int, float, bool)
+            if outcome.error is None and not (plain or isinstance(value, Reply)):
                 # The text may be large, and made by the value's own code: not on the event loop.
                 outcome = await self._threads.run(
                     lambda: make_reply(value, max_chars=max_chars),
@@ -332,20 +344,16 @@ class Toolbox:
         reply = outcome.value
         return reply if isinstance(reply, Reply) else make_reply(reply, max_chars=max_chars)
 
-    async def _on_loop(self, tool: Tool, awaitable: Awaitable[object], deadline: float) -> Outcome:
-        steps = self._steps.run(tool.name, awaitable)
-        return await attempt_async(steps, threads=self._threads, label=tool.name, deadline=deadline)
-
 
 def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
-    function = tool.schema.get("function", {})
-    if not name == tool.name == function.get("name"):
+    schema = tool.schema.get("function", {})
+    if not name == tool.name == schema.get("name"):
         raise ValueError(
             f"tools.{name}: the tool calls itself {tool.name!r} and its schema "
-            f"{function.get('name')!r}; all three must be the same name"
+            f"{schema.get('name')!r}; all three must be the same name"
         )
     try:
-        arguments = ArgumentSchema(function.get("parameters", {}))
+        arguments = ArgumentSchema(schema.get("parameters", {}))
     except ValueError as error:
         raise ValueError(f"tools.{name}: its parameters are {error}") from error
     if limits.isolation is Isolation.process and not isinstance(tool, ProcessTool):
@@ -357,7 +365,8 @@ def _entry(name: str, tool: Tool, limits: ToolLimits) -> _Entry:
         faults = fault_types(tuple(limits.retry_on))
     except ValueError as error:
         raise ValueError(f"tools.{name}.{error}") from error
-    return _Entry(tool=tool, arguments=arguments, limits=limits, faults=faults)
+    function = tool if isinstance(tool, FunctionTool) and tool.blocking else None
+    return _Entry(tool=tool, function=function, arguments=arguments, limits=limits, faults=faults)
 
 
 def stuck_remedy(name: str) -> str:
@@ -366,11 +375,6 @@ def stuck_remedy(name: str) -> str:
         f"its thread cannot be ended: set tools.{name}.isolation=process, whose workers are killed "
         "in time, or give the tool a time limit of its own"
     )
-
-
-def _blocks(tool: Tool) -> FunctionTool | None:
-    """Return the tool if its calls need a thread, else None."""
-    return tool if isinstance(tool, FunctionTool) and tool.blocking else None
 
 
 def _refuse(call: ToolCall, error: ToolError, message: str) -> ToolResult:
@@ -388,19 +392,15 @@ class RunningCall:
     """On the clock of time.monotonic."""
 
 
+@dataclass(slots=True)
 class StepTracker:
-    """Runs awaitables of tools, and names the one that runs on the event loop to any thread.
+    """Runs awaitables of tools, and shows any thread which one runs on the event loop.
 
-    An async tool that blocks stalls every rollout; this shows which one it is.
+    An async tool that blocks stalls every rollout.
     """
 
-    def __init__(self) -> None:
-        self._now: tuple[str, float] | None = None
-
-    def blocking(self, limit_s: float) -> str | None:
-        """Return the tool that has blocked the event loop for longer than `limit_s`, if any."""
-        now = self._now
-        return now[0] if now is not None and time.monotonic() - now[1] > limit_s else None
+    now: tuple[str, float] | None = None
+    """The tool whose step runs, and the time.monotonic() at which the step began."""
 
     async def run(self, name: str, awaitable: Awaitable[object]) -> object:
         """Await `awaitable`, recording the tool's name during each uninterrupted step."""
@@ -415,13 +415,13 @@ class StepTracker:
         value: Any = None
         error: BaseException | None = None
         while True:
-            self._now = (name, time.monotonic())
+            self.now = (name, time.monotonic())
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self._now = None
+                self.now = None
             try:
                 value, error = (yield waits_for), None
             except GeneratorExit:
@@ -446,13 +446,21 @@ class Cleanup:
             return
         task = asyncio.ensure_future(self._call(hook, f"{tool.name}.{method}", arguments))
         await asyncio.wait({task}, timeout=limit_s)
+        problem = ""
         if not task.done():
             task.cancel()
-            self._warn(tool.name, method, f"did not end within {limit_s:g} s")
+            problem = f"did not end within {limit_s:g} s"
         elif task.cancelled():
-            self._warn(tool.name, method, "was cancelled")
+            problem = "was cancelled"
         elif (error := task.result().error) is not None:
-            self._warn(tool.name, method, f"{type(error).__name__}: {error}")
+            problem = f"{type(error).__name__}: {error}"
+        if problem and (tool.name, method) not in self._warned:
+            self._warned.add((tool.name, method))
+            warnings.warn(
+                f"tool {tool.name}: its {method}() failed, which may leak what it holds: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     async def _call(
         self, method: Callable[..., Any], label: str, arguments: tuple[object, ...]
@@ -463,12 +471,3 @@ class Cleanup:
         if inspect.isawaitable(outcome.value):
             return await attempt_async(outcome.value)
         return outcome
-
-    def _warn(self, name: str, method: str, problem: str) -> None:
-        if (name, method) not in self._warned:
-            self._warned.add((name, method))
-            warnings.warn(
-                f"tool {name}: its {method}() failed, which may leak what it holds: {problem}",
-                RuntimeWarning,
-                stacklevel=2,
-            )

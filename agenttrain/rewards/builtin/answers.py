@@ -88,14 +88,13 @@ def last_number(value: Any) -> float | None:
     """
     if value is None or isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
-        return _finite(str(value))
-    numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
-    return _finite(numbers[-1]) if numbers else None
-
-
-def _finite(text: str) -> float | None:
-    over, _, under = text.replace(",", "").partition("/")
+    # A number's own text needs no search.
+    numbers = [str(value)]
+    if not isinstance(value, int | float):
+        numbers = NUMBER.findall(as_text(value).replace("\N{MINUS SIGN}", "-"))
+    if not numbers:
+        return None
+    over, _, under = numbers[-1].replace(",", "").partition("/")
     try:
         number = float(over) / float(under or 1)
     except (ValueError, ZeroDivisionError, OverflowError):
@@ -124,12 +123,13 @@ class ExactMatch(AnswerReward):
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         expected, answer = self.expected(columns), self.answer(rollout)
-        return float(answer is not None and self._text(answer) == self._text(expected))
-
-    def _text(self, value: Any) -> str:
+        if answer is None:
+            return 0.0
         # 37 and "37" are the same answer: models write either.
-        text = " ".join(as_text(value).split())
-        return text.casefold() if self._ignore_case else text
+        texts = [" ".join(as_text(value).split()) for value in (answer, expected)]
+        if self._ignore_case:
+            texts = [text.casefold() for text in texts]
+        return float(texts[0] == texts[1])
 
 
 class Contains(AnswerReward):

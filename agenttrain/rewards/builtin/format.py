@@ -54,24 +54,24 @@ class JsonSchema:
             raise ValueError(f"schema={schema}: is no JSON schema: {error.message}") from error
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
-        validator = self._validator or _validator(_loaded(columns[str(self._column)]))
+        validator = self._validator
+        if validator is None:
+            schema = columns[str(self._column)]
+            validator = _validator(json.loads(schema) if isinstance(schema, str) else schema)
         try:
             if self._tool is None:
                 text = final_text(rollout).strip()
                 fenced = FENCE.fullmatch(text)
                 answer = json.loads(fenced[1] if fenced else text)
             else:
-                value = tool_answer(rollout, self._tool, self._argument)
-                if value is None:
+                answer = tool_answer(rollout, self._tool, self._argument)
+                if answer is None:
                     return 0.0
-                answer = _loaded(value)
+                if isinstance(answer, str):
+                    answer = json.loads(answer)
         except ValueError:  # no JSON
             return 0.0
         return float(validator.is_valid(answer))
-
-
-def _loaded(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def _validator(schema: Any) -> Any:

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,11 +35,10 @@ LONGEST_WAIT_S = 60.0
 
 
 class _Transient(Exception):
-    """Failure after which another try makes sense; `wait_s` is the wait the server asks for."""
+    """Failure after which another try makes sense."""
 
-    def __init__(self, text: str, wait_s: float | None = None) -> None:
-        super().__init__(text)
-        self.wait_s = wait_s
+    wait_s = 0.0
+    """Least wait before it, which the server asks for."""
 
 
 class Judge:
@@ -112,11 +112,19 @@ class Judge:
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float:
         view = rollout_view(rollout)
+        # All messages as plain text, with calls and replies in their places.
+        lines: list[str] = []
+        for message in chain.from_iterable(t.messages for t in rollout.trajectories):
+            if message.get("content"):
+                lines.append(f"[{message['role']}] {message['content']}")
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
         questions = [m["content"] for m in rollout.task.messages if m["role"] == "user"]
         fields = {
             "question": questions[-1] if questions else "",
             "final": view["final"],
-            "conversation": as_conversation(rollout),
+            "conversation": "\n".join(lines),
             "tool_calls": view["tool_calls"],
             "stop_reason": view["stop_reason"],
         }
@@ -134,7 +142,7 @@ class Judge:
                     ) from error
                 # A generator of its own: waits must not change the run's random state.
                 doubled = self._backoff_s * 2**attempt * random.Random().uniform(0.5, 1.0)
-                time.sleep(min(max(doubled, error.wait_s or 0.0), LONGEST_WAIT_S))
+                time.sleep(min(max(doubled, error.wait_s), LONGEST_WAIT_S))
         raise AssertionError("unreachable: the last try returns or raises")
 
     @cached_property
@@ -150,11 +158,10 @@ class Judge:
         status = response.status_code
         answer = f"{status} {response.text[:300]!r}"
         if status in PASSING or status >= 500:
-            try:
-                wait_s = float(response.headers["retry-after"])
-            except (KeyError, ValueError):  # absent, or a date
-                wait_s = None
-            raise _Transient(answer, wait_s)
+            transient = _Transient(answer)
+            with suppress(KeyError, ValueError):  # absent, or a date
+                transient.wait_s = float(response.headers["retry-after"])
+            raise transient
         if status in ABOUT_THIS_ONE:
             raise RewardUnavailable(f"{self._address}: {answer}")
         if status != 200:
@@ -211,15 +218,3 @@ class _ScoreReader:
         if not self.low <= value <= self.high:
             raise _Transient(f"the score {value:g} is not in [{self.low:g}, {self.high:g}]")
         return (value - self.low) / (self.high - self.low)
-
-
-def as_conversation(rollout: Rollout) -> str:
-    """Return all messages as plain text, with calls and replies in their places."""
-    lines = []
-    for message in chain.from_iterable(t.messages for t in rollout.trajectories):
-        if message.get("content"):
-            lines.append(f"[{message['role']}] {message['content']}")
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            lines.append(f"[call] {function['name']}({as_text(function.get('arguments', {}))})")
-    return "\n".join(lines)

@@ -46,7 +46,9 @@ class MathVerify(AnswerReward):
         if not answer_s > 0:
             raise ValueError(f"answer_s={answer_s}: must be more than 0")
         self._answer_s = answer_s
-        self._worker = _Worker()
+        self._lock = Lock()
+        self._process: ChildProcess | None = None
+        """Started when it is needed, and killed when an answer takes too long."""
 
     def __call__(self, rollout: Rollout, **columns: Any) -> float | None:
         expected, answer = self.expected(columns), self.answer(rollout)
@@ -55,41 +57,22 @@ class MathVerify(AnswerReward):
             "answer": "" if answer is None else as_text(answer),
             "seconds": ceil(self._answer_s),
         }
-        equal = self._worker.ask(request, limit_s=GRACE * self._answer_s)
-        return None if equal is None else float(equal)
-
-
-class _Worker:
-    """A process that is started when it is needed, and killed when an answer takes too long."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._process: ChildProcess | None = None
-
-    def ask(self, request: dict[str, Any], *, limit_s: float) -> bool | None:
-        """Return the worker's reply; False when there is none in time."""
         with self._lock:
-            process = self._started()
+            if self._process is None or not self._process.alive:
+                # -P: beside the script lies our math_verify.py, which is not the library.
+                command = [sys.executable, "-P", str(WORKER)]
+                self._process = ChildProcess(command, requests=True, replies=True)
+                try:
+                    self._process.receive(limit_s=START_S)
+                except ChildGone as error:
+                    self._process.kill()
+                    raise RewardUnavailable(
+                        f"the process for math-verify did not start; {' '.join(command)} says why"
+                    ) from error
             try:
-                process.send(json.dumps(request))
-                reply: bool | None = process.receive(limit_s=limit_s)
+                self._process.send(json.dumps(request))
+                equal: bool | None = self._process.receive(limit_s=GRACE * self._answer_s)
             except ChildGone:
-                process.kill()
-                return False
-            return reply
-
-    def _started(self) -> ChildProcess:
-        if self._process is not None and self._process.alive:
-            return self._process
-        # -P: beside the script lies our math_verify.py, which is not the library.
-        self._process = ChildProcess(
-            [sys.executable, "-P", str(WORKER)], requests=True, replies=True
-        )
-        try:
-            self._process.receive(limit_s=START_S)
-        except ChildGone as error:
-            self._process.kill()
-            raise RewardUnavailable(
-                f"the process for math-verify did not start; {sys.executable} -P {WORKER} says why"
-            ) from error
-        return self._process
+                self._process.kill()
+                return 0.0
+        return None if equal is None else float(equal)

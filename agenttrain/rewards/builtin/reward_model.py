@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agenttrain.rewards.function import RewardUnavailable
 from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import model_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class RewardModel:
@@ -54,46 +51,53 @@ class RewardModel:
         import torch
 
         conversations = [[*p, *c] for p, c in zip(prompts, completions, strict=True)]
+        tokenizer, model = self._tokenizer_and_model
         texts = [
-            self._tokenizer.apply_chat_template(messages, tokenize=False)
-            for messages in conversations
+            tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations
         ]
-        ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
         scores: list[float | RewardUnavailable] = [
             RewardUnavailable(
-                f"the conversation has {len(tokens)} tokens, and {self._path} takes {self._limit}"
+                f"the conversation has {len(tokens)} tokens, and {self._path} takes {limit}"
             )
             for tokens in ids
         ]
         # Conversations of similar length share a batch, so that there is little padding.
-        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= self._limit]
+        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= limit]
         order = sorted(fitting, key=lambda index: len(ids[index]))
-        size = self._batch_size if self._can_pad else 1
+        pad = model.config.pad_token_id
+        size = 1 if pad is None else self._batch_size
         with torch.inference_mode():
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
-                values = self._scores([ids[index] for index in batch]).tolist()
-                for index, score in zip(batch, values, strict=True):
+                longest = len(ids[batch[-1]])
+                padding = [longest - len(ids[index]) for index in batch]
+                padded = [
+                    [*ids[index], *[pad] * count]
+                    for index, count in zip(batch, padding, strict=True)
+                ]
+                mask = [[1] * (longest - count) + [0] * count for count in padding]
+                logits = model(
+                    input_ids=torch.tensor(padded, device=model.device),
+                    attention_mask=torch.tensor(mask, device=model.device),
+                ).logits.float()  # [B, labels]
+                one_label = logits.shape[1] == 1
+                values_B = logits[:, 0] if one_label else logits.softmax(dim=1)[:, self._label]
+                for index, score in zip(batch, values_B.tolist(), strict=True):
                     scores[index] = score
         return scores
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+    def _tokenizer_and_model(self) -> tuple[Any, Any]:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._folder)
         if tokenizer.chat_template is None:
             raise ValueError(f"path={self._path}: its tokenizer has no chat template; add one")
-        return tokenizer
-
-    @cached_property
-    def _model(self) -> Any:
-        import torch
-        from transformers import AutoModelForSequenceClassification
-
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # a missing head is drawn at random, and refused below
+        # A missing head is drawn at random, and is an error below.
+        with torch.random.fork_rng(devices=[]):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 self._folder, dtype=getattr(torch, self._dtype), output_loading_info=True
             )
@@ -108,35 +112,11 @@ class RewardModel:
                 f"label={self._label}: the model has {labels} labels {model.config.id2label}; give "
                 "the number of the good one"
             )
-        # With padding, the head must know the pad id to find the last token of each conversation.
-        model.config.pad_token_id = self._tokenizer.pad_token_id if self._can_pad else None
+        # The head needs the pad id to find the last token of each conversation. It cannot do that
+        # where the pad token also ends turns: then nothing is padded.
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        model.config.pad_token_id = None if pad == end else pad
         # "cuda" alone is the calling thread's GPU, which may differ at the next call.
         on_gpu = torch.cuda.is_available()
         default = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        return model.to(self._device_name or default).eval()
-
-    @property
-    def _can_pad(self) -> bool:
-        """True if the pad token is not an end of turn, so that the head can tell them apart."""
-        pad = self._tokenizer.pad_token_id
-        return pad is not None and pad != self._tokenizer.eos_token_id
-
-    @property
-    def _limit(self) -> int:
-        """Length of the longest conversation that the model takes, in tokens."""
-        return getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
-
-    def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Return one score per conversation, [B]."""
-        import torch
-
-        longest = max(map(len, ids))
-        pad = self._tokenizer.pad_token_id if self._can_pad else 0
-        padded = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in ids]
-        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in ids]
-        device = self._model.device
-        logits = self._model(
-            input_ids=torch.tensor(padded, device=device),
-            attention_mask=torch.tensor(mask, device=device),
-        ).logits.float()
-        return logits[:, 0] if logits.shape[1] == 1 else logits.softmax(dim=1)[:, self._label]
+        return tokenizer, model.to(self._device_name or default).eval()

@@ -95,16 +95,16 @@ def _evaluate(node: ast.expr) -> float:
     if not (isinstance(node, ast.BinOp) and type(node.op) in BINARY):
         raise SyntaxError
     left, right = _evaluate(node.left), _evaluate(node.right)
-    if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        _check_size(left.bit_length() * abs(right))  # first: computing it could take seconds
+    if (
+        isinstance(node.op, ast.Pow)
+        and isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() * abs(right) > MAX_BITS
+    ):
+        raise OverflowError  # before it is computed, which could take seconds
     value = BINARY[type(node.op)](left, right)
     if isinstance(value, complex):
         raise ToolFailure("the result is not a real number")
-    if isinstance(value, int):
-        _check_size(value.bit_length())
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise OverflowError
     return value
-
-
-def _check_size(bits: int) -> None:
-    if bits > MAX_BITS:
-        raise ToolFailure(TOO_LARGE)

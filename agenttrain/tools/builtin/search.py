@@ -6,8 +6,8 @@ import csv
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,13 @@ class Search:
 
         folder = check_corpus(path, k, max_chars, text_column, title_column)
         self._k = k
-        self._passages = list(passages(documents(folder, text_column, title_column), max_chars))
+        self._passages: list[Document] = []
+        """The documents; longer ones are split into passages ``oss.md#1``, ``oss.md#2``, …"""
+        for document in documents(folder, text_column, title_column):
+            texts = list(split(document.text, max_chars))
+            for number, text in enumerate(texts, start=1):
+                name = document.id if len(texts) == 1 else f"{document.id}#{number}"
+                self._passages.append(replace(document, id=name, text=text))
         vocabulary: dict[str, int] = {}
         ids = [
             [
@@ -142,15 +148,6 @@ def documents(path: Path, text_column: str, title_column: str) -> list[Document]
         name, title = str(row.get(ID_COLUMN, number)), "" if title is None else str(title)
         result.append(Document(id=name, title=title, text=text))
     return result
-
-
-def passages(documents: Iterable[Document], max_chars: int) -> Iterator[Document]:
-    """Yield the documents; longer ones are split into passages ``oss.md#1``, ``oss.md#2``, …"""
-    for document in documents:
-        texts = list(split(document.text, max_chars))
-        for number, text in enumerate(texts, start=1):
-            name = document.id if len(texts) == 1 else f"{document.id}#{number}"
-            yield Document(id=name, title=document.title, text=text)
 
 
 def split(text: str, max_chars: int) -> Iterator[str]:

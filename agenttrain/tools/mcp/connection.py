@@ -11,15 +11,13 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from agenttrain.tools.config import without_password
 from agenttrain.types import AgenttrainError, ToolUnavailable
 
-T = TypeVar("T")
 OpenClient = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes a new `mcp.Client`; entering it connects."""
 
@@ -45,45 +43,32 @@ class _Link:
 
     def __init__(self, open_client: OpenClient) -> None:
         self.client: Any = None
-        self._over = asyncio.Event()
-        self._ready = asyncio.Event()
-        self._error: BaseException | None = None
+        self.over = asyncio.Event()
+        """When it is set, the session's task ends."""
+        self.ready = asyncio.Event()
+        """Set when the session is established, or has failed with `error`."""
+        self.error: BaseException | None = None
         self.task = asyncio.create_task(self._run_session(open_client))
 
     @property
     def alive(self) -> bool:
-        return self.client is not None and not self._over.is_set() and not self.task.done()
-
-    async def connect(self, timeout_s: float) -> None:
-        """Wait until the session is established. Raises CannotConnect."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            self.task.cancel()
-            raise CannotConnect(f"no answer within {timeout_s:g} s") from None
-        if self.client is None:
-            raise CannotConnect(_describe_error(self._error)) from self._error
-
-    def drop(self) -> None:
-        """Tell the session's task to end, without waiting for it."""
-        self._over.set()
+        return self.client is not None and not self.over.is_set() and not self.task.done()
 
     async def end(self) -> None:
         """End the session and wait until its task has ended."""
-        self.drop()
+        self.over.set()
         await asyncio.wait({self.task})
 
     async def _run_session(self, open_client: OpenClient) -> None:
         try:
             async with open_client() as client:
                 self.client = client
-                self._ready.set()
-                await self._over.wait()
+                self.ready.set()
+                await self.over.wait()
         except BaseException as error:  # anyio raises groups of errors and cancellations
-            self._error = error
+            self.error = error
         finally:
-            self._ready.set()
+            self.ready.set()
 
 
 class Connection:
@@ -106,7 +91,7 @@ class Connection:
 
     def start(self) -> list[Any]:
         """Connect and list the server's tools. Raises CannotConnect."""
-        return self._submit(self._start()).result()
+        return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool and return an `mcp_types.CallToolResult`.
@@ -116,28 +101,23 @@ class Connection:
         """
         if self._closed:
             raise ToolUnavailable("the connection to the MCP server is closed")
-        return await asyncio.wrap_future(self._submit(self._call(name, arguments)))
-
-    async def aclose(self) -> None:
-        """Close the connection without blocking the caller's event loop."""
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
+        sent = asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop)
+        return await asyncio.wrap_future(sent)
 
     def close(self) -> None:
-        """End the session and the server's process, and wait until they have ended."""
+        """End the session and the server's process, and block until they have ended."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
             atexit.unregister(self.close)
             with suppress(TimeoutError):
-                self._submit(self._close_session()).result(CLOSE_S)
+                ended = asyncio.run_coroutine_threadsafe(self._close_session(), self._loop)
+                ended.result(CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=1.0)
             if not self._thread.is_alive():
                 self._loop.close()
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _start(self) -> list[Any]:
         try:
@@ -159,9 +139,17 @@ class Connection:
             raise CannotConnect(f"its tools cannot be listed: {_describe_error(error)}") from error
 
     async def _connect(self, timeout_s: float) -> _Link:
+        """Return an established session. Raises CannotConnect."""
         link = _Link(self._open)
         try:
-            await link.connect(timeout_s)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await link.ready.wait()
+            except TimeoutError:
+                link.task.cancel()
+                raise CannotConnect(f"no answer within {timeout_s:g} s") from None
+            if link.client is None:
+                raise CannotConnect(_describe_error(link.error)) from link.error
         except BaseException:
             await link.end()
             raise
@@ -182,7 +170,7 @@ class Connection:
                 return await link.client.call_tool(name, arguments)
             except Exception as error:
                 if _session_failed(error) or not link.alive:
-                    link.drop()
+                    link.over.set()  # its task ends it, and no call waits for that
                 elif str(error) == HTTP_REFUSED:
                     await asyncio.sleep(PAUSES_S[0] * 2**attempt)
                 else:

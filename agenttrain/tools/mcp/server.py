@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agenttrain.tools.config import check_mcp_server, expanded, without_password
@@ -85,7 +87,23 @@ class McpServer:
 
     def tools(self) -> list[Tool]:
         """Return the server's tools."""
-        return [McpTool(tool, self._prefix, self._connection) for tool in self._listed]
+        tools: list[Tool] = []
+        for tool in self._listed:  # `mcp_types.Tool`
+            name = f"{self._prefix}{tool.name}"
+            function = {
+                "name": name,
+                "description": tool.description or tool.title or "",
+                "parameters": inline_references(tool.input_schema),
+            }
+            tools.append(
+                McpTool(
+                    name=name,
+                    schema={"type": "function", "function": function},
+                    remote_name=tool.name,
+                    connection=self._connection,
+                )
+            )
+        return tools
 
     def _client(self) -> Any:
         from mcp import Client
@@ -111,60 +129,51 @@ class McpServer:
         )
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class McpTool:
     """One tool of a server."""
 
-    def __init__(self, tool: Any, prefix: str, connection: Connection) -> None:
-        """`tool` is an `mcp_types.Tool`."""
-        self.name = f"{prefix}{tool.name}"
-        self.schema: dict[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": tool.description or tool.title or "",
-                "parameters": inline_references(tool.input_schema),
-            },
-        }
-        self._remote_name, self._connection = tool.name, connection
+    name: str
+    schema: dict[str, Any]
+    remote_name: str
+    """Its name without the prefix."""
+    connection: Connection
 
     async def __call__(self, arguments: dict[str, Any], context: ToolContext) -> object:
-        """Call the tool; an error of the protocol becomes an error that the model reads."""
+        """Call the tool; return the texts of its result, else the structured content.
+
+        Raises ToolFailure for an error of the protocol, for an error result, and for images and
+        sounds: training on a result that the model cannot see is worse than an error.
+        """
         from mcp import MCPError
 
         try:
-            result = await self._connection.call(self._remote_name, arguments)
+            result = await self.connection.call(self.remote_name, arguments)
         except MCPError as error:
             raise ToolFailure(error.message) from error
-        return result_value(result)
+        texts: list[str] = []
+        for block in result.content:
+            if block.type == "text":
+                texts.append(block.text)
+            elif block.type == "resource_link":
+                texts.append(f"{block.name}: {block.uri}")
+            elif block.type == "resource" and hasattr(block.resource, "text"):
+                texts.append(block.resource.text)
+            else:
+                kind = getattr(block, "mime_type", None)
+                kind = kind or getattr(block.resource, "mime_type", None)
+                raise ToolFailure(
+                    f"the result holds something that is not text ({kind or block.type}), and only "
+                    "text can be read"
+                )
+        if result.is_error:
+            raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
+        return result.structured_content if not texts else "\n".join(texts)
 
     async def close(self) -> None:
         """Close the connection, which all tools of the server share."""
-        await self._connection.aclose()
-
-
-def result_value(result: Any) -> object:
-    """Return the texts of an `mcp_types.CallToolResult`, else its structured content.
-
-    Raises ToolFailure for an error result, and for images and sounds: training on a result that the
-    model cannot see is worse than an error.
-    """
-    texts: list[str] = []
-    for block in result.content:
-        if block.type == "text":
-            texts.append(block.text)
-        elif block.type == "resource_link":
-            texts.append(f"{block.name}: {block.uri}")
-        elif block.type == "resource" and hasattr(block.resource, "text"):
-            texts.append(block.resource.text)
-        else:
-            kind = getattr(block, "mime_type", None) or getattr(block.resource, "mime_type", None)
-            raise ToolFailure(
-                f"the result holds something that is not text ({kind or block.type}), and only "
-                "text can be read"
-            )
-    if result.is_error:
-        raise ToolFailure("\n".join(texts) or "the tool failed and did not say why")
-    return result.structured_content if not texts else "\n".join(texts)
+        # In a thread: closing blocks until the server has ended.
+        await asyncio.get_running_loop().run_in_executor(None, self.connection.close)
 
 
 def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:

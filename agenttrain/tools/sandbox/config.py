@@ -81,10 +81,6 @@ class SandboxSettings:
                 f"packages={self.packages}: the sandbox's user may not read it; chmod a+rX it"
             )
 
-    def backends(self) -> tuple[str, ...]:
-        """Return the backends to try, in order."""
-        return BACKENDS if self.sandbox == "required" else (self.sandbox,)
-
 
 def check_language(language: object) -> None:
     """Raises ValueError, beginning with ``language=``, unless there is an interpreter of it."""

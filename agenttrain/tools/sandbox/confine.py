@@ -7,9 +7,9 @@ import resource
 import sys
 
 from agenttrain.tools.sandbox.system import (
+    PR_CAPBSET_DROP,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
-    drop_bounding_set,
     drop_capabilities,
     prctl,
 )
@@ -47,7 +47,11 @@ def limit_all(processes: int) -> None:
 
 def drop_privileges(user: int | None) -> None:
     """Drop all privileges for good; in a sandbox that root made, become `user`."""
-    drop_bounding_set()
+    # Programs that are started from now on can gain no capability.
+    with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
+        last = int(file.read())
+    for capability in range(last + 1):
+        prctl(PR_CAPBSET_DROP, capability)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -31,55 +31,48 @@ CHANNEL = 9
 """File descriptor of bash's channel to the parent."""
 
 
-def close_other_files(control: socket.socket) -> None:
-    """Close every file but the connection; 0 to 2 become /dev/null."""
-    os.set_inheritable(control.fileno(), False)
-    null = os.open("/dev/null", os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
-    os.closerange(3, control.fileno())
-    os.closerange(control.fileno() + 1, 4096)
-
-
-def serve(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Serve the parent until it closes the connection; does not return."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_DFL)  # the first process ignores signals without a handler
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    InitProcess(control, settings, (woken, wake)).run()
-
-
 class InitProcess:
     """The first process: its workers and its connection to the parent."""
 
-    def __init__(
-        self, control: socket.socket, settings: dict[str, Any], pipe: tuple[int, int]
-    ) -> None:
-        self._control, self._settings, self._pipe = control, settings, pipe
+    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
+        self._control, self._settings = control, settings
+        self._pipe = os.pipe()
         self._isolated = settings["backend"] != "none" and os.getpid() == 1
         self._workers: dict[int, str] = {}
         self._running = False
 
     def run(self) -> None:
-        """Serve until the parent closes the connection."""
+        """Serve the parent until it closes the connection; does not return."""
+        for name in (signal.SIGINT, signal.SIGTERM):
+            # The first process ignores signals without a handler.
+            signal.signal(name, signal.SIG_DFL)
+        woken, wake = self._pipe
+        os.set_blocking(wake, False)
+        os.set_blocking(woken, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
-        poller.register(self._pipe[0], select.POLLIN)
+        poller.register(woken, select.POLLIN)
         self._control.send(b"ready")
         try:
             while True:
                 watching = self._running and self._isolated
                 for number, _ in poller.poll(MEMORY_CHECK_MS if watching else None):
-                    if number == self._pipe[0]:
+                    if number == woken:
                         with suppress(BlockingIOError):
                             os.read(number, 4096)
                     elif not self._handle_message():
                         return
-                self._report_exits()
+                with suppress(ChildProcessError):
+                    for _ in range(EXITS_AT_ONCE):
+                        ended, status = os.waitpid(-1, os.WNOHANG)
+                        if ended == 0:
+                            break
+                        kind = self._workers.pop(ended, None)
+                        if kind is not None:
+                            exited = os.waitstatus_to_exitcode(status)
+                            self._control.send(f"exit {kind} {exited}".encode())
                 if watching and _memory_in_use() > self._settings["memory_mb"] << 20:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
@@ -91,7 +84,20 @@ class InitProcess:
         """Handle one message of the parent; return False if it closed the connection."""
         message, files, *_ = socket.recv_fds(self._control, 64, 2)
         if message.startswith(b"start "):
-            self._start_worker(message.split()[1].decode(), *files)
+            kind, (channel, output) = message.split()[1].decode(), files
+            try:
+                worker = os.fork()
+            except OSError:
+                self._control.send(b"full")
+                return True
+            if worker == 0:
+                try:
+                    self._exec_worker(kind, channel, output)
+                finally:
+                    os._exit(1)
+            self._workers[worker] = kind
+            os.close(channel)
+            os.close(output)
         elif message == b"go":
             self._running = True
             self._signal_all(signal.SIGCONT)
@@ -109,32 +115,6 @@ class InitProcess:
         for worker in self._workers:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker, number)
-
-    def _report_exits(self) -> None:
-        with suppress(ChildProcessError):
-            for _ in range(EXITS_AT_ONCE):
-                number, status = os.waitpid(-1, os.WNOHANG)
-                if number == 0:
-                    return
-                kind = self._workers.pop(number, None)
-                if kind is not None:
-                    exited = os.waitstatus_to_exitcode(status)
-                    self._control.send(f"exit {kind} {exited}".encode())
-
-    def _start_worker(self, kind: str, channel: int, output: int) -> None:
-        try:
-            worker = os.fork()
-        except OSError:
-            self._control.send(b"full")
-            return
-        if worker == 0:
-            try:
-                self._exec_worker(kind, channel, output)
-            finally:
-                os._exit(1)
-        self._workers[worker] = kind
-        os.close(channel)
-        os.close(output)
 
     def _exec_worker(self, kind: str, channel: int, output: int) -> None:
         """Turn this fork into the worker `kind`; drop files and handlers of the first process."""

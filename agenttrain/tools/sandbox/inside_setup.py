@@ -48,11 +48,17 @@ def main() -> None:
         if settings["backend"] != "none":
             _isolate(settings, control)
         os.chdir(settings["work"])
-        init.close_other_files(control)
+        # Close every file but the connection; 0 to 2 become /dev/null.
+        os.set_inheritable(control.fileno(), False)
+        null = os.open("/dev/null", os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.closerange(3, control.fileno())
+        os.closerange(control.fileno() + 1, 4096)
     except (OSError, KeyError) as error:
         control.send(f"failed {error}".encode())
         os._exit(1)
-    init.serve(control, settings)
+    init.InitProcess(control, settings).run()
 
 
 def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
@@ -96,7 +102,7 @@ def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
     # After the change of user, which resets this setting.
     system.prctl(system.PR_SET_PDEATHSIG, 9)
     limit_all(settings["processes"])
-    seccomp.install()
+    system.install_filter(seccomp.program(system.MACHINE))
 
 
 HOST = "/.host"

@@ -1,13 +1,11 @@
 """Outside: the processes of one sandbox, from their start to their end.
 
-`inside`, `environment` and `bwrap_command` make the settings, the environment and the command that
-start one.
+`inside` makes the settings that one starts with.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import shutil
@@ -16,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agenttrain.tools.sandbox.config import SandboxSettings
@@ -36,17 +34,14 @@ class SandboxError(Exception):
     """A sandbox cannot be started, or died and nobody asked it to."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxProcess:
-    """One interpreter in a sandbox: the channel to it, and what it prints."""
+    """One interpreter in a sandbox."""
 
-    def __init__(self, channel: socket.socket, output: int) -> None:
-        self.channel, self.output = channel, output
-        self.calls = 0
-
-    def close(self) -> None:
-        """Close our ends."""
-        self.channel.close()
-        os.close(self.output)
+    channel: socket.socket
+    """Our end of the channel to it."""
+    output: int
+    """The file with its output."""
 
 
 class Jail:
@@ -69,6 +64,7 @@ class Jail:
         self.started = False
         self.interrupt: Callable[[], None] | None = None
         """Set during a call: what it does before its files are closed, whose numbers others get."""
+        # Its first process reads `go` (everything inside runs) and `halt` (stops where it is).
         self.control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,7 +88,12 @@ class Jail:
             raise
         if answer != b"ready":
             problem = answer.removeprefix(b"failed ").decode(errors="replace")
-            problem = problem or self._last_error_line()
+            if not problem and self._process is not None and self._process.stderr is not None:
+                # It ended before it could answer: the last line of its stderr says why.
+                os.set_blocking(self._process.stderr.fileno(), False)
+                words = (self._process.stderr.read() or b"").decode(errors="replace")
+                lines = words.strip().splitlines()
+                problem = lines[-1] if lines else "it ended before it was ready"
             self.kill()
             raise SandboxError(problem)
         self.alive = True
@@ -110,22 +111,15 @@ class Jail:
                     os.close(printed)
             ours.setblocking(False)
             os.set_blocking(output, False)
-            self._workers[kind] = SandboxProcess(ours, output)
+            self._workers[kind] = SandboxProcess(channel=ours, output=output)
         return self._workers[kind]
 
     def forget(self, kind: str) -> None:
         """Close the files of an interpreter that is gone."""
         worker = self._workers.pop(kind, None)
         if worker is not None:
-            worker.close()
-
-    def resume(self) -> None:
-        """Let what is inside run."""
-        self.control.send(b"go")
-
-    def pause(self) -> None:
-        """Stop everything inside where it is."""
-        self.control.send(b"halt")
+            worker.channel.close()
+            os.close(worker.output)
 
     def kill(self) -> None:
         """End it without waiting; it is then of no use."""
@@ -162,8 +156,29 @@ class Jail:
             number = theirs.fileno()
             user = None if self.backend == "none" else next_user()
             settings = inside(self.settings, self.backend, control=number, work=work, user=user)
-            before = bwrap_command(user) if self.backend == "bwrap" else []
+            before: list[str] = []
+            if self.backend == "bwrap":
+                # For namespaces only: `inside_setup.py` does all else inside.
+                program = shutil.which("bwrap")
+                if program is None:
+                    raise FileNotFoundError("bwrap is not installed")
+                mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+                names = ("pid", "net", "ipc", "uts", "cgroup-try")
+                spaces = [f"--unshare-{name}" for name in names]
+                root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
+                before = [program, *(mapped if user is None else []), *spaces, *root]
             code = START.format(root=PACKAGE_ROOT)
+            # The code sees none of our variables.
+            environment = {
+                "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
+                "HOME": work,
+                "LANG": "C.UTF-8",
+                "TMPDIR": "/tmp" if work == "/work" else work,
+                # A pool of threads per processor would use up the processes that are allowed.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            }
             # Not a ChildProcess: its thread for the last words would be one for each rollout.
             self._process = subprocess.Popen(
                 [*before, interpreter(), "-I", "-S", "-c", code, json.dumps(settings)],
@@ -171,18 +186,10 @@ class Jail:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(number,),
-                env=environment(work),
+                env=environment,
                 cwd="/",
                 start_new_session=True,
             )
-
-    def _last_error_line(self) -> str:
-        """Read why a process ended before it could answer: the last line of its stderr."""
-        if self._process is None or self._process.stderr is None:
-            return "it did not start"
-        os.set_blocking(self._process.stderr.fileno(), False)
-        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it ended before it was ready"
 
 
 def inside(
@@ -212,32 +219,6 @@ def interpreter() -> str:
     return os.path.realpath(path)
 
 
-def environment(work: str) -> dict[str, str]:
-    """Return the variables that the code sees: none of ours."""
-    folder = os.path.dirname(interpreter())
-    return {
-        "PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin",
-        "HOME": work,
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp" if work == "/work" else work,
-        # A pool of threads per processor would use up the processes that are allowed.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-
-
-def bwrap_command(user: int | None) -> list[str]:
-    """Return bubblewrap's command, for namespaces only: `inside_setup.py` does all else inside."""
-    program = shutil.which("bwrap")
-    if program is None:
-        raise FileNotFoundError("bwrap is not installed")
-    spaces = [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
-    mapped = ["--unshare-user", "--uid", "1000", "--gid", "1000"] if user is None else []
-    root = ["--as-pid-1", "--cap-add", "ALL", "--dev-bind", "/", "/", "--"]
-    return [program, *mapped, *spaces, *root]
-
-
 _users = iter(range(1, 1 << 62))
 
 
@@ -249,16 +230,10 @@ def next_user() -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    inner, outer, count = _user_map()
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
+        inner, outer, count = (int(number) for number in file.readline().split())
     if inner == 0 and outer == 0 and count < 1 << 31:
         raise PermissionError("this process is the machine's root and can become no other user")
     if count < 1 << 31:
         return None
     return 0x7000_0000 + ((os.getpid() & 0xFFFF) << 11) + (next(_users) & 0x7FF)
-
-
-@functools.cache
-def _user_map() -> tuple[int, int, int]:
-    with open("/proc/self/uid_map", encoding="utf-8") as file:
-        inner, outer, count = file.readline().split()
-    return int(inner), int(outer), int(count)

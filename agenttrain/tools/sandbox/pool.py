@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
-from agenttrain.tools.sandbox.config import SandboxSettings
+from agenttrain.tools.sandbox.config import BACKENDS, SandboxSettings
 from agenttrain.tools.sandbox.outside_process import Jail, SandboxError
-from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call, signal_name
+from agenttrain.tools.sandbox.session import MAX_CODE, CodeOutcome, End, run_call
 from agenttrain.types import ToolFailure, ToolUnavailable
 
 PROBE = 'import subprocess; print(6 * 7, subprocess.run(["/bin/sh", "-c", "exit 3"]).returncode)'
@@ -69,7 +71,14 @@ class Pool:
         if "\0" in code:
             raise ToolFailure("the code holds a NUL character")
         settings = settings or self._settings
-        jail = await self._locked_jail(rollout_id)
+        while True:
+            if rollout_id not in self._jails:
+                self._jails[rollout_id] = Jail(self._settings, self._backend)
+            jail = self._jails[rollout_id]
+            await jail.lock.acquire()
+            if self._jails.get(rollout_id) is jail:
+                break
+            jail.lock.release()  # the calls before this one ended it: take a new one
         used = jail.started
         try:
             if not used:
@@ -107,17 +116,6 @@ class Pool:
         for rollout_id in {*self._jails, *self._ending.values()}:
             await self.release(rollout_id)
 
-    async def _locked_jail(self, rollout_id: str) -> Jail:
-        """Return the rollout's sandbox; a new one if the calls before this one ended theirs."""
-        while True:
-            if rollout_id not in self._jails:
-                self._jails[rollout_id] = Jail(self._settings, self._backend)
-            jail = self._jails[rollout_id]
-            await jail.lock.acquire()
-            if self._jails.get(rollout_id) is jail:
-                return jail
-            jail.lock.release()
-
     def _end(self, rollout_id: str, jail: Jail) -> None:
         jail.kill()
         if self._jails.get(rollout_id) is jail:
@@ -139,7 +137,9 @@ class Pool:
             name = {"python": "the interpreter", "bash": "the shell"}[kind]
             how = f"exited with status {status}"
             if status < 0:
-                how = f"was killed by {signal_name(status)}"
+                how = f"was killed by signal {-status}"
+                with suppress(ValueError):  # a real-time signal has no name
+                    how = f"was killed by {signal.Signals(-status).name}"
             why = f"{name} {how}; its variables are lost, files are kept"
             raise ToolFailure(_joined(text, f"[{why}]"))
         if end is End.failed and kind == "bash":
@@ -162,7 +162,7 @@ def usable_backend(wanted: str) -> str:
     if wanted == "none":
         return wanted
     problems = []
-    for backend in SandboxSettings(sandbox=wanted).backends():
+    for backend in BACKENDS if wanted == "required" else (wanted,):
         problem: str | None = "namespaces are Linux's"
         if sys.platform == "linux":
             # In a thread: this one may have a running event loop.

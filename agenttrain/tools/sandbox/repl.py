@@ -64,7 +64,16 @@ def _run_call(code: str, name: str, namespace: dict[str, Any]) -> bool:
         print(f"SystemExit: {stop.code}", file=sys.stderr)
         return True
     except BaseException as error:
-        _report(error)
+        try:
+            # The first frame is this file's; a syntax error's are all of the parser.
+            frames = error.__traceback__.tb_next if error.__traceback__ else None
+            if isinstance(error, SyntaxError):
+                frames = None
+            lines = traceback.format_exception(type(error), error, frames, limit=-FRAMES)
+            print("".join(lines), end="", file=sys.stderr)
+        except BaseException:
+            # Even that fails: no memory, or a `__str__` that raises.
+            os.write(2, type(error).__name__.encode(errors="replace") + b"\n")
         return True
     return False
 
@@ -80,16 +89,3 @@ def _compiled(code: str, name: str) -> list[tuple[CodeType, bool]]:
         (compile(tree, name, "exec"), False),
         (compile(ast.Expression(last.value), name, "eval"), True),
     ]
-
-
-def _report(error: BaseException) -> None:
-    """Print an error, in a line where even that fails (no memory, a `__str__` that raises)."""
-    try:
-        # The first frame is this file's; a syntax error's are all of the parser.
-        frames = error.__traceback__.tb_next if error.__traceback__ else None
-        if isinstance(error, SyntaxError):
-            frames = None
-        lines = traceback.format_exception(type(error), error, frames, limit=-FRAMES)
-        print("".join(lines), end="", file=sys.stderr)
-    except BaseException:
-        os.write(2, type(error).__name__.encode(errors="replace") + b"\n")

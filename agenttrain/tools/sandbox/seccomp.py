@@ -11,8 +11,6 @@ from __future__ import annotations
 import struct
 from errno import EAFNOSUPPORT, ENOSYS, EPERM
 
-from agenttrain.tools.sandbox.system import MACHINE, install_filter
-
 ARCHITECTURE = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 """AUDIT_ARCH_* by machine. Calls of another architecture, such as 32-bit x86, kill the process."""
 
@@ -92,11 +90,6 @@ X32 = 0x4000_0000
 ALLOW, KILL, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16
-
-
-def install() -> None:
-    """Refuse the calls to this process and all processes that it starts."""
-    install_filter(program(MACHINE))
 
 
 def program(machine: str) -> list[bytes]:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,13 +102,14 @@ class Output:
         """Return the text, clipped in the middle with a marker; invalid UTF-8 becomes U+FFFD."""
         missing = self.size - len(self._head) - len(self._tail)
         if missing == 0:
-            text = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
-            return text if len(text) <= self._max_chars else self._cut(text, text, len(text))
-        head = self._head.decode("utf-8", "replace")
-        tail = self._tail.decode("utf-8", "replace").rstrip("\n")
-        return self._cut(head, tail, len(head) + missing + len(tail))
-
-    def _cut(self, head: str, tail: str, length: int) -> str:
+            head = tail = (self._head + self._tail).decode("utf-8", "replace").rstrip("\n")
+            length = len(head)
+            if length <= self._max_chars:
+                return head
+        else:
+            head = self._head.decode("utf-8", "replace")
+            tail = self._tail.decode("utf-8", "replace").rstrip("\n")
+            length = len(head) + missing + len(tail)
         half = (self._max_chars + 1) // 2
         last = self._max_chars - half
         end = tail[len(tail) - last :]
@@ -152,7 +152,7 @@ class _Call:
         else:
             request = BASH_CALL.format(code=shlex.quote(code), nonce=self._nonce)
         data = request.encode("utf-8", "replace")
-        self._jail.resume()
+        self._jail.control.send(b"go")
         try:
             sent = self._worker.channel.send(data)
         except OSError:
@@ -171,9 +171,9 @@ class _Call:
             end, status = End.timeout, 0
         finally:
             self._jail.interrupt = None
-            self._unwatch_all()
+            self._unwatch(*self._watched)
         if end in (End.done, End.failed, End.exited):
-            self._jail.pause()
+            self._jail.control.send(b"halt")
             # All output from before the end is in the pipe by now.
             limit = self._output.size + (1 << 20)
             with suppress(BlockingIOError):
@@ -190,19 +190,16 @@ class _Call:
             self._watched.add(number)
             self._loop.add_reader(number, reader)
 
-    def _unwatch(self, number: int) -> None:
-        self._watched.discard(number)
-        self._loop.remove_reader(number)
-
-    def _unwatch_all(self) -> None:
-        for number in list(self._watched):
-            self._unwatch(number)
+    def _unwatch(self, *numbers: int) -> None:
+        for number in numbers:
+            self._watched.discard(number)
+            self._loop.remove_reader(number)
 
     def _on_interrupt(self) -> None:
         """End the call: the sandbox is killed from elsewhere, and its files are closed."""
         if not self._ended.done():
             self._ended.set_exception(SandboxError("it was ended during a call"))
-        self._unwatch_all()
+        self._unwatch(*self._watched)
 
     def _finish(self, end: End, status: int = 0) -> None:
         if not self._ended.done():
@@ -249,11 +246,3 @@ class _Call:
             self._finish(End.exited, int(words[2]))
         elif words[0] == "exit":
             self._jail.forget(words[1])
-
-
-def signal_name(status: int) -> str:
-    """Name the signal of a negative exit status: -9 -> `SIGKILL`."""
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"

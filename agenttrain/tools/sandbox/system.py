@@ -96,14 +96,6 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
     syscall(MOUNT_SETATTR, AT_FDCWD, *arguments, size, what=f"mount_setattr {target}")
 
 
-def drop_bounding_set() -> None:
-    """Keep programs that are started from now on from gaining any capability."""
-    with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
-        prctl(PR_CAPBSET_DROP, capability)
-
-
 def drop_capabilities() -> None:
     """Give up all capabilities of this process."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
