@@ -84,8 +84,9 @@ class Evidence:
                 with world.together("the evidence of a step that failed", OSError):
                     if world.is_main:
                         self._write_alone(bundle, step, error, everyone)
-                beside = self.checkpoints.beside(bundle / "checkpoints")
-                beside.save(self.policy, step=step - 1)
+                tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
+                own = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
+                own.save(self.policy, step=step - 1)
         except (OSError, CheckpointError, PeerFailed) as problem:
             return f"The evidence could not be written: {problem}"
         return f"To see it again: agenttrain replay {quote(str(bundle))}"

@@ -149,12 +149,6 @@ def recover(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; a process that dies meanwhile leaves no half of it under its name."""
-    put_aside(path, f"{PRUNED}{path.name}")
-    shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
-
-
 def put_aside(path: Path, name: str) -> None:
     """Rename within the folder; replace a folder of that name."""
     aside = path.with_name(name)

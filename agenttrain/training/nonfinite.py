@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from agenttrain.engines.registry import names_with
 from agenttrain.training.batch import TrainingSequence, stand_in
-from agenttrain.training.sharding import full_tensor, local_part
+from agenttrain.training.sharding import full_tensor, is_sharded, local_part
 from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
@@ -62,7 +61,7 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     finite = torch.stack(
         [local_part(parameter).isfinite().all() for parameter in model.parameters()]
     )
-    if world.min(float(finite.all()), f"the weights {when}"):
+    if all(world.gather([bool(finite.all())], f"the weights {when}")):
         return
     # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
@@ -107,47 +106,44 @@ def culprits(
     process runs a sequence of its own, the others run a stand-in.
     """
     world = world or World()
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return [culprit for sequence in sequences if (culprit := _culprit(sequence, alone, model))]
+    # None: a pass for another process.
+    passes: list[TrainingSequence | None] = list(sequences)
+    if is_sharded(model):
+        counts = world.gather([len(sequences)], "the sequences of a broken update")
+        before, after = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
+        passes = [*[None] * before, *sequences, *[None] * after]
     result = []
-    for rank, count in enumerate(
-        world.gather([len(sequences)], "the sequences of a broken update")
-    ):
-        for index in range(count):
-            own = rank == world.rank
-            culprit = _culprit(sequences[index] if own else stand_in(), alone, model)
-            if own and culprit:
-                result.append(culprit)
+    for sequence in passes:
+        # Run it even if an input is broken: with sharded weights the other processes run along.
+        loss, logprobs_S = alone(sequence or stand_in())
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
+        norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
+        model.zero_grad()
+        if sequence is None:
+            continue
+
+        # In the order of computation: the first broken number breaks all later ones.
+        problems = []
+        if not math.isfinite(sequence.advantage):
+            problems.append(f"its advantage is {sequence.advantage}")
+        for name, values_S in (
+            ("the engine's logprob", sequence.behaviour_S),
+            ("the reference's logprob", sequence.ref_logprobs_S),
+            ("the logprob before the step", sequence.old_logprobs_S),
+            ("the policy's logprob", logprobs_S),
+        ):
+            index = None if values_S is None else _first_broken(values_S.tolist())
+            if index is not None:
+                problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
+        if not loss.isfinite():
+            problems.append(f"its loss is {loss.item():g}")
+        problems += [f"its gradient of {name}" for name, is_ok in finite.items() if not is_ok]
+        if not norm.isfinite():
+            problems.append("the norm of its gradient")
+        if problems:
+            result.append(Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]))
     return result
-
-
-def _culprit(sequence: TrainingSequence, alone: RunAlone, model: nn.Module) -> Culprit | None:
-    # Run it even if an input is broken: with sharded weights the other processes run along.
-    loss, logprobs_S = alone(sequence)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    finite = {n: bool(local_part(gradient).isfinite().all()) for n, gradient in gradients.items()}
-    norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
-    model.zero_grad()
-
-    # In the order of computation: the first broken number breaks all later ones.
-    problems = []
-    if not math.isfinite(sequence.advantage):
-        problems.append(f"its advantage is {sequence.advantage}")
-    for name, values_S in (
-        ("the engine's logprob", sequence.behaviour_S),
-        ("the reference's logprob", sequence.ref_logprobs_S),
-        ("the logprob before the step", sequence.old_logprobs_S),
-        ("the policy's logprob", logprobs_S),
-    ):
-        index = None if values_S is None else _first_broken(values_S.tolist())
-        if index is not None:
-            problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
-    if not loss.isfinite():
-        problems.append(f"its loss is {loss.item():g}")
-    problems += [f"its gradient of {name}" for name, is_finite in finite.items() if not is_finite]
-    if not norm.isfinite():
-        problems.append("the norm of its gradient")
-    return Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]) if problems else None
 
 
 def describe_culprits(culprits: Sequence[Culprit], packed: Sequence[str]) -> str:
