@@ -140,8 +140,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 _add_product(sum_weight_VH[vocabulary], typed.T, product.hidden_SH[tokens])
             if sum_bias_V is not None:
                 sum_bias_V[vocabulary] += slope.sum(0)
-            # Tiles are large: free these before the next one is computed.
-            del slope, typed
+            del typed  # in 16 bits a copy; free it before the next tile is computed
         return *sums, None, None, None
 
 
