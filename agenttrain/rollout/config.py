@@ -17,7 +17,7 @@ class OnBreak(StrEnum):
     error = "error"
     """Stop the run."""
     drop = "drop"
-    """Drop the rollout's group, count it (`rollout/dropped`), go on."""
+    """Drop the rollout's group, count it (`rollout/dropped`) and continue."""
 
 
 class OnMalformedCall(StrEnum):

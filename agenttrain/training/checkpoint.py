@@ -118,7 +118,7 @@ class Checkpoints:
                 torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
                 if is_sharded(policy.model):
                     torch.save(own_part(policy.state_dict()), part / PART.format(world.rank))
-            with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
+            with world.together(f"{path.name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
                     with _as_not_written(part):
                         if is_adapted(policy.model):

@@ -69,7 +69,7 @@ def latest(folder: Path) -> Path:
             print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
         else:
             return path
-    raise CheckpointError(f"{folder}: no intact checkpoint. Start the run anew.")
+    raise CheckpointError(f"{folder}: no intact checkpoint. Start a new run.")
 
 
 def newest_first(folder: Path) -> list[Path]:

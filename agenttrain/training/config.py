@@ -314,9 +314,9 @@ class WeightSyncMode(StrEnum):
     drain = "drain"
     """They end first."""
     abort_resume = "abort_resume"
-    """They go on, and the new weights read all their tokens again."""
+    """They continue, and the new weights read all their tokens again."""
     in_flight = "in_flight"
-    """They go on with the keys and values that they have, of both weights."""
+    """They continue with the keys and values that they have, of both weights."""
 
 
 @dataclass(config=SETTINGS)

@@ -75,14 +75,14 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
         own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
         raise ValueError(
             f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
-            f"holds other adapters; set {own} to go on with them, or merge them first "
+            f"holds other adapters; set {own} to continue with them, or merge them first "
             "(agenttrain export)"
         )
     chosen = settings.targets != LoraSettings().targets
     if chosen and set(settings.targets) != set(loaded.target_modules):
         raise ValueError(
             f"model.lora.targets={settings.targets}: model.path holds adapters of "
-            f"{', '.join(sorted(loaded.target_modules))}; leave it out to go on with them, or "
+            f"{', '.join(sorted(loaded.target_modules))}; leave it out to continue with them, or "
             "merge them first (agenttrain export)"
         )
 

@@ -65,7 +65,7 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
         return
     # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
-    where = _listed([f"{name} ({count})" for name, count in broken.items()])
+    where = listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
@@ -84,7 +84,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     shares = world.gather([(positions, len(rollouts))], "the check of the rollouts")
     broken = dict(pair for pairs, _ in shares for pair in pairs)
     if broken:
-        where = _listed([f"{name} (token {position})" for name, position in broken.items()])
+        where = listed([f"{name} (token {position})" for name, position in broken.items()])
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
@@ -146,20 +146,11 @@ def culprits(
     return result
 
 
-def describe_culprits(culprits: Sequence[Culprit], packed: Sequence[str]) -> str:
-    """Return an error's text that names the culprits.
-
-    If no sequence is broken by itself, it names the rollouts that were packed together.
-    """
-    if culprits:
-        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in culprits])
-    return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
-
-
 def _first_broken(values: Sequence[float]) -> int | None:
     return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
 
 
-def _listed(texts: Sequence[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
+    """Return the first few texts of a list, and the number of the others."""
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more

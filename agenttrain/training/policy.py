@@ -36,7 +36,7 @@ from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
-from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, describe_culprits
+from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
 from agenttrain.training.sharding import (
@@ -438,10 +438,15 @@ class Policy:
         packed = world.gather([sequence.rollout.rollout_id for sequence in trained], "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
+        if broken_rollouts:
+            cause += listed([f"rollout {one.rollout_id}: {one.what}" for one in broken_rollouts])
+        elif packed:
+            # No sequence is broken by itself: name the rollouts that were packed together.
+            cause += f"no rollout is by itself; they were {listed(packed)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
-            f"{cause}{describe_culprits(broken_rollouts, packed)}. The weights are those before it",
+            f"{cause}. The weights are those before it",
             [culprit.rollout_id for culprit in broken_rollouts],
             world.to_main(minibatch.sequences, "the sequences of a broken update"),
         )

@@ -228,7 +228,7 @@ def _check_probe(
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
-            f"not reach it. resume=… {names_with(own_weights=False)} goes on without it"
+            f"not reach it. resume=… {names_with(own_weights=False)} continues without it"
         )
 
 
