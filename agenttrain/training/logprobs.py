@@ -119,8 +119,9 @@ class Scorer(nn.Module):
         check_head(model, **place)
         everywhere = all(world.gather([has_kernel(device)], "whether there is a kernel"))
         reason = None
-        for self.varlen in (True, False) if everywhere else (False,):
-            own = why_not_packed(model, varlen=self.varlen, **place)
+        for varlen in (True, False) if everywhere else (False,):
+            self.varlen = varlen
+            own = why_not_packed(model, varlen=varlen, **place)
             reasons = world.gather([own], "the trial of how rollouts are computed")
             reason = next((reason for reason in reasons if reason is not None), None)
             if reason is None:
