@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
 from agenttrain.data.tasks import TaskSource
 from agenttrain.rollout.collector import Collected, Collector, may_be_scored, why_unrewarded
@@ -96,40 +97,35 @@ class HeldOutLoss:
         }
 
 
-class Evaluator(Protocol):
-    """Evaluates the policy of a run."""
+@dataclass(slots=True, kw_only=True)
+class Evaluator(ABC):
+    """Evaluates the policy of a run on the first `eval.questions` tasks or rows."""
 
-    title: str
+    config: RunConfig
+    tasks: TaskSource
+    world: World = field(default_factory=World)
+    title: str = "evaluation"
     """Name of the evaluation on the console."""
 
     @property
     def questions(self) -> int:
         """Number of tasks or rows to evaluate on, perhaps 0."""
-        ...
+        return min(self.config.eval.questions, len(self.tasks))
 
+    @abstractmethod
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Evaluate the current policy; all processes together."""
-        ...
 
+    @abstractmethod
     def summary(self, evaluations: Sequence[Evaluation | HeldOutLoss]) -> dict[str, Any]:
         """Return an evaluation for summary.json."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
-class TaskEvaluator:
-    """Evaluates with rollouts of the first `eval.questions` test tasks."""
+class TaskEvaluator(Evaluator):
+    """Evaluates with rollouts of test tasks."""
 
-    config: RunConfig
     source: RolloutSource
-    tasks: TaskSource
-    world: World = field(default_factory=World)
-    title: str = "evaluation"
-
-    @property
-    def questions(self) -> int:
-        """Number of tasks."""
-        return min(self.config.eval.questions, len(self.tasks))
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Return the sampled evaluation and, if `eval.greedy`, a greedy one."""
@@ -148,22 +144,14 @@ class TaskEvaluator:
 
 
 @dataclass(slots=True, kw_only=True)
-class LossEvaluator:
-    """Evaluates with the loss on the first `eval.questions` test rows."""
+class LossEvaluator(Evaluator):
+    """Evaluates with the loss on test rows."""
 
-    config: RunConfig
     source: Demonstrations
-    tasks: TaskSource
     policy: Policy
-    world: World = field(default_factory=World)
     title: str = "held-out loss"
     _rollouts: list[Rollout] | None = None
     """Demonstrations of this process's share of the rows; None until they are first needed."""
-
-    @property
-    def questions(self) -> int:
-        """Number of rows."""
-        return min(self.config.eval.questions, len(self.tasks))
 
     async def evaluate(self) -> Sequence[Evaluation | HeldOutLoss]:
         """Return the loss averaged over the tokens of all processes; empty without a row."""
@@ -234,7 +222,9 @@ async def evaluate(
     runs = [("sampled", sampled, config.samples)]
     if config.greedy:
         runs.append(("greedy", Sampling(temperature=0.0), 1))
-    collector = for_evaluation(collector, config)
+    # A rubric that NaN does not stop.
+    rubric, limits = collector.rubric.lenient(), limits_of(collector.limits, config)
+    collector = replace(collector, limits=limits, rubric=rubric)
     tasks = [restricted(task, config.tools, collector.tools_of(task)) for task in tasks]
     evaluations = []
     for label, sampling, samples in runs:
@@ -277,12 +267,6 @@ def _warn_of_unscored(evaluation: Evaluation) -> None:
         )
 
 
-def for_evaluation(collector: Collector, config: EvalConfig) -> Collector:
-    """Return the collector with the limits of `eval.*` and a rubric that NaN does not stop."""
-    limits = limits_of(collector.limits, config)
-    return replace(collector, limits=limits, rubric=collector.rubric.lenient())
-
-
 def limits_of(limits: RolloutConfig, config: EvalConfig) -> RolloutConfig:
     """Return the limits of rollouts in evaluations."""
     names = ("max_turns", "max_turn_tokens", "max_completion_tokens")
@@ -312,20 +296,22 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
     scored = [[r.reward for r in group if r.reward is not None] for group in groups]
     samples = max([1, *(len(rewards) for rewards in scored)])
     columns = [str(group[0].task.columns.get(group_by)) for group in groups] if group_by else []
-
-    def pass_at(k: int) -> Estimate:
-        # Without questions that have fewer than k scored samples.
-        counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
-        return mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
-
+    counts = [(len(rewards), sum(map(solved, rewards))) for rewards in scored]
     reasons = [str(rollout.stop_reason) for rollout in rollouts]
+    # Estimates are over questions, which are independent; the samples of one are not.
     return Evaluation(
         label=label,
         questions=len(groups),
-        reward=_mean_of_means(scored),
-        pass_at={k: pass_at(k) for k in sorted({1, samples})},
+        reward=mean_estimate([mean(rewards) for rewards in scored if rewards]),
+        # Without questions that have fewer than k scored samples.
+        pass_at={
+            k: mean_estimate([pass_at_k(n, correct, k) for n, correct in counts if n >= k])
+            for k in sorted({1, samples})
+        },
         by_group={
-            name: _mean_of_means([s for s, c in zip(scored, columns, strict=True) if c == name])
+            name: mean_estimate(
+                [mean(s) for s, c in zip(scored, columns, strict=True) if s and c == name]
+            )
             for name in sorted(set(columns))
         },
         stop_reasons={
@@ -336,11 +322,6 @@ def summarise(label: str, collected: Collected, group_by: str | None) -> Evaluat
         overlong=collected.overlong,
         rollouts=rollouts,
     )
-
-
-def _mean_of_means(scored: Sequence[Sequence[float]]) -> Estimate:
-    """Estimate the mean over questions, which are independent; their samples are not."""
-    return mean_estimate([mean(rewards) for rewards in scored if rewards])
 
 
 def to_json(evaluations: Sequence[Evaluation]) -> dict[str, Any]:

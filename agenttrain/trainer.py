@@ -123,8 +123,8 @@ class Trainer:
             self.run.tracker.step(self.done, metrics, rollouts)
             if self.guards is not None:
                 # Only the main process has the rollouts of all, so it decides for all.
-                with self.world.together(f"the guards after step {self.done}", GuardTripped):
-                    if self.world.is_main:
+                with self.run.world.together(f"the guards after step {self.done}", GuardTripped):
+                    if self.run.world.is_main:
                         self.guards.check_step(self.done, metrics, rollouts, self.run.tracker.warn)
             await self._between_steps()
 
@@ -137,17 +137,17 @@ class Trainer:
         """
         self.run.seconds.clear()
         with self.run.phase("check", n):
-            check_weights(self.policy.model, f"before step {n}", self.world)
+            check_weights(self.policy.model, f"before step {n}", self.run.world)
         with self.run.phase(self.source.phase, n):
             batch = await self.source.batch(n)
         with self.run.phase("check", n, rollouts=batch.rollouts):
-            check_logprobs(batch.rollouts, self.world)
+            check_logprobs(batch.rollouts, self.run.world)
         with self.run.phase("train", n, rollouts=batch.rollouts):
             if isinstance(self.engine, Separate):
                 await self.engine.rest()  # its GPU memory is free for the update
             training = update(self.policy, batch.groups)
         with self.run.phase("check", n, rollouts=batch.rollouts):
-            check_weights(self.policy.model, f"after the update of step {n}", self.world)
+            check_weights(self.policy.model, f"after the update of step {n}", self.run.world)
         if self.engine is not None:
             with self.run.phase("sync", n):
                 self.probe = await sync(
@@ -161,7 +161,7 @@ class Trainer:
 
         # Only the main process gets the shares of all; the others return their own rollouts.
         share = (batch, dict(self.run.seconds))
-        shares = self.world.to_main([share], "the rollouts of a step")
+        shares = self.run.world.to_main([share], "the rollouts of a step")
         if not shares:
             return training, batch.rollouts
         training = {**training, **self.policy.kernel_metrics()}
@@ -173,14 +173,14 @@ class Trainer:
 
     async def _between_steps(self) -> None:
         """Evaluate and save where due; also right after a resume, if the run stopped before."""
-
-        def is_due(every: int | None) -> bool:
-            return every is not None and self.done % every == 0 and self.done < self.config.steps
-
-        if is_due(self.config.eval.every) and self.evaluated < self.done:
+        evaluation_due, checkpoint_due = (
+            every is not None and self.done % every == 0 and self.done < self.config.steps
+            for every in (self.config.eval.every, self.config.checkpoint.every)
+        )
+        if evaluation_due and self.evaluated < self.done:
             await self.evaluate(f"step-{self.done}")
             self.evaluated = self.done
-        if is_due(self.config.checkpoint.every) or self._is_best:
+        if checkpoint_due or self._is_best:
             self.save_checkpoint()
         self.run.stop.check()
 
@@ -207,7 +207,7 @@ class Trainer:
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the last finished step, unless it exists; mark it if it is best."""
         if self.saved < self.done:
-            with self.world.together("the run folder before a checkpoint", FolderGone):
+            with self.run.world.together("the run folder before a checkpoint", FolderGone):
                 self.run.tracker.check_folder()
             with self.run.phase("checkpoint", self.done):
                 path = self.checkpoints.save(
@@ -223,11 +223,6 @@ class Trainer:
         """Return True if the current policy has the best evaluation and its checkpoint is kept."""
         best = None if self.best is None else self.best.step
         return self.config.checkpoint.keep_best and 0 < self.done == best
-
-    @property
-    def world(self) -> World:
-        """The processes of the run."""
-        return self.run.world
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON state of the loop; the policy and the random states are saved apart."""

@@ -390,7 +390,7 @@ class Trajectory:
         start = 0
         for index, (version, count) in enumerate(completion.versions):
             last = index == len(completion.versions) - 1
-            self._append(
+            self.spans.append(
                 Span(
                     Origin.sampled,
                     completion.token_ids[start : start + count],
@@ -400,6 +400,7 @@ class Trajectory:
                     completion.finish if last else None,
                 )
             )
+            self._ids.extend(self.spans[-1].token_ids)
             start += count
         self.turns += 1
 
@@ -408,11 +409,8 @@ class Trajectory:
         if origin is Origin.sampled:
             raise LedgerError(f"{self.name}: context cannot be of origin `sampled`")
         if token_ids:
-            self._append(Span(origin, tuple(token_ids), turn=max(self.turns - 1, 0)))
-
-    def _append(self, span: Span) -> None:
-        self.spans.append(span)
-        self._ids.extend(span.token_ids)
+            self.spans.append(Span(origin, tuple(token_ids), turn=max(self.turns - 1, 0)))
+            self._ids.extend(self.spans[-1].token_ids)
 
     @property
     def name(self) -> str:

@@ -20,7 +20,6 @@ def main() -> None:
         "to_main": world.to_main([world.rank]),
         "broadcast": world.broadcast({"from": world.rank}),
         "sum": world.sum(0.1 + world.rank),
-        "min": world.min(float(world.rank)),
         "max": world.max(float(world.rank)),
         "is_main": world.is_main,
     }

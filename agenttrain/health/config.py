@@ -18,7 +18,7 @@ class OnTrip(StrEnum):
     """Action of a guard."""
 
     warn = "warn"
-    """Say so, once until the figure is back on its side."""
+    """Warn, once until the figure is within its limit again."""
     stop = "stop"
     """Stop the run after the step, whose metrics and rollouts are on disk."""
 
@@ -75,7 +75,7 @@ class GuardsConfig:
     @model_validator(mode="after")
     def _check(self) -> GuardsConfig:
         raise_problems(
-            f"guards.{name}.action=stop: at what? add guards.{name}.limit=…"
+            f"guards.{name}.action=stop: needs a limit; set guards.{name}.limit=…"
             for name, guard in (("kl", self.kl), ("entropy", self.entropy))
             if guard.limit is None and guard.action is OnTrip.stop
         )
@@ -84,11 +84,11 @@ class GuardsConfig:
 
 @dataclass(config=SETTINGS)
 class WatchdogConfig:
-    """Seconds that a phase may pass without any progress; None: as long as it likes.
+    """Seconds that a phase may pass without any progress; None: no limit.
 
-    Progress is a completion asked for or had, a rollout that ended, a forward pass of the policy,
-    and the beginning of the phase. A process that waits for another one is not judged: that one is,
-    by its own watchdog. Time in which the whole process is stopped does not count.
+    Progress is a completion requested or received, a rollout that ended, a forward pass of the
+    policy, and the beginning of the phase. A process that waits for another one is not judged: the
+    other one is, by its own watchdog. Time in which the whole process is stopped does not count.
     """
 
     load_s: Number | None = Field(default=3600.0, gt=0)

@@ -56,41 +56,38 @@ class Evidence:
 
     @contextmanager
     def collect(self, step: int, rollouts: Sequence[Rollout] = ()) -> Iterator[None]:
-        """Write a bundle if an error in the block ends the step; the error's message names it.
+        """Write a bundle if an error in the block ends the step.
 
-        `rollouts` are those of the step so far; a RewardError brings its own.
+        The error's message then names the bundle, or says why there is none. `rollouts` are those
+        of the step so far; a RewardError brings its own.
         """
+        world = self.policy.world
+        bundle = self.folder / "crash" / f"step-{step:06d}"
         try:
             yield
         except (NotFinite, RewardError) as error:
             if isinstance(error, RewardError) and not error.rollouts:
                 raise  # an environment's reward: nothing can be repeated without its state
-            if isinstance(error, RewardError):
-                rollouts = error.rollouts
-            error.args = (f"{error}. {self._write(step, error, rollouts)}",)
+            if isinstance(error, RewardError) and not world.is_main:
+                bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
+            outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
+            try:
+                if isinstance(error, RewardError):
+                    self._write_files(bundle, step, error, error.rollouts)
+                else:
+                    everyone = world.to_main(rollouts, "the rollouts of a step that failed")
+                    with world.together("the evidence of a step that failed", OSError):
+                        if world.is_main:
+                            self._write_files(bundle, step, error, everyone)
+                    tokenizer, folder = self.checkpoints.tokenizer, bundle / "checkpoints"
+                    own = Checkpoints(folder, tokenizer=tokenizer, keep=1, main=world.is_main)
+                    own.save(self.policy, step=step - 1)
+            except (OSError, CheckpointError, PeerFailed) as problem:
+                outcome = f"The evidence could not be written: {problem}"
+            error.args = (f"{error}. {outcome}",)
             raise
 
-    def _write(self, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]) -> str:
-        """Write the bundle; return a sentence with its path, or why there is none."""
-        world = self.policy.world
-        alone = isinstance(error, RewardError)
-        rank = f"-rank-{world.rank}" if alone and not world.is_main else ""
-        bundle = self.folder / "crash" / f"step-{step:06d}{rank}"
-        try:
-            if alone:
-                self._write_alone(bundle, step, error, rollouts)
-            else:
-                everyone = world.to_main(rollouts, "the rollouts of a step that failed")
-                with world.together("the evidence of a step that failed", OSError):
-                    if world.is_main:
-                        self._write_alone(bundle, step, error, everyone)
-                beside = self.checkpoints.beside(bundle / "checkpoints")
-                beside.save(self.policy, step=step - 1)
-        except (OSError, CheckpointError, PeerFailed) as problem:
-            return f"The evidence could not be written: {problem}"
-        return f"To see it again: agenttrain replay {quote(str(bundle))}"
-
-    def _write_alone(
+    def _write_files(
         self, bundle: Path, step: int, error: NotFinite | RewardError, rollouts: Sequence[Rollout]
     ) -> None:
         """Write the files that need no other process."""
@@ -107,26 +104,22 @@ class Evidence:
                 shutil.copyfile(self.folder / name, bundle / name)
         write_step(bundle, step, rollouts)
         if isinstance(error, BrokenUpdate):
-            write_batch(bundle, error.sequences)
+            # Tensors, because JSON has no NaN.
+            saved = [
+                {
+                    "rollout_id": sequence.rollout.rollout_id,
+                    "trajectory": sequence.trajectory.index,
+                    "advantage": sequence.rollout.advantage,
+                    **{name: getattr(sequence, name) for name in TENSORS},
+                }
+                for sequence in error.sequences
+            ]
+            torch.save(saved, bundle / "batch.pt")
         write_atomically(bundle / "crash.json", json.dumps(record, indent=2) + "\n")
 
 
-def write_batch(bundle: Path, sequences: Sequence[TrainingSequence]) -> None:
-    """Write the sequences of an update as tensors, because JSON has no NaN."""
-    saved = [
-        {
-            "rollout_id": sequence.rollout.rollout_id,
-            "trajectory": sequence.trajectory.index,
-            "advantage": sequence.rollout.advantage,
-            **{name: getattr(sequence, name) for name in TENSORS},
-        }
-        for sequence in sequences
-    ]
-    torch.save(saved, bundle / "batch.pt")
-
-
 def read_batch(bundle: Path, rollouts: Sequence[Rollout]) -> list[TrainingSequence]:
-    """Read the sequences that `write_batch` wrote; `rollouts` are those of the bundle."""
+    """Read the sequences of a failed update; `rollouts` are those of the bundle."""
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     sequences = []
     for saved in read_tensors(bundle / "batch.pt"):

@@ -133,7 +133,7 @@ class Guards:
             self._tripped.discard(key)
             return
         if getattr(self.config, name).action is OnTrip.stop:
-            raise GuardTripped(f"{when}: {problem}; guards.{name}.action=warn goes on")
+            raise GuardTripped(f"{when}: {problem}; set guards.{name}.action=warn to continue")
         if key not in self._tripped:
             self._tripped.add(key)
             warn(f"guard: {when}: {problem}")

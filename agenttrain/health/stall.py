@@ -94,7 +94,13 @@ def end_run(stall: Stall, path: Path, record: Callable[[], None]) -> None:
             thread.start()
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0))
-        end_children()
+        # Kill all descendants: engines, tools, the dashboard.
+        with suppress(psutil.Error):
+            children = psutil.Process().children(recursive=True)
+            for child in children:
+                with suppress(psutil.Error):
+                    child.send_signal(signal.SIGKILL)
+            psutil.wait_procs(children, timeout=5)
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display hides the cursor
     finally:
@@ -115,13 +121,3 @@ def stacks() -> Iterator[str]:
 
 def _first(thing: Any, *names: str) -> Any:
     return next((v for name in names if (v := getattr(thing, name, None)) is not None), None)
-
-
-def end_children() -> None:
-    """Kill all descendants of this process: engines, tools, the dashboard."""
-    with suppress(psutil.Error):
-        children = psutil.Process().children(recursive=True)
-        for child in children:
-            with suppress(psutil.Error):
-                child.send_signal(signal.SIGKILL)
-        psutil.wait_procs(children, timeout=5)

@@ -150,7 +150,26 @@ class Watchdog:
                 armed = now
                 _arm(deadline_s)
             if deadline_s is not None and idle_s > deadline_s and self._progress() == seen:
-                self._stall(name, deadline_s, idle_s)
+                break
+        else:
+            return
+
+        # The run has stalled: end it.
+        folder, phase, step = self._folder, self._phase, self._step
+        assert folder is not None
+        path = folder / f"stall-{self.rank}.txt"
+        at = f"phase {phase}" + ("" if step is None else f" of step {step}")
+        message = (
+            f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
+            f"stacks and rollouts in flight: {path}"
+        )
+
+        def record() -> None:
+            if self.rank == 0:
+                update_summary(folder, status="stalled", stalled_phase=phase, error=message)
+
+        tasks = [] if self._collector is None else self._collector.in_flight.tasks()
+        end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
     def _progress(self) -> int:
         collector = self._collector
@@ -182,23 +201,6 @@ class Watchdog:
         name = "heartbeat.json" if self.rank == 0 else f"heartbeat-{self.rank}.json"
         with suppress(OSError):  # a reader sees from its age that something is wrong
             write_atomically(self._folder / name, json.dumps(beat) + "\n")
-
-    def _stall(self, name: str, deadline_s: float, idle_s: float) -> None:
-        folder, phase, step = self._folder, self._phase, self._step
-        assert folder is not None
-        path = folder / f"stall-{self.rank}.txt"
-        at = f"phase {phase}" + ("" if step is None else f" of step {step}")
-        message = (
-            f"stalled: {at} made no progress for {idle_s:.1f} s (watchdog.{name}={deadline_s:g}); "
-            f"stacks and rollouts in flight: {path}"
-        )
-
-        def record() -> None:
-            if self.rank == 0:
-                update_summary(folder, status="stalled", stalled_phase=phase, error=message)
-
-        tasks = [] if self._collector is None else self._collector.in_flight.tasks()
-        end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)
 
 
 def longest_tick_s(deadline_s: float | None) -> float:

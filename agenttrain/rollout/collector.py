@@ -269,26 +269,23 @@ async def _run_all(
     finished = 0
 
     async def run(request: RolloutRequest) -> Rollout | _NoRollout:
-        try:
-            with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
-                rollout = await run_rollout(request, replace(collector, engine=tracked))
-            if rollout.length:  # an environment that could not be started has not even a prompt
-                tools = RowTools(rollout.task, collector.toolbox, collector.environments)
-                schemas[rollout.rollout_id] = tools.schemas
-                verify(rollout, collector.chat, tools.schemas, collector.parsed_turns)
-        except PromptTooLong:
-            return _NoRollout.overlong
-        except LedgerError:
-            if collector.limits.on_break is OnBreak.error:
-                raise
-            return _NoRollout.broken
-        return rollout
-
-    async def run_in_turn(attempt: _Attempt) -> Rollout | _NoRollout:
         nonlocal finished
+        result: Rollout | _NoRollout
         async with gate:
             await throttle.wait()
-            result = await run(attempt.request)
+            try:
+                with collector.in_flight.tracked(request.rollout_id, engine) as tracked:
+                    result = await run_rollout(request, replace(collector, engine=tracked))
+                if result.length:  # an environment that could not be started has no prompt
+                    tools = RowTools(result.task, collector.toolbox, collector.environments)
+                    schemas[result.rollout_id] = tools.schemas
+                    verify(result, collector.chat, tools.schemas, collector.parsed_turns)
+            except PromptTooLong:
+                result = _NoRollout.overlong
+            except LedgerError:
+                if collector.limits.on_break is OnBreak.error:
+                    raise
+                result = _NoRollout.broken
         finished += 1
         if collector.progress is not None:
             collector.progress(finished, len(attempts))
@@ -296,7 +293,7 @@ async def _run_all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(run_in_turn(attempt)) for attempt in attempts]
+            running = [group.create_task(run(attempt.request)) for attempt in attempts]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in running]

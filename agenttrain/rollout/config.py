@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from enum import StrEnum
 
 from pydantic import Field, model_validator
@@ -18,7 +17,7 @@ class OnBreak(StrEnum):
     error = "error"
     """Stop the run."""
     drop = "drop"
-    """Drop the rollout's group, count it (`rollout/dropped`), go on."""
+    """Drop the rollout's group, count it (`rollout/dropped`) and continue."""
 
 
 class OnMalformedCall(StrEnum):
@@ -127,17 +126,16 @@ class EvalConfig:
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
+        problems = []
         if self.temperature == 0 and self.samples > 1:
-            yield (
+            problems.append(
                 f"eval.samples={self.samples}: at eval.temperature=0 all samples are the same; "
                 "set eval.samples=1 or raise the temperature"
             )
         if self.tools == []:
-            yield "eval.tools=[]: evaluated rollouts need a tool; null: all of the run's"
+            problems.append("eval.tools=[]: evaluated rollouts need a tool; null: all of the run's")
+        raise_problems(problems)
+        return self
 
 
 def tasks_of_round(missing: int, oversample: float) -> int:

@@ -39,16 +39,6 @@ class DeclaredTool:
         raise ToolUnavailable(f"tool {self.name}: only its schema was recorded")
 
 
-class DeclaredEnvironments(Environments):
-    """Environments without their code: only hooks and method schemas are known."""
-
-    def __init__(
-        self, kinds: Mapping[str, EnvironmentKind], toolboxes: Mapping[str, Toolbox]
-    ) -> None:
-        super().__init__()
-        self.kinds, self.toolboxes = dict(kinds), dict(toolboxes)
-
-
 def write_declared(folder: Path, toolbox: Toolbox, environments: Environments) -> None:
     """Write tools.json into a run's folder."""
     declared = {
@@ -76,14 +66,15 @@ def read_declared(folder: Path) -> tuple[Toolbox, Environments] | None:
         return None
     try:
         declared = json.loads(path.read_text(encoding="utf-8"))
-        kinds, toolboxes = {}, {}
+        # Environments without their code: only hooks and method schemas are known.
+        environments = Environments()
         for name, environment in declared["environments"].items():
             hooks = {
                 hook: lambda self: None for hook in DECLARED_HOOKS if hook in environment["hooks"]
             }
-            kinds[name] = EnvironmentKind(name, type(name, (), hooks))
-            toolboxes[name] = _toolbox(environment)
-        return _toolbox(declared["run"]), DeclaredEnvironments(kinds, toolboxes)
+            environments.kinds[name] = EnvironmentKind(name, type(name, (), hooks))
+            environments.toolboxes[name] = _toolbox(environment)
+        return _toolbox(declared["run"]), environments
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: is not what the run wrote: {error}") from error
 

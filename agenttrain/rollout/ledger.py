@@ -69,7 +69,18 @@ def verify(
     """
     parsed_turns = parsed_turns or ParsedTurns()
     for trajectory in rollout.trajectories:
-        _check_spans(trajectory)
+        # The spans hold all ids and begin with the only prompt span.
+        ids = array("q")
+        for span in trajectory.spans:
+            ids.extend(span.token_ids)
+        if ids != trajectory.token_ids:
+            raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
+        first = trajectory.spans[0].origin if trajectory.spans else None
+        prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
+        if first is not Origin.prompt or prompts != 1:
+            raise LedgerError(
+                f"{trajectory.name}: {prompts} prompt spans, the first span is {first}"
+            )
         # Each assistant message with the role of the message before it, which parsing depends on.
         spoken = [
             (message, trajectory.messages[place - 1]["role"])
@@ -94,19 +105,6 @@ def verify(
                     f"{chat.decode(token_ids)!r}, which parses to {parsed!r}, but the recorded "
                     f"message is {message!r}"
                 )
-
-
-def _check_spans(trajectory: Trajectory) -> None:
-    """Raise LedgerError unless the spans hold all ids and begin with the only prompt span."""
-    ids = array("q")
-    for span in trajectory.spans:
-        ids.extend(span.token_ids)
-    if ids != trajectory.token_ids:
-        raise LedgerError(f"{trajectory.name}: its ids are not those of its spans")
-    first = trajectory.spans[0].origin if trajectory.spans else None
-    prompts = sum(span.origin is Origin.prompt for span in trajectory.spans)
-    if first is not Origin.prompt or prompts != 1:
-        raise LedgerError(f"{trajectory.name}: {prompts} prompt spans, the first span is {first}")
 
 
 def _check_finish(trajectory: Trajectory, spans: list[Span], chat: Chat) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -236,7 +237,23 @@ class _Loop:
                 # The tool is broken: the model must not learn from its answer.
                 raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
         reason = StopReason.stop_tool if stops else self._limit_reached(results)
-        self._append_replies(turn, results, completion, generation_prompt=reason is None)
+        # Clipped so that the replies and one sampled token still fit.
+        replies, suffix = fit_replies(
+            self.chat,
+            turn,
+            [_reply(result) for result in results],
+            completion=completion,
+            room=self._room() - int(reason is None),
+            max_result_tokens=[
+                self.tools.limits(result.call.name).max_result_tokens
+                or self.limits.max_result_tokens
+                for result in results
+            ],
+            generation_prompt=reason is None,
+        )
+        for origin, token_ids in suffix:
+            self.trajectory.append_context(token_ids, origin)
+        self.trajectory.messages.extend(replies)
         return reason
 
     async def _append_question(
@@ -282,7 +299,8 @@ class _Loop:
         malformed = any(call.malformed for call in calls)
         if malformed and self.limits.on_malformed_call is OnMalformedCall.stop:
             return StopReason.max_invalid_calls
-        if self._is_over_parallel(calls) and self.limits.on_parallel_calls is OnParallelCalls.stop:
+        over = self.chat.one_call_per_turn and len(calls) > 1
+        if over and self.limits.on_parallel_calls is OnParallelCalls.stop:
             return StopReason.max_tool_calls
         if self.rollout.turns >= self.limits.max_turns:
             return StopReason.max_turns
@@ -300,17 +318,13 @@ class _Loop:
         # No tool runs whose reply cannot be shown: its wrapper and one sampled token must fit.
         return self._reason_without_room() if wrapper + 1 > self._room() else None
 
-    def _is_over_parallel(self, calls: list[ToolCall]) -> bool:
-        """Return True if the template cannot render the calls of this turn together."""
-        return self.chat.one_call_per_turn and len(calls) > 1
-
     async def _execute(self, calls: list[ToolCall], *, stops: bool) -> list[ToolResult]:
         """Run the calls of a turn; return one result per call, in call order.
 
         Calls over a limit do not run and get an error result. `stops`: one is to a stop tool.
         """
         surplus: list[ToolCall] = []
-        if not stops and self._is_over_parallel(calls):
+        if not stops and self.chat.one_call_per_turn:
             calls, surplus = calls[:1], calls[1:]
         refusals = over_limits(
             calls,
@@ -364,32 +378,6 @@ class _Loop:
         invalid = sum(error.invalid_call for error in errors)
         limit = self.limits.max_invalid_calls
         return StopReason.max_invalid_calls if limit is not None and invalid > limit else None
-
-    def _append_replies(
-        self,
-        turn: AssistantTurn,
-        results: list[ToolResult],
-        completion: Completion,
-        *,
-        generation_prompt: bool,
-    ) -> None:
-        """Append the tool replies, clipped so that they and one sampled token still fit."""
-        replies, suffix = fit_replies(
-            self.chat,
-            turn,
-            [_reply(result) for result in results],
-            completion=completion,
-            room=self._room() - int(generation_prompt),
-            max_result_tokens=[
-                self.tools.limits(result.call.name).max_result_tokens
-                or self.limits.max_result_tokens
-                for result in results
-            ],
-            generation_prompt=generation_prompt,
-        )
-        for origin, token_ids in suffix:
-            self.trajectory.append_context(token_ids, origin)
-        self.trajectory.messages.extend(replies)
 
 
 def _reply(result: ToolResult) -> Message:
@@ -470,13 +458,12 @@ def over_limits(
 
 def repeats_a_call(calls: Sequence[ToolCall], limit: int) -> bool:
     """Return True if more than `limit` calls in a row are equal, the order of arguments aside."""
-
-    def identity(call: ToolCall) -> str:
-        if call.malformed is not None:
-            return call.text
-        try:
-            return json.dumps([call.name, call.arguments], sort_keys=True)
-        except (RecursionError, ValueError):  # nested as deeply as could just be parsed
-            return call.text
-
-    return any(len(list(run)) > limit for _, run in groupby(map(identity, calls)))
+    texts = []
+    for call in calls:
+        text = call.text
+        if call.malformed is None:
+            # Arguments may be nested as deeply as could just be parsed.
+            with suppress(RecursionError, ValueError):
+                text = json.dumps([call.name, call.arguments], sort_keys=True)
+        texts.append(text)
+    return any(len(list(run)) > limit for _, run in groupby(texts))

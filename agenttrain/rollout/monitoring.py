@@ -83,12 +83,6 @@ class InFlight:
             del self._flights[rollout_id]
             self.progress += 1
 
-    def set_in_engine(self, flight: Flight, in_engine: bool) -> None:
-        """Record that the rollout asks the engine for its next turn, or has got it."""
-        flight.in_engine, flight.since = in_engine, time.monotonic()
-        flight.turn += in_engine
-        self.progress += 1
-
     def waiting(self, calls: Iterable[RunningCall]) -> list[Waiting]:
         """Return all rollouts, the longest wait first; `calls` are those of all toolboxes."""
         now = time.monotonic()
@@ -137,13 +131,17 @@ class TrackedEngine:
         images: Sequence[object] = (),
     ) -> Completion:
         """Sample from the engine; meanwhile the rollout counts as waiting for it."""
-        self._in_flight.set_in_engine(self._flight, True)
+        flight = self._flight
+        flight.in_engine, flight.since = True, time.monotonic()
+        flight.turn += 1
+        self._in_flight.progress += 1
         try:
             return await self._engine.generate(
                 token_ids, sampling, session=session, parent=parent, images=images
             )
         finally:
-            self._in_flight.set_in_engine(self._flight, False)
+            flight.in_engine, flight.since = False, time.monotonic()
+            self._in_flight.progress += 1
 
     async def release(self, session: str) -> None:
         """Pass on to the engine."""
@@ -234,6 +232,7 @@ AT_ONCE = 64
 """Rollouts resumed in one pass of the event loop: about 20 ms of work."""
 
 
+@dataclass(slots=True, eq=False)
 class Throttle:
     """Resumes at most `at_once` rollouts per pass of the event loop, first come first served.
 
@@ -241,17 +240,18 @@ class Throttle:
     pass, time limits would pass meanwhile, although the work that they limit is done.
     """
 
-    def __init__(self, at_once: int = AT_ONCE) -> None:
-        self._at_once = at_once
-        self._left = at_once
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._scheduled = False
+    at_once: int = AT_ONCE
+    _left: int = 0
+    """Rollouts that may still resume in this pass."""
+    _waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    _scheduled: bool = False
+    """True if the next pass is scheduled."""
 
     async def wait(self) -> None:
         """Return at once, or in a later pass if enough rollouts resumed in this one."""
         loop = asyncio.get_running_loop()
         if not self._scheduled:
-            self._scheduled, self._left = True, self._at_once
+            self._scheduled, self._left = True, self.at_once
             loop.call_soon(self._next, loop)
         if self._left > 0 and not self._waiting:
             self._left -= 1
@@ -262,13 +262,13 @@ class Throttle:
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start a new pass: resume the rollouts that have waited longest."""
-        self._left = self._at_once
+        self._left = self.at_once
         while self._waiting and self._left > 0:
             future = self._waiting.popleft()
             if not future.done():  # a rollout may have been cancelled meanwhile
                 future.set_result(None)
                 self._left -= 1
-        self._scheduled = self._left < self._at_once
+        self._scheduled = self._left < self.at_once
         if self._scheduled:
             loop.call_soon(self._next, loop)
 

@@ -126,17 +126,19 @@ async def collect_share(
         collected, empty = error.collected, error
     except Exception as error:
         failure = error
-    groups = tuple(
-        GroupInfo(
+    groups = []
+    for place, group in zip(collected.places, collected.groups, strict=True):
+        later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
+        info = GroupInfo(
             place=place,
             owner=peers.rank,
             kind=costs.kind(tasks[place]),
-            tokens=mean_new_tokens(group),
+            tokens=later / len(group) if group else 0.0,
             informative=is_informative(group),
         )
-        for place, group in zip(collected.places, collected.groups, strict=True)
-    )
-    summary = _ShareSummary(groups=groups, tasks=len(own), empty=str(empty) if empty else None)
+        groups.append(info)
+    reason = str(empty) if empty else None
+    summary = _ShareSummary(groups=tuple(groups), tasks=len(own), empty=reason)
     summaries = peers.exchange([summary], "the end of the rollouts", failure, patient=True)
     reasons = [summary.empty for summary in summaries if summary.tasks]
     if reasons and all(reasons):
@@ -214,12 +216,6 @@ class Costs:
         known = sum(total for total, _ in self._seen.values())
         groups = sum(count for _, count in self._seen.values())
         return prompt + (known / groups if groups else UNKNOWN)
-
-
-def mean_new_tokens(group: Sequence[Rollout]) -> float:
-    """Return the mean tokens of a rollout after its prompts."""
-    later = sum(t.length - t.prompt_length for r in group for t in r.trajectories)
-    return later / len(group) if group else 0.0
 
 
 def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:

@@ -94,11 +94,11 @@ def packed_attention(
     sizes = [block.tokens for block in blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
-    for block, own, own_key, copy_value in zip(blocks, queries, keys, values, strict=True):
+    for block, own, own_key, own_value in zip(blocks, queries, keys, values, strict=True):
         output = attend(
             _padded(block, own),
-            _after_prefix(block, keys, own_key),
-            _after_prefix(block, values, copy_value),
+            _padded(block, own_key, keys),
+            _padded(block, own_value, values),
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)
@@ -133,20 +133,19 @@ class _Select(torch.autograd.Function):
         return tokens, None, None, None
 
 
-def _padded(block: Block, own: Tensor) -> Tensor:
-    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d]."""
+def _padded(block: Block, own: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
+    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d].
+
+    With the tokens of all `blocks`, each segment follows the shared prefix.
+    """
     if block.padding.numel():
         own = _Select.apply(own, block.gather, block.scatter, None)
-    return own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
-
-
-def _after_prefix(block: Block, all_blocks: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Lay out a block's tokens as `_padded` does, each segment after the shared prefix."""
-    if not block.prefix_length:
-        return _padded(block, own)
-    prefix = all_blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
+    padded = own.unflatten(0, (block.segments, block.length)).transpose(1, 2)
+    if not blocks or not block.prefix_length:
+        return padded
+    prefix = blocks[block.prefix_block][block.prefix : block.prefix + block.prefix_length]
     repeated = prefix.transpose(0, 1).expand(block.segments, -1, -1, -1)
-    return torch.cat((repeated, _padded(block, own)), dim=2)
+    return torch.cat((repeated, padded), dim=2)
 
 
 def _check_supported(
@@ -346,8 +345,7 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
     """Lay out segments that stand one after the other.
 
     Example: for segments of 5, 3, 2 and 1 tokens, the last two with the second as prefix, the keys
-    are
-    ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
+    are ``0 … 4 | 5 6 7 | 5 6 7 8 9 | 5 6 7 10``.
     """
     queries = [segment.length for segment in segments]
     keys = [segment.prefix_length + segment.length for segment in segments]
@@ -359,17 +357,17 @@ def make_varlen(segments: Sequence[Segment], device: torch.device) -> Varlen:
             for start, length in ((s.prefix, s.prefix_length), (s.start, s.length))
         ]
         gather = torch.cat([torch.arange(*span) for span in spans]).to(device)
+    queries_B, keys_B = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        for lengths in (queries, keys)
+    )
     return Varlen(
-        queries_B=_starts(queries, device),
-        keys_B=_starts(keys, device),
+        queries_B=queries_B,
+        keys_B=keys_B,
         longest_query=max(queries),
         longest_key=max(keys),
         gather_U=gather,
     )
-
-
-def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @cache

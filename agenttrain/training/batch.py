@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
@@ -153,11 +153,6 @@ class Bundle:
     shared: int = 0
     """Length of the shared prefix, which every sequence includes."""
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens, the prefix counted once."""
-        return self.shared + sum(sequence.length - self.shared for sequence in self.sequences)
-
 
 def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> list[Microbatch]:
     """Pack bundles into microbatches of at most `token_budget` tokens.
@@ -166,15 +161,15 @@ def pack(bundles: Sequence[Bundle], token_budget: int, device: torch.device) -> 
     makes packed attention cheaper; sequences of equal length keep their order. The microbatch with
     the most tokens comes first, so that a run that will run out of memory does so at once.
     """
-
     fitting: list[Bundle] = []
     for bundle in bundles:
         own = [sequence.length - bundle.shared for sequence in bundle.sequences]
         for part in _cut(bundle.sequences, own, token_budget, bundle.shared):
             fitting.append(Bundle(part, bundle.shared if len(part) > 1 else 0))
     fitting.sort(key=lambda bundle: -bundle.sequences[0].length)
-    cut = _cut(fitting, [bundle.tokens for bundle in fitting], token_budget)
-    microbatches = [_pack_one(part, device) for part in cut]
+    # A shared prefix counts once.
+    tokens = [b.shared + sum(s.length - b.shared for s in b.sequences) for b in fitting]
+    microbatches = [_pack_one(part, device) for part in _cut(fitting, tokens, token_budget)]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
 
 
@@ -242,15 +237,15 @@ def _pack_one(bundles: tuple[Bundle, ...], device: torch.device) -> Microbatch:
     )
 
 
+@dataclass(slots=True)
 class _Layout:
     """Layout of a microbatch, to which segments are appended."""
 
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-        self.pieces: list[Tensor] = []
-        """Token ids of each segment."""
-        self.placed: list[tuple[TrainingSequence, Segment]] = []
-        """Every sequence with its last segment."""
+    segments: list[Segment] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    """Token ids of each segment."""
+    placed: list[tuple[TrainingSequence, Segment]] = field(default_factory=list)
+    """Every sequence with its last segment."""
 
     def append(self, token_ids: Tensor, prefix: int = 0, prefix_length: int = 0) -> Segment:
         """Append a segment of these tokens after a prefix that stands earlier."""
@@ -364,48 +359,45 @@ class Block:
 
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
     """Make blocks of segments that stand one after the other from packed position 0."""
+    # Segments of one block, the longest first.
+    alike: list[list[Segment]] = []
+    for segment in segments:
+        longest = alike[-1][0] if alike else segment
+        prefixes = [(s.prefix, s.prefix_length) for s in (longest, segment)]
+        similar = SHORTEST * longest.length <= segment.length <= longest.length
+        if alike and prefixes[0] == prefixes[1] and similar:
+            alike[-1].append(segment)
+        else:
+            alike.append([segment])
+
     blocks: list[Block] = []
-    first = 0
-    for index in range(1, len(segments) + 1):
-        if index < len(segments):
-            longest, other = segments[first], segments[index]
-            prefixes = [(s.prefix, s.prefix_length) for s in (longest, other)]
-            similar = SHORTEST * longest.length <= other.length <= longest.length
-            if prefixes[0] == prefixes[1] and similar:
-                continue
-        blocks.append(_make_block(segments[first:index], blocks, device))
-        first = index
+    for own in alike:
+        longest, start = own[0], own[0].start
+        prefix_block, prefix = 0, 0
+        if longest.prefix_length:
+            prefix_block = bisect_right(blocks, longest.prefix, key=lambda block: block.start) - 1
+            prefix = longest.prefix - blocks[prefix_block].start
+            end = prefix + longest.prefix_length
+            assert end <= blocks[prefix_block].tokens, "a prefix is one earlier segment"
+        steps_L = torch.arange(longest.length, device=device)
+        lengths_B1 = torch.tensor([segment.length for segment in own], device=device)[:, None]
+        starts_B1 = torch.tensor([segment.start - start for segment in own], device=device)[:, None]
+        real = (steps_L < lengths_B1).flatten()
+        blocks.append(
+            Block(
+                start=start,
+                tokens=own[-1].end - start,
+                segments=len(own),
+                length=longest.length,
+                prefix_block=prefix_block,
+                prefix=prefix,
+                prefix_length=longest.prefix_length,
+                gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
+                scatter=real.nonzero()[:, 0],
+                padding=(~real).nonzero()[:, 0],
+            )
+        )
     return tuple(blocks)
-
-
-def _make_block(
-    segments: Sequence[Segment], before: Sequence[Block], device: torch.device
-) -> Block:
-    """Make a block of segments of one prefix, the longest first; `before` are earlier blocks."""
-    longest = segments[0]
-    start = longest.start
-    prefix_block, prefix = 0, 0
-    if longest.prefix_length:
-        prefix_block = bisect_right(before, longest.prefix, key=lambda block: block.start) - 1
-        prefix = longest.prefix - before[prefix_block].start
-        end = prefix + longest.prefix_length
-        assert end <= before[prefix_block].tokens, "a prefix is one earlier segment"
-    steps_L = torch.arange(longest.length, device=device)
-    lengths_B1 = torch.tensor([segment.length for segment in segments], device=device)[:, None]
-    starts_B1 = torch.tensor([s.start - start for s in segments], device=device)[:, None]
-    real = (steps_L < lengths_B1).flatten()
-    return Block(
-        start=start,
-        tokens=segments[-1].end - start,
-        segments=len(segments),
-        length=longest.length,
-        prefix_block=prefix_block,
-        prefix=prefix,
-        prefix_length=longest.prefix_length,
-        gather=(starts_B1 + torch.minimum(steps_L, lengths_B1 - 1)).flatten(),
-        scatter=real.nonzero()[:, 0],
-        padding=(~real).nonzero()[:, 0],
-    )
 
 
 def one_after_the_other(lengths: Sequence[int]) -> tuple[Segment, ...]:

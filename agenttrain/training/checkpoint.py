@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from agenttrain.training.checkpoint_files import (
     PREFIX,
+    PRUNED,
     CheckpointError,
     NotWritten,
     digest,
@@ -36,7 +36,6 @@ from agenttrain.training.checkpoint_files import (
     only_tensors,
     put_aside,
     recover,
-    remove,
     replace,
     seal,
     sync,
@@ -45,13 +44,14 @@ from agenttrain.training.checkpoint_files import (
 from agenttrain.training.lora import adapter_weights, is_adapted, load_adapter, save_adapter
 from agenttrain.training.policy import Policy
 from agenttrain.training.sharding import (
+    PART,
     WHOLE,
     assign,
     full_weights,
     is_sharded,
+    own_part,
     read_state,
     read_tensors,
-    write_part,
 )
 
 LATEST, BEST = "latest", "best"
@@ -74,15 +74,10 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: keep at least 1.")
         self.folder = folder
-        self._main = main
+        self.tokenizer = tokenizer
         if main:
             recover(folder)
-        self._tokenizer = tokenizer
         self._keep = keep
-
-    def beside(self, folder: Path) -> Checkpoints:
-        """Return the checkpoints of another folder, which keeps one."""
-        return Checkpoints(folder, tokenizer=self._tokenizer, keep=1, main=self._main)
 
     @property
     def empty(self) -> bool:
@@ -122,10 +117,18 @@ class Checkpoints:
             ):
                 torch.save(random_states() if rng is None else rng, part / f"rng-{world.rank}.pt")
                 if is_sharded(policy.model):
-                    write_part(policy.state_dict(), part, world.rank)
-            with world.together(f"{path.name}: the whole", *UNWRITABLE, patient=True):
+                    torch.save(own_part(policy.state_dict()), part / PART.format(world.rank))
+            with world.together(f"{path.name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
-                    self._write(policy, weights, part, {**(state or {}), "step": step})
+                    with _as_not_written(part):
+                        if is_adapted(policy.model):
+                            save_adapter(policy.model, part, weights)
+                        else:
+                            policy.model.save_pretrained(part, state_dict=weights)
+                        self.tokenizer.save_pretrained(part)
+                        if not is_sharded(policy.model):
+                            torch.save(policy.state_dict(), part / WHOLE)
+                    (part / "state.json").write_text(json.dumps({**(state or {}), "step": step}))
                     seal(part)
                     replace(part, path)
                     self._link(LATEST, path)
@@ -134,20 +137,6 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
             raise
         return path
-
-    def _write(
-        self, policy: Policy, weights: dict[str, Tensor], part: Path, state: Mapping[str, Any]
-    ) -> None:
-        """Write the main process's files: model, tokenizer, unsharded policy, state."""
-        with _as_not_written(part):
-            if is_adapted(policy.model):
-                save_adapter(policy.model, part, weights)
-            else:
-                policy.model.save_pretrained(part, state_dict=weights)
-            self._tokenizer.save_pretrained(part)
-            if not is_sharded(policy.model):
-                torch.save(policy.state_dict(), part / WHOLE)
-        (part / "state.json").write_text(json.dumps(state))
 
     def load(self, policy: Policy, path: Path) -> dict[str, Any]:
         """Restore weights, optimizer and random states from `path`; return the saved state.
@@ -227,7 +216,9 @@ class Checkpoints:
         others = [path for path in newest_first(self.folder) if path != written]
         for path in others[self._keep - 1 :]:
             if path not in kept:
-                remove(path)
+                # Renamed first: a process that dies meanwhile leaves no half of a checkpoint.
+                put_aside(path, f"{PRUNED}{path.name}")
+                shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
 
 
 @contextmanager

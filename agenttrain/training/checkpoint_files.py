@@ -69,7 +69,7 @@ def latest(folder: Path) -> Path:
             print(f"warning: checkpoint skipped: {error}", file=sys.stderr)
         else:
             return path
-    raise CheckpointError(f"{folder}: no intact checkpoint. Start the run anew.")
+    raise CheckpointError(f"{folder}: no intact checkpoint. Start a new run.")
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -147,12 +147,6 @@ def recover(folder: Path) -> None:
     for pattern in (f".{PREFIX}*.part", f"{PRUNED}*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint; a process that dies meanwhile leaves no half of it under its name."""
-    put_aside(path, f"{PRUNED}{path.name}")
-    shutil.rmtree(path.with_name(f"{PRUNED}{path.name}"))
 
 
 def put_aside(path: Path, name: str) -> None:

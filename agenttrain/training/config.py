@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Any
@@ -139,38 +139,36 @@ class OptimizerConfig:
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
         key = "optimizer.schedule_options"
         kind = SCHEDULE_OPTIONS[self.schedule]
         known = field_names(kind)
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
         unknown = [name for name in self.schedule_options if name not in known]
-        for name in unknown:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            yield (
-                f"{key}.{name}={shown(self.schedule_options[name])}: not an option of "
-                f"optimizer.schedule={self.schedule}{did_you_mean(name, known)}; {takes}"
-            )
+        problems = [
+            f"{key}.{name}={shown(self.schedule_options[name])}: not an option of "
+            f"optimizer.schedule={self.schedule}{did_you_mean(name, known)}; {takes}"
+            for name in unknown
+        ]
         given = {n: value for n, value in self.schedule_options.items() if n not in unknown}
+        options = None
         try:
             options = validated(kind, given, key)
         except ConfigError as error:
-            yield from str(error).splitlines()
-            return
+            problems += str(error).splitlines()
         # Options that would raise the learning rate where it is to fall.
         least, end = getattr(options, "min_lr", None), getattr(options, "lr_end", None)
         if least is not None and least > self.lr:
-            yield (
+            problems.append(
                 f"{key}.min_lr={least}: must be at most optimizer.lr={self.lr}; lower it or raise "
                 "the rate"
             )
         if end is not None and end >= self.lr:
-            yield (
+            problems.append(
                 f"{key}.lr_end={end}: must be below optimizer.lr={self.lr}, from which the rate "
                 "falls to it"
             )
+        raise_problems(problems)
+        return self
 
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
@@ -275,25 +273,26 @@ class LoraSettings:
 
     @model_validator(mode="after")
     def _check(self) -> LoraSettings:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
+        problems = []
         if self.rank < 0:
-            yield f"model.lora.rank={self.rank}: must be 0 (no adapters) or more"
+            problems.append(f"model.lora.rank={self.rank}: must be 0 (no adapters) or more")
         if self.rank > 0 and self.alpha <= 0:
-            yield f"model.lora.alpha={self.alpha}: must be more than 0"
+            problems.append(f"model.lora.alpha={self.alpha}: must be more than 0")
         if self.rank > 0 and not self.targets:
-            yield "model.lora.targets=[]: name the modules to adapt, e.g. [q_proj,v_proj]"
+            problems.append(
+                "model.lora.targets=[]: name the modules to adapt, e.g. [q_proj,v_proj]"
+            )
         if "all-linear" in self.targets and len(self.targets) > 1:
-            yield f"model.lora.targets={shown(self.targets)}: all-linear stands alone"
+            problems.append(f"model.lora.targets={shown(self.targets)}: all-linear stands alone")
         for name, default in (("alpha", 32.0), ("targets", ["all-linear"])):
             value = getattr(self, name)
             if self.rank == 0 and value != default:
-                yield (
+                problems.append(
                     f"model.lora.{name}={shown(value)}: has no effect with model.lora.rank=0; set "
                     "the rank"
                 )
+        raise_problems(problems)
+        return self
 
 
 @dataclass(config=SETTINGS)
@@ -315,9 +314,9 @@ class WeightSyncMode(StrEnum):
     drain = "drain"
     """They end first."""
     abort_resume = "abort_resume"
-    """They go on, and the new weights read all their tokens again."""
+    """They continue, and the new weights read all their tokens again."""
     in_flight = "in_flight"
-    """They go on with the keys and values that they have, of both weights."""
+    """They continue with the keys and values that they have, of both weights."""
 
 
 @dataclass(config=SETTINGS)

@@ -59,7 +59,7 @@ def empty_model(config: Any, dtype: torch.dtype, lora: LoraSettings) -> PreTrain
 
 def weight_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all parameters; tied ones count once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.nbytes for p in model.parameters())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,9 @@ def updating(model: PreTrainedModel, config: OptimizerConfig) -> Updating:
     """Return the bytes of a model's gradients and of its optimizer's state."""
     optimizer = build_optimizer(model, config)
     copied = optimizer.pairs if isinstance(optimizer, MasterWeights) else []
-    masters = sum(_bytes(master) for _, master in copied)
-    trained = sum(_bytes(p) for p in model.parameters() if p.requires_grad)
+    masters = sum(master.nbytes for _, master in copied)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return Updating(gradients=trained + masters, masters=masters, moments=_moments(optimizer))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _moments(optimizer: Optimizer) -> int:
@@ -95,8 +91,8 @@ def _moments(optimizer: Optimizer) -> int:
     if isinstance(optimizer, SGD):
         return 0
     if isinstance(optimizer, Muon):
-        return sum(map(_bytes, parameters))
-    return sum(2 * _bytes(p) + STEP_COUNT for p in parameters)
+        return sum(p.nbytes for p in parameters)
+    return sum(2 * p.nbytes + STEP_COUNT for p in parameters)
 
 
 class Saved:

@@ -83,19 +83,25 @@ class _LinearLogprobs(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        product = _Product.of(hidden_SH, weight_VH, bias_V)
-        statistics = _Statistics.empty(labels_S, product.exact)
+        device = hidden_SH.device.type
+        cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
+        type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
+        product = _Product(hidden_SH, weight_VH, bias_V, type)
+        statistics = _Statistics(labels_S, product.exact)
         kept = []
         for tokens, vocabulary in product.tiles():
             logits = transform(product(tokens, vocabulary))
             statistics.fold(logits, tokens, vocabulary)
             if keep:
                 kept.append(logits)
-        normaliser_S, entropy_S = statistics.normaliser(), statistics.entropy()
+        # log sum exp of the logits, and -sum p log p = log sum exp(d) - sum p d.
+        log_S = statistics.exp_S.log()
+        normaliser_S = statistics.highest_S + log_S
+        entropy_S = log_S - statistics.product_S / statistics.exp_S
         ctx.save_for_backward(
             hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept
         )
-        ctx.transform, ctx.type = transform, product.type
+        ctx.transform, ctx.type = transform, type
         return statistics.label_S - normaliser_S, entropy_S
 
     @staticmethod
@@ -105,15 +111,37 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *kept = ctx.saved_tensors
         product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
-        slopes = _Slopes(labels_S, normaliser_S, entropy_S, grad_logprobs_S, grad_entropy_S)
-        grads = _Gradients(product, ctx.needs_input_grad)
+        if grad_logprobs_S is None:
+            grad_logprobs_S = torch.zeros_like(normaliser_S)
+        # Summed over tiles at least in fp32; autograd casts each to the type of its input.
+        inputs = (product.hidden_SH, weight_VH, bias_V)
+        sums = [
+            torch.zeros_like(tensor, dtype=product.exact) if need and tensor is not None else None
+            for tensor, need in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        sum_hidden_SH, sum_weight_VH, sum_bias_V = sums
         tiles = iter(kept)
         for tokens, vocabulary in product.tiles():
             logits = next(tiles) if kept else ctx.transform(product(tokens, vocabulary))
-            slope = slopes(logits, tokens, vocabulary).mul_(ctx.transform.slope(logits))
-            grads.add(slope, tokens, vocabulary)
-        # Autograd casts each to the type of its input.
-        return *grads.sums, None, None, None
+            slope = _slope(
+                logits - normaliser_S[tokens, None],
+                entropy_S[tokens, None],
+                grad_logprobs_S[tokens, None],
+                None if grad_entropy_S is None else grad_entropy_S[tokens, None],
+            )
+            index, inside = _in_tile(labels_S[tokens], vocabulary)
+            at_label = torch.where(inside, grad_logprobs_S[tokens], 0.0)
+            slope.scatter_add_(-1, index[:, None], at_label[:, None])
+            slope.mul_(ctx.transform.slope(logits))
+            typed = slope.to(product.type)
+            if sum_hidden_SH is not None:
+                _add_product(sum_hidden_SH[tokens], typed, weight_VH[vocabulary].to(product.type))
+            if sum_weight_VH is not None:
+                _add_product(sum_weight_VH[vocabulary], typed.T, product.hidden_SH[tokens])
+            if sum_bias_V is not None:
+                sum_bias_V[vocabulary] += slope.sum(0)
+            del typed  # in 16 bits a copy; free it before the next tile is computed
+        return *sums, None, None, None
 
 
 class _Product:
@@ -128,13 +156,6 @@ class _Product:
         tokens, logits = CPU_TILE if hidden_SH.device.type == "cpu" else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
         self.entries = max(1, logits // self.tokens)
-
-    @classmethod
-    def of(cls, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> _Product:
-        device = hidden_SH.device.type
-        cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
-        type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
-        return cls(hidden_SH, weight_VH, bias_V, type)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the tokens and vocabulary entries of each tile, always in the same order."""
@@ -153,29 +174,19 @@ class _Product:
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Statistics:
     """Sums of each token's softmax over the tiles so far, with d = logit - highest_S."""
 
-    labels_S: Tensor
-    highest_S: Tensor
-    exp_S: Tensor
-    """Sum of exp(d)."""
-    product_S: Tensor
-    """Sum of exp(d) * d."""
-    label_S: Tensor
-    """The label's logit."""
-
-    @classmethod
-    def empty(cls, labels_S: Tensor, type: torch.dtype) -> _Statistics:
+    def __init__(self, labels_S: Tensor, type: torch.dtype) -> None:
         zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
-        return cls(
-            labels_S=labels_S,
-            highest_S=zeros_S + LOWEST,
-            exp_S=zeros_S,
-            product_S=zeros_S.clone(),
-            label_S=zeros_S.clone(),
-        )
+        self.labels_S = labels_S
+        self.highest_S = zeros_S + LOWEST
+        self.exp_S = zeros_S
+        """Sum of exp(d)."""
+        self.product_S = zeros_S.clone()
+        """Sum of exp(d) * d."""
+        self.label_S = zeros_S.clone()
+        """The label's logit."""
 
     def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         """Add the logits [C, N] of a tile."""
@@ -191,14 +202,6 @@ class _Statistics:
         label = logits.gather(-1, index[:, None])[:, 0]
         self.label_S[tokens] += torch.where(inside, label, 0.0)
 
-    def normaliser(self) -> Tensor:
-        """Return log sum exp of the logits, [S]."""
-        return self.highest_S + self.exp_S.log()
-
-    def entropy(self) -> Tensor:
-        """Return -sum p log p = log sum exp(d) - sum p d, [S]."""
-        return self.exp_S.log() - self.product_S / self.exp_S
-
 
 def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
     """Return each label's index in the tile (any index if outside), and whether it is inside."""
@@ -207,62 +210,18 @@ def _in_tile(labels_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
-class _Slopes:
-    """d loss / d logits of a tile, from the gradients of logprobs and entropies.
+def _slope(
+    log_p: Tensor, entropy: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+) -> Tensor:
+    """Return d loss / d logits of a tile, [C, N], in place of `log_p`; other arguments are [C, 1].
 
-    d logprob / d logit_j = [j is the label] - p_j
+    d logprob / d logit_j = [j is the label] - p_j, whose first term the caller adds.
     d entropy / d logit_j = -p_j * (log p_j + entropy)
     """
-
-    def __init__(
-        self,
-        labels_S: Tensor,
-        normaliser_S: Tensor,
-        entropy_S: Tensor,
-        grad_logprobs_S: Tensor | None,
-        grad_entropy_S: Tensor | None,
-    ) -> None:
-        self.labels_S, self.normaliser_S, self.entropy_S = labels_S, normaliser_S, entropy_S
-        none_S = torch.zeros_like(normaliser_S)
-        self.grad_logprobs_S = none_S if grad_logprobs_S is None else grad_logprobs_S
-        self.grad_entropy_S = grad_entropy_S
-
-    def __call__(self, logits: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
-        grad = self.grad_logprobs_S[tokens, None]
-        log_p = logits - self.normaliser_S[tokens, None]
-        if self.grad_entropy_S is None:
-            slope = log_p.exp_().mul_(-grad)
-        else:
-            of_entropy = self.grad_entropy_S[tokens, None]
-            factor = of_entropy * (log_p + self.entropy_S[tokens, None]) + grad
-            slope = log_p.exp_().mul_(factor.neg_())
-        index, inside = _in_tile(self.labels_S[tokens], vocabulary)
-        at_label = torch.where(inside, self.grad_logprobs_S[tokens], 0.0)
-        return slope.scatter_add_(-1, index[:, None], at_label[:, None])
-
-
-class _Gradients:
-    """Gradients of hidden states, weight and bias, summed over tiles at least in fp32."""
-
-    def __init__(self, product: _Product, needed: tuple[bool, ...]) -> None:
-        self.product = product
-        inputs = (product.hidden_SH, product.weight_VH, product.bias_V)
-        self.sums = [
-            torch.zeros_like(tensor, dtype=product.exact) if need and tensor is not None else None
-            for tensor, need in zip(inputs, needed, strict=False)
-        ]
-
-    def add(self, slope: Tensor, tokens: slice, vocabulary: slice) -> None:
-        """Add d loss / d output [C, N] of a tile."""
-        product = self.product
-        hidden_SH, weight_VH, bias_V = self.sums
-        typed = slope.to(product.type)
-        if hidden_SH is not None:
-            _add_product(hidden_SH[tokens], typed, product.weight_VH[vocabulary].to(product.type))
-        if weight_VH is not None:
-            _add_product(weight_VH[vocabulary], typed.T, product.hidden_SH[tokens])
-        if bias_V is not None:
-            bias_V[vocabulary] += slope.sum(0)
+    if grad_entropy is None:
+        return log_p.exp_().mul_(-grad_logprob)
+    factor = grad_entropy * (log_p + entropy) + grad_logprob
+    return log_p.exp_().mul_(factor.neg_())
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

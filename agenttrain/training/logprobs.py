@@ -116,15 +116,16 @@ class Scorer(nn.Module):
         model, inside = self.model, self.inside
         place: dict[str, Any] = {"device": device, "inside": inside}
 
-        def reason_against(*, varlen: bool) -> str | None:
-            own = why_not_packed(model, varlen=varlen, **place)
-            reasons = world.gather([own], "the trial of how rollouts are computed")
-            return next((reason for reason in reasons if reason is not None), None)
-
         check_head(model, **place)
         everywhere = all(world.gather([has_kernel(device)], "whether there is a kernel"))
-        self.varlen = everywhere and reason_against(varlen=True) is None
-        reason = None if self.varlen else reason_against(varlen=False)
+        reason = None
+        for varlen in (True, False) if everywhere else (False,):
+            self.varlen = varlen
+            own = why_not_packed(model, varlen=varlen, **place)
+            reasons = world.gather([own], "the trial of how rollouts are computed")
+            reason = next((reason for reason in reasons if reason is not None), None)
+            if reason is None:
+                break
         self.packed = reason is None
         name = type(model).__name__
         if reason is not None and self._share_prefix is SharePrefix.always:
@@ -276,16 +277,13 @@ def head_logprobs(
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
     """Read the transform from head output to logits from the model's config; temperature is 1."""
     config: Any = model.config.get_text_config()
-
-    def number(name: str) -> float:
-        value = getattr(config, name, None)
-        return 1.0 if value is None else float(value)
-
     scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale *= number(name)
-    divisor = number("logits_scaling")
-    scale *= divisor if config.model_type == "hyperclovax" else 1 / divisor
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
+        value = getattr(config, name, None)
+        factor = 1.0 if value is None else float(value)
+        # The last one is a divisor, except in HyperCLOVA X.
+        divides = name == "logits_scaling" and config.model_type != "hyperclovax"
+        scale *= 1 / factor if divides else factor
     return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agenttrain.training.batch import Microbatch
 from agenttrain.training.config import LoraSettings
-from agenttrain.training.logprobs import Scorer
 from agenttrain.training.sharding import assign, full_tensor
 from agenttrain.utils.names import did_you_mean
 
@@ -79,14 +75,14 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
         own = f"model.lora.rank={loaded.r} model.lora.alpha={loaded.lora_alpha:g}"
         raise ValueError(
             f"model.lora.rank={settings.rank} model.lora.alpha={settings.alpha:g}: model.path "
-            f"holds other adapters; set {own} to go on with them, or merge them first "
+            f"holds other adapters; set {own} to continue with them, or merge them first "
             "(agenttrain export)"
         )
     chosen = settings.targets != LoraSettings().targets
     if chosen and set(settings.targets) != set(loaded.target_modules):
         raise ValueError(
             f"model.lora.targets={settings.targets}: model.path holds adapters of "
-            f"{', '.join(sorted(loaded.target_modules))}; leave it out to go on with them, or "
+            f"{', '.join(sorted(loaded.target_modules))}; leave it out to continue with them, or "
             "merge them first (agenttrain export)"
         )
 
@@ -94,31 +90,6 @@ def _check_loaded(model: Any, settings: LoraSettings) -> None:
 def is_adapted(model: PreTrainedModel) -> bool:
     """Return True if the model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-class BaseScorer:
-    """Scorer of a model with its adapters switched off."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Switch the adapters off for the block: calls score with the untrained model."""
-        model: Any = self._scorer.model
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        model.disable_adapters()
-        try:
-            with self._scorer.ready():
-                yield
-        finally:
-            model.enable_adapters()
-            for parameter in trained:
-                parameter.requires_grad_(True)
-
-    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the sampled tokens, [S] each."""
-        return self._scorer(microbatch)
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from agenttrain.engines.registry import names_with
 from agenttrain.training.batch import TrainingSequence, stand_in
-from agenttrain.training.sharding import full_tensor, local_part
+from agenttrain.training.sharding import full_tensor, is_sharded, local_part
 from agenttrain.training.world import World
 from agenttrain.types import NotFinite, Rollout
 
@@ -62,11 +61,11 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     finite = torch.stack(
         [local_part(parameter).isfinite().all() for parameter in model.parameters()]
     )
-    if world.min(float(finite.all()), f"the weights {when}"):
+    if all(world.gather([bool(finite.all())], f"the weights {when}")):
         return
     # With sharded weights, each process sees and counts only its part.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
-    where = _listed([f"{name} ({count})" for name, count in broken.items()])
+    where = listed([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(
         f"{when}: weights are not finite: {where}", stage="weights", culprits=tuple(broken)
     )
@@ -85,7 +84,7 @@ def check_logprobs(rollouts: Sequence[Rollout], world: World | None = None) -> N
     shares = world.gather([(positions, len(rollouts))], "the check of the rollouts")
     broken = dict(pair for pairs, _ in shares for pair in pairs)
     if broken:
-        where = _listed([f"{name} (token {position})" for name, position in broken.items()])
+        where = listed([f"{name} (token {position})" for name, position in broken.items()])
         total = sum(count for _, count in shares)
         raise NotFinite(
             f"the engine's logprob is not finite in {len(broken)} of {total} rollouts: "
@@ -107,63 +106,51 @@ def culprits(
     process runs a sequence of its own, the others run a stand-in.
     """
     world = world or World()
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return [culprit for sequence in sequences if (culprit := _culprit(sequence, alone, model))]
+    # None: a pass for another process.
+    passes: list[TrainingSequence | None] = list(sequences)
+    if is_sharded(model):
+        counts = world.gather([len(sequences)], "the sequences of a broken update")
+        before, after = sum(counts[: world.rank]), sum(counts[world.rank + 1 :])
+        passes = [*[None] * before, *sequences, *[None] * after]
     result = []
-    for rank, count in enumerate(
-        world.gather([len(sequences)], "the sequences of a broken update")
-    ):
-        for index in range(count):
-            own = rank == world.rank
-            culprit = _culprit(sequences[index] if own else stand_in(), alone, model)
-            if own and culprit:
-                result.append(culprit)
+    for sequence in passes:
+        # Run it even if an input is broken: with sharded weights the other processes run along.
+        loss, logprobs_S = alone(sequence or stand_in())
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        finite = {n: bool(local_part(grad).isfinite().all()) for n, grad in gradients.items()}
+        norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
+        model.zero_grad()
+        if sequence is None:
+            continue
+
+        # In the order of computation: the first broken number breaks all later ones.
+        problems = []
+        if not math.isfinite(sequence.advantage):
+            problems.append(f"its advantage is {sequence.advantage}")
+        for name, values_S in (
+            ("the engine's logprob", sequence.behaviour_S),
+            ("the reference's logprob", sequence.ref_logprobs_S),
+            ("the logprob before the step", sequence.old_logprobs_S),
+            ("the policy's logprob", logprobs_S),
+        ):
+            index = None if values_S is None else _first_broken(values_S.tolist())
+            if index is not None:
+                problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
+        if not loss.isfinite():
+            problems.append(f"its loss is {loss.item():g}")
+        problems += [f"its gradient of {name}" for name, is_ok in finite.items() if not is_ok]
+        if not norm.isfinite():
+            problems.append("the norm of its gradient")
+        if problems:
+            result.append(Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]))
     return result
-
-
-def _culprit(sequence: TrainingSequence, alone: RunAlone, model: nn.Module) -> Culprit | None:
-    # Run it even if an input is broken: with sharded weights the other processes run along.
-    loss, logprobs_S = alone(sequence)
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    finite = {n: bool(local_part(gradient).isfinite().all()) for n, gradient in gradients.items()}
-    norm = full_tensor(nn.utils.get_total_norm(gradients.values()))
-    model.zero_grad()
-
-    # In the order of computation: the first broken number breaks all later ones.
-    problems = []
-    if not math.isfinite(sequence.advantage):
-        problems.append(f"its advantage is {sequence.advantage}")
-    for name, values_S in (
-        ("the engine's logprob", sequence.behaviour_S),
-        ("the reference's logprob", sequence.ref_logprobs_S),
-        ("the logprob before the step", sequence.old_logprobs_S),
-        ("the policy's logprob", logprobs_S),
-    ):
-        index = None if values_S is None else _first_broken(values_S.tolist())
-        if index is not None:
-            problems.append(f"{name} of token {int(sequence.targets_S[index]) + 1}")
-    if not loss.isfinite():
-        problems.append(f"its loss is {loss.item():g}")
-    problems += [f"its gradient of {name}" for name, is_finite in finite.items() if not is_finite]
-    if not norm.isfinite():
-        problems.append("the norm of its gradient")
-    return Culprit(rollout_id=sequence.rollout.rollout_id, what=problems[0]) if problems else None
-
-
-def describe_culprits(culprits: Sequence[Culprit], packed: Sequence[str]) -> str:
-    """Return an error's text that names the culprits.
-
-    If no sequence is broken by itself, it names the rollouts that were packed together.
-    """
-    if culprits:
-        return _listed([f"rollout {culprit.rollout_id}: {culprit.what}" for culprit in culprits])
-    return f"no rollout is by itself; they were {_listed(packed)}" if packed else ""
 
 
 def _first_broken(values: Sequence[float]) -> int | None:
     return next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
 
 
-def _listed(texts: Sequence[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
+    """Return the first few texts of a list, and the number of the others."""
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more

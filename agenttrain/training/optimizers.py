@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -100,9 +99,6 @@ class _Wrapper(Optimizer):
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = list(parts)
         super().__init__([p for part in parts for g in part.param_groups for p in g["params"]], {})
-        self._adopt_groups()
-
-    def _adopt_groups(self) -> None:
         # The same dictionaries: a learning rate set in them is set in the parts.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
@@ -119,7 +115,8 @@ class _Wrapper(Optimizer):
         """Continue from `state_dict()`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
-        self._adopt_groups()
+        # Loading made new dictionaries in each part.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 class Together(_Wrapper):
@@ -133,11 +130,6 @@ class MasterWeights(_Wrapper):
         """Take pairs of (weight of the model, copy that `optimizer` updates)."""
         self.pairs = list(pairs)
         super().__init__([optimizer])
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """Tensors that the optimizer updates: the copies, and float32 weights, which have none."""
-        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -192,24 +184,15 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
     Example: lr 1, 2 steps of warm-up, linear over 6: .5, 1, .8, .6, .4, .2.
     """
-    options = tuple(sorted(config.schedule_options.items()))
-    factor = _factor(config.schedule, config.lr, config.warmup_steps, steps, options)
-    return config.lr * factor(step)
-
-
-@cache
-def _factor(
-    schedule: Schedule, lr: float, warmup: int, steps: int, options: tuple[tuple[str, object], ...]
-) -> Callable[[int], float]:
-    name = "constant_with_warmup" if schedule is Schedule.constant else str(schedule)
-    # transformers reads the base rate from an optimizer (for `min_lr`).
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    constant = config.schedule is Schedule.constant
     scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=max(warmup, 1),
+        "constant_with_warmup" if constant else str(config.schedule),
+        # transformers reads the base rate from an optimizer (for `min_lr`).
+        SGD([torch.zeros(1)], lr=config.lr),
+        num_warmup_steps=max(config.warmup_steps, 1),
         num_training_steps=steps + 1,
-        scheduler_specific_kwargs=dict(options),
+        scheduler_specific_kwargs=dict(config.schedule_options),
     )
     assert isinstance(scheduler, LambdaLR)
-    return scheduler.lr_lambdas[0]
+    factor: float = scheduler.lr_lambdas[0](step)
+    return config.lr * factor

@@ -7,11 +7,13 @@ tokens of a microbatch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agenttrain.algorithms.config import AlgorithmConfig, Behaviour
 from agenttrain.algorithms.loss import Averages, Metrics, mean_parts, metric_names, policy_loss
-from agenttrain.algorithms.losses import EntropyBonus, kl_estimate
+from agenttrain.algorithms.losses import EntropyBonus, kl_estimate, token_weights
 from agenttrain.algorithms.mismatch import MISMATCH_NAMES, THIRDS, Origins, mismatch
 from agenttrain.training.batch import (
     Microbatch,
@@ -34,15 +36,13 @@ from agenttrain.training.config import OptimizerConfig, TrainingConfig
 from agenttrain.training.heap import return_free_memory
 from agenttrain.training.kernels import check_kernels, kernel_names
 from agenttrain.training.logprobs import Scorer, checkpoint_layers
-from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, describe_culprits
+from agenttrain.training.nonfinite import BrokenUpdate, broken_weights, culprits, listed
 from agenttrain.training.optimizers import MasterWeights, build_optimizer, learning_rate
 from agenttrain.training.reference import make_reference
 from agenttrain.training.sharding import (
     Sharding,
-    copy_full_weights,
     full_tensor,
     shard_optimizer_state,
-    unsharded_copy,
 )
 from agenttrain.training.update import (
     Minibatch,
@@ -50,7 +50,6 @@ from agenttrain.training.update import (
     needs_old_logprobs,
     store_scores,
     top_entropy,
-    weigh_sequences,
 )
 from agenttrain.training.world import World
 from agenttrain.training.wrapping import make_accelerator, share_weights, wrap
@@ -96,14 +95,16 @@ class Policy:
         """
         self.world = world or World()
         self.accelerator = accelerator or make_accelerator(training.mixed_precision)
-        device = self.accelerator.device
+        self.device: torch.device = self.accelerator.device
         # Sharded layers are moved to the device one by one, when they are sharded.
-        self.model = model if sharding else model.to(device)
+        self.model = model if sharding else model.to(self.device)
         # A slow file system may delay one process by minutes: wait without a limit before the first
         # collective, which has one.
         self.world.exchange((), "the model in every process", patient=True)
         share_weights(self.model, self.world)
-        self.sampler = unsharded_copy(self.model, device) if sharding and sampled else self.model
+        self.sampler = self.model
+        if sharding and sampled:
+            self.sampler = copy.deepcopy(self.model).requires_grad_(False).to(self.device)
         self.step = 0
         self.algorithm = algorithm
         self._config = optimizer
@@ -127,25 +128,16 @@ class Policy:
         self._reference = make_reference(self._scorer, self.accelerator, algorithm, sharding)
         self._wrapped = wrap(self._scorer, self.accelerator, sharding)
         # Find out how rollouts can be computed, now that the weights are where they are trained.
-        self._scorer.choose_layout(device, self.world, self.accelerator.autocast())
+        self._scorer.choose_layout(self.device, self.world, self.accelerator.autocast())
         if self._reference is not None:
-            self._reference.copy_layout(self._scorer)
+            self._reference.scorer.copy_layout(self._scorer)
         longest = max(training.token_budget, max_completion_tokens)
-        check_kernels(self._scorer.kernels, device, longest)
+        check_kernels(self._scorer.kernels, self.device, longest)
+        self.kernel = kernel_names(self._scorer.kernels)
+        """Names of the kernels that compute attention: ``varlen``, or ``efficient,flash``."""
         built = build_optimizer(self.model, optimizer)
         self._masters = built if isinstance(built, MasterWeights) else None
         self.optimizer = self.accelerator.prepare_optimizer(built)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        device: torch.device = self.accelerator.device
-        return device
-
-    @property
-    def kernel(self) -> str:
-        """Names of the kernels that compute attention: ``varlen``, or ``efficient,flash``."""
-        return kernel_names(self._scorer.kernels)
 
     def kernel_metrics(self) -> dict[str, float]:
         """Return each kernel's share of the attention calls: ``{"training/kernel/flash": 1.0}``."""
@@ -168,14 +160,16 @@ class Policy:
             for group in groups
         ]
         if self._reference is not None:
-            scores = self._scores(self._reference, _flat(sequences))
+            flat = list(chain(*sequences))
+            scores = score_microbatches(self._reference, self._pack(flat))
             sequences = [
                 [replace(one, ref_logprobs_S=scores[one.key][0]) for one in group]
                 for group in sequences
             ]
         if needs_old_logprobs(self.algorithm):
-            scores = self._scores(self._scorer, _flat(sequences))
-            for one in _flat(sequences):
+            flat = list(chain(*sequences))
+            scores = score_microbatches(self._scorer, self._pack(flat))
+            for one in flat:
                 store_scores([one], *scores[one.key])
             sequences = [
                 [
@@ -199,7 +193,7 @@ class Policy:
             return {}, {}
         penalties: defaultdict[str, float] = defaultdict(float)
         kl = torch.zeros(2, device=self.device)
-        for sequence in _flat(groups):
+        for sequence in chain(*groups):
             recomputed = self.algorithm.behaviour is Behaviour.recomputed
             own_S = sequence.old_logprobs_S if recomputed else sequence.behaviour_S
             assert own_S is not None and sequence.ref_logprobs_S is not None
@@ -227,7 +221,7 @@ class Policy:
         first = True
         for epoch in range(self.algorithm.num_epochs):
             for part in split(groups, self.algorithm.minibatches):
-                minibatch = self.minibatch(_flat(part))
+                minibatch = self.minibatch(list(chain(*part)))
                 if minibatch is not None:
                     minibatch.first, minibatch.epoch, first = first, epoch, False
                     yield minibatch
@@ -238,13 +232,21 @@ class Policy:
         tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
         if tokens == 0:
             return None
-        weighed = weigh_sequences(
-            sequences,
-            algorithm,
+        weights_B = token_weights(
+            torch.tensor([sequence.sampled_length for sequence in sequences]),
+            algorithm.aggregation,
             tokens=tokens,
             rollouts=self._sum_of_ranks(len(sequences)),
             fixed_length=self._max_completion_tokens,
         )
+        # Masked truncated rollouts have weight 0 but count in both numbers, so that the weight of
+        # the others does not depend on how many were truncated.
+        weighed = [
+            replace(
+                one, weight=0.0 if algorithm.mask_truncated and one.rollout.truncated else weight
+            )
+            for one, weight in zip(sequences, weights_B.tolist(), strict=True)
+        ]
         minibatch = Minibatch(sequences=weighed, tokens=tokens)
         if self._sum_of_ranks(len(minibatch.trained(algorithm))) == 0:
             return None
@@ -340,9 +342,8 @@ class Policy:
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of each sequence by its key, without a gradient."""
-        scores = self._scores(
-            self._scorer, [sequence for r in rollouts for sequence in make_sequences(r)]
-        )
+        sequences = [sequence for rollout in rollouts for sequence in make_sequences(rollout)]
+        scores = score_microbatches(self._scorer, self._pack(sequences))
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
     def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -358,18 +359,24 @@ class Policy:
         transform = self._scorer.transform
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
-            with self._scorer.ready():
-                packed = self._scorer.pack([sequence], len(token_ids), self.device)
-                ((logprobs_S, _),) = score_microbatches(self._scorer, packed).values()
+            packed = self._scorer.pack([sequence], len(token_ids), self.device)
+            ((logprobs_S, _),) = score_microbatches(self._scorer, packed).values()
         finally:
             self._scorer.transform = transform
         values: list[float] = logprobs_S.tolist()
         return values
 
     def refresh_sampler(self) -> None:
-        """Copy the weights into `sampler` if it is not the model itself; all processes together."""
-        if self.sampler is not self.model:
-            copy_full_weights(self.sampler, self.model)
+        """Copy the weights into `sampler` if it is not the model itself; all processes together.
+
+        Sharded weights are gathered one at a time. Tied weights are one parameter in both models.
+        """
+        if self.sampler is self.model:
+            return
+        copied = dict(self.sampler.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                copied[name].copy_(full_tensor(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next update depends on, besides the weights."""
@@ -393,17 +400,12 @@ class Policy:
         if self._reference is not None and state["reference"] is not None:
             self._reference.load_state_dict(state["reference"])
 
-    def _scores(
-        self, scorer: Any, sequences: Sequence[TrainingSequence]
-    ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
-        with scorer.ready():
-            return score_microbatches(scorer, self._pack(sequences))
-
     def _clip(self, losses: Tensor) -> float | None:
         """Clip the gradient; return its norm before, or None if it or a loss is not finite."""
         parameters = list(self._wrapped.parameters())
         if self._masters is not None:
-            parameters = self._masters.copies
+            # The copies, and float32 weights, which have none.
+            parameters = [p for group in self._masters.param_groups for p in group["params"]]
             if self.world.size > 1 and self._sharding is None:  # sharded gradients are averaged
                 for parameter in parameters:
                     if parameter.grad is not None:
@@ -421,7 +423,7 @@ class Policy:
         trained = minibatch.trained(self.algorithm)
 
         def alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
-            (microbatch,) = self._scorer.pack([sequence], 1, self.accelerator.device)
+            (microbatch,) = self._scorer.pack([sequence], 1, self.device)
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
@@ -436,21 +438,26 @@ class Policy:
         packed = world.gather([sequence.rollout.rollout_id for sequence in trained], "the culprits")
         first = next(iter(broken.items()), None)
         cause = f"weight {first[0]} ({first[1]}); " if first else ""
+        if broken_rollouts:
+            cause += listed([f"rollout {one.rollout_id}: {one.what}" for one in broken_rollouts])
+        elif packed:
+            # No sequence is broken by itself: name the rollouts that were packed together.
+            cause += f"no rollout is by itself; they were {listed(packed)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(
             f"step {self.step + 1}: the update is not finite (loss {loss:g}): "
-            f"{cause}{describe_culprits(broken_rollouts, packed)}. The weights are those before it",
+            f"{cause}. The weights are those before it",
             [culprit.rollout_id for culprit in broken_rollouts],
             world.to_main(minibatch.sequences, "the sequences of a broken update"),
         )
 
     def _pack(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         """Pack sequences; with sharded weights, return as many microbatches in every process."""
-        device, budget = self.accelerator.device, self._training.token_budget
-        made = self._scorer.pack(sequences, budget, device) if sequences else []
+        budget = self._training.token_budget
+        made = self._scorer.pack(sequences, budget, self.device) if sequences else []
         if self._sharding is not None:
             most = int(self.world.max(len(made), "the number of microbatches"))
-            made += self._scorer.pack([stand_in()], budget, device) * (most - len(made))
+            made += self._scorer.pack([stand_in()], budget, self.device) * (most - len(made))
         return made
 
     def _sum_of_ranks(self, count: int) -> int:
@@ -468,7 +475,7 @@ def score_microbatches(
 ) -> dict[SequenceKey, tuple[Tensor, Tensor]]:
     """Return (logprobs_S, entropy_S) of each sequence by its key, on the CPU, detached."""
     scores: dict[SequenceKey, tuple[Tensor, Tensor]] = {}
-    with torch.no_grad():
+    with scorer.ready(), torch.no_grad():
         for microbatch in microbatches:
             lengths = [sequence.sampled_length for sequence in microbatch.sequences]
             pieces = [values_S.cpu().split(lengths) for values_S in scorer(microbatch)]
@@ -499,7 +506,3 @@ def token_origins(
         third_S=torch.tensor(thirds, dtype=torch.long, device=device),
         stale_S=torch.tensor(stale, dtype=torch.bool, device=device),
     )
-
-
-def _flat(groups: Sequence[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
-    return [sequence for group in groups for sequence in group]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from agenttrain.algorithms.config import AlgorithmConfig
 from agenttrain.algorithms.config import Reference as Kind
 from agenttrain.training.batch import Microbatch
 from agenttrain.training.logprobs import Scorer
-from agenttrain.training.lora import BaseScorer, is_adapted
+from agenttrain.training.lora import is_adapted
 from agenttrain.training.sharding import Sharding, assign
 from agenttrain.training.wrapping import shard
 
@@ -24,107 +25,79 @@ SYNCED_ADAPTERS = (
 )
 
 
-class ReferencePolicy(Protocol):
-    """Model that scores sequences and is not trained."""
+@dataclass(slots=True, eq=False)
+class ReferencePolicy:
+    """Scorer of a model that is not trained: by default one that never changes.
+
+    A resumed run makes such a reference again, so it has no state.
+    """
+
+    scorer: Scorer
 
     def ready(self) -> AbstractContextManager[None]:
         """Prepare the model for calls in the block."""
+        return self.scorer.ready()
 
     def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the sampled tokens, [S] each."""
-
-    def copy_layout(self, scorer: Scorer) -> None:
-        """Compute as the policy's scorer does, once `choose_layout` has run on that."""
+        logprobs_S, entropy_S = self.scorer(microbatch)
+        return logprobs_S, entropy_S
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
         """Update the reference after step `step`, if it follows the policy at all."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint; None if there is none."""
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
 
 
-class _Fixed:
-    """Reference that never changes; a resumed run makes it again, so it has no state."""
+class AdaptersOff(ReferencePolicy):
+    """The policy with its adapters switched off; `scorer` is the policy's own."""
 
-    def follow(self, policy: torch.nn.Module, step: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return None."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-
-class AdaptersOff(_Fixed, BaseScorer):
-    """The policy with its adapters switched off."""
-
-    def copy_layout(self, scorer: Scorer) -> None:
-        """Do nothing: the reference is that scorer."""
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Switch the adapters off for the block: calls score with the untrained model."""
+        model: Any = self.scorer.model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model.disable_adapters()
+        try:
+            with self.scorer.ready():
+                yield
+        finally:
+            model.enable_adapters()
+            for parameter in trained:
+                parameter.requires_grad_(True)
 
 
-class FrozenCopy(_Fixed):
-    """The policy as it was when the run began."""
-
-    def __init__(self, scorer: Scorer, accelerator: Any, sharding: Sharding | None = None) -> None:
-        self._scorer: Scorer = copy.deepcopy(scorer).requires_grad_(False)
-        if sharding is None:
-            self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
-        else:
-            shard(self._scorer, accelerator, sharding)
-
-    def copy_layout(self, scorer: Scorer) -> None:
-        """Compute as the policy's scorer does."""
-        self._scorer.copy_layout(scorer)
-
-    def ready(self) -> AbstractContextManager[None]:
-        """Prepare the model for calls in the block."""
-        return self._scorer.ready()
-
-    def __call__(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the sampled tokens, [S] each."""
-        logprobs_S, entropy_S = self._scorer(microbatch)
-        return logprobs_S, entropy_S
-
-
-class SyncedCopy(FrozenCopy):
+@dataclass(slots=True, eq=False)
+class SyncedCopy(ReferencePolicy):
     """A copy that is mixed with the policy every N steps.
 
     TR-DPO, https://arxiv.org/abs/2404.09656: reference = mixup * policy + (1 - mixup) * reference.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        accelerator: Any,
-        sharding: Sharding | None = None,
-        *,
-        every: int,
-        mixup: float,
-    ) -> None:
-        super().__init__(scorer, accelerator, sharding)
-        self._every, self._mixup = every, mixup
+    every: int
+    mixup: float
 
     def follow(self, policy: torch.nn.Module, step: int) -> None:
         """Mix after every N-th step."""
-        if step % self._every:
+        if step % self.every:
             return
-        own = dict(self._scorer.model.named_parameters())
+        own = dict(self.scorer.model.named_parameters())
         with torch.no_grad():
             for name, weight in policy.named_parameters():
-                own[name].lerp_(weight.to(own[name].dtype), self._mixup)
+                own[name].lerp_(weight.to(own[name].dtype), self.mixup)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return its weights, which no other part of a checkpoint has."""
-        return {name: weight.detach() for name, weight in self._scorer.model.named_parameters()}
+        return {name: weight.detach() for name, weight in self.scorer.model.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the weights of `state_dict()`."""
-        for name, weight in self._scorer.model.named_parameters():
+        for name, weight in self.scorer.model.named_parameters():
             assign(weight, state[name])
 
 
@@ -133,14 +106,21 @@ def make_reference(
 ) -> ReferencePolicy | None:
     """Return the configured reference; None without a KL penalty.
 
-    Raises ValueError for a synced reference of a model with adapters.
+    It is the policy as it is now: without its adapters, if it has some, else a copy. Raises
+    ValueError for a synced reference of a model with adapters.
     """
     if config.beta == 0:
         return None
-    adapted = is_adapted(scorer.model)
-    if config.reference is Kind.synced:
-        if adapted:
+    synced = config.reference is Kind.synced
+    if is_adapted(scorer.model):
+        if synced:
             raise ValueError(SYNCED_ADAPTERS)
-        every, mixup = config.ref_sync_steps, config.ref_mixup
-        return SyncedCopy(scorer, accelerator, sharding, every=every, mixup=mixup)
-    return AdaptersOff(scorer) if adapted else FrozenCopy(scorer, accelerator, sharding)
+        return AdaptersOff(scorer)
+    copied: Scorer = copy.deepcopy(scorer).requires_grad_(False)
+    if sharding is None:
+        copied = accelerator.prepare_model(copied, evaluation_mode=True)
+    else:
+        shard(copied, accelerator, sharding)
+    if synced:
+        return SyncedCopy(copied, every=config.ref_sync_steps, mixup=config.ref_mixup)
+    return ReferencePolicy(copied)

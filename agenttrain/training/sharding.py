@@ -18,24 +18,14 @@ and join a tensor only where it is used (`TensorParts`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -52,31 +42,6 @@ class Sharding:
     """Keep weights, gradients and optimizer state in host memory; layers are copied to the GPU to
     compute."""
 
-    def apply(
-        self,
-        scorer: nn.Module,
-        model: PreTrainedModel,
-        device: torch.device,
-        gathered_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Shard the weights of `scorer`, a module around `model`, in place.
-
-        Gradients are summed in float32 whatever the format of the weights. Weights are gathered in
-        `gathered_dtype` (None: their own), in which the layers then compute. `scorer.inside`
-        gathers weights as `scorer.forward` does.
-        """
-        if not dist.is_initialized():  # one process may still want to offload
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        precision = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
-        offload = OffloadPolicy()
-        if self.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        # The layers first: the scorer then takes the weights that are in no layer.
-        for module in (*layers(model), scorer):
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        register_fsdp_forward_method(scorer, "inside")
-
 
 @dataclass(frozen=True, slots=True)
 class TensorParts:
@@ -89,33 +54,12 @@ class TensorParts:
     """Consecutive slices of the first dimension."""
     shape: torch.Size
 
-    def join(self) -> Tensor:
-        """Return the full tensor."""
-        return torch.cat(self.parts).reshape(self.shape)
-
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers, by the class names that transformers does not split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
     return named or [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-
-def unsharded_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Return a frozen, unsharded copy of the model, for an engine in this process."""
-    copied: PreTrainedModel = copy.deepcopy(model).requires_grad_(False).to(device)
-    return copied
-
-
-def copy_full_weights(copied: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Copy the sharded `model`'s weights into its `unsharded_copy`, gathering one at a time.
-
-    Tied weights are one parameter in both. All processes take part.
-    """
-    targets = dict(copied.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            targets[name].copy_(full_tensor(parameter))
 
 
 def assign(target: Tensor, values: Tensor | TensorParts) -> None:
@@ -126,7 +70,8 @@ def assign(target: Tensor, values: Tensor | TensorParts) -> None:
 
 def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
     """Shard `values`, which every process has, as `target` is sharded; without communication."""
-    values = values.join() if isinstance(values, TensorParts) else values
+    if isinstance(values, TensorParts):
+        values = torch.cat(values.parts).reshape(values.shape)
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values
     mesh, placements = target.device_mesh, target.placements
@@ -159,11 +104,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def write_part(state: Any, folder: Path, rank: int) -> None:
-    """Write this process's part of a policy's state."""
-    torch.save(_parted(state), folder / PART.format(rank))
-
-
 def read_state(folder: Path) -> Any:
     """Read the state of a policy, written by any number of processes.
 
@@ -182,15 +122,15 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
         return torch.load(path, weights_only=True, mmap=mmap)
 
 
-def _parted(state: Any) -> Any:
+def own_part(state: Any) -> Any:
     """Replace each sharded tensor in a state by this process's part and the tensor's shape."""
     if isinstance(state, DTensor):
         # A copy: torch.save writes all of the storage that a view belongs to.
         return {"part": state.to_local().detach().cpu().clone(), "shape": list(state.shape)}
     if isinstance(state, Mapping):
-        return {name: _parted(value) for name, value in state.items()}
+        return {name: own_part(value) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(_parted(value) for value in state)
+        return type(state)(own_part(value) for value in state)
     return state
 
 
@@ -212,15 +152,13 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
         pairs = zip(optimizer.parts, state["parts"], strict=True)  # type: ignore[attr-defined]
         return {**state, "parts": [shard_optimizer_state(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def of_parameter(index: int, value: Any) -> Any:
-        alike = isinstance(value, Tensor | TensorParts) and value.shape == parameters[index].shape
-        return shard_like(parameters[index], value) if alike else value
-
-    by_parameter = {
-        index: {name: of_parameter(index, value) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
+    by_parameter: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        own = by_parameter[index] = {}
+        for name, value in values.items():
+            tensor = isinstance(value, Tensor | TensorParts)
+            alike = tensor and value.shape == parameters[index].shape
+            own[name] = shard_like(parameters[index], value) if alike else value
     return {**state, "state": by_parameter}
 
 

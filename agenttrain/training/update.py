@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from agenttrain.algorithms.advantages import advantages, normalized_advantages
 from agenttrain.algorithms.config import Advantage, AlgorithmConfig, Behaviour, Rewards, Scale
 from agenttrain.algorithms.loss import LossInputs
-from agenttrain.algorithms.losses import token_weights, top_entropy_mask
+from agenttrain.algorithms.losses import top_entropy_mask
 from agenttrain.training.batch import Microbatch, SequenceKey, TrainingSequence
 from agenttrain.training.world import World
 from agenttrain.types import Rollout
@@ -38,16 +38,15 @@ def assign_advantages(
     beta, before the baseline. `reward_weights` are the rubric's; a missing function has weight 1.
     Statistics of the batch are taken over all processes.
     """
-
-    def rewards_of(rollout: Rollout) -> dict[str, float | None]:
-        # By function; under the name "" if the algorithm uses their sum.
-        if config.rewards is Rewards.normalize_each:
-            return dict(rollout.rewards)
-        if rollout.reward is None:
-            return {"": None}
-        return {"": rollout.reward - config.beta * penalties.get(rollout.rollout_id, 0.0)}
-
-    rewards = [[rewards_of(rollout) for rollout in group] for group in groups]
+    # Of each rollout by function, or under the name "" if the algorithm uses their sum.
+    rewards: list[list[dict[str, float | None]]] = [[] for _ in groups]
+    for own, members in zip(rewards, groups, strict=True):
+        for rollout in members:
+            penalty = config.beta * penalties.get(rollout.rollout_id, 0.0)
+            if config.rewards is Rewards.normalize_each:
+                own.append(dict(rollout.rewards))
+            else:
+                own.append({"": None if rollout.reward is None else rollout.reward - penalty})
     first, everyone = 0, rewards
     if world.size > 1 and (config.scale is Scale.batch or config.advantage is Advantage.batch):
         shares = world.gather([rewards], "the rewards of a batch")
@@ -118,35 +117,6 @@ class Minibatch:
         self.scores.append((microbatch, inputs.logprobs_S.detach(), entropy_S))
         acting_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
         self.entropy.append(acting_S.sum())
-
-
-def weigh_sequences(
-    sequences: Sequence[TrainingSequence],
-    config: AlgorithmConfig,
-    *,
-    tokens: int,
-    rollouts: int,
-    fixed_length: int,
-) -> list[TrainingSequence]:
-    """Return the sequences of an update with the weight of their tokens in its loss.
-
-    `tokens` and `rollouts` are counts of the update over all processes. Masked truncated rollouts
-    count in them but have weight 0, so that the weight of the others does not depend on how many
-    were truncated.
-    """
-    weights_B = token_weights(
-        torch.tensor([sequence.sampled_length for sequence in sequences]),
-        config.aggregation,
-        tokens=tokens,
-        rollouts=rollouts,
-        fixed_length=fixed_length,
-    )
-    return [
-        replace(
-            sequence, weight=0.0 if config.mask_truncated and sequence.rollout.truncated else weight
-        )
-        for sequence, weight in zip(sequences, weights_B.tolist(), strict=True)
-    ]
 
 
 def top_entropy(

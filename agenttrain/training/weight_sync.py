@@ -54,16 +54,6 @@ class Gap:
     another route, several nats apart, do not."""
     max: float
 
-    @classmethod
-    def of(cls, policy_T: Tensor, engine_T: Tensor) -> Gap:
-        """Measure the gap.
-
-        Example: policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile 0.09, max 0.1.
-        """
-        gap_T = (engine_T - policy_T).abs()
-        mean, q90, top = gap_T.mean(), gap_T.quantile(0.9), gap_T.max()
-        return cls(mean=mean.item(), q90=q90.item(), max=top.item())
-
     def metrics(self) -> dict[str, float]:
         """Return the gap as metrics."""
         return {
@@ -93,9 +83,13 @@ class SyncProbe:
 
     @property
     def gap(self) -> Gap:
-        """Gap of the sampled tokens."""
-        first = self.start - 1
-        return Gap.of(self.policy_T[first:], self.engine_T[first:])
+        """Gap of the sampled tokens.
+
+        Example: policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile 0.09, max 0.1.
+        """
+        gap_T = (self.engine_T - self.policy_T).abs()[self.start - 1 :]
+        mean, q90, top = gap_T.mean(), gap_T.quantile(0.9), gap_T.max()
+        return Gap(mean=mean.item(), q90=q90.item(), max=top.item())
 
 
 async def sync(
@@ -167,7 +161,10 @@ async def _score_probe(
     if before:
         token_ids, start = before.token_ids, before.start
     elif not prompt_ids:
-        token_ids, start = probe_ids(policy.model, engine.max_context), 1
+        # A fixed sequence of ids from the whole vocabulary.
+        entries = policy.model.get_input_embeddings().weight.shape[0]
+        last = min(PROBE_TOKENS, engine.max_context - 1)
+        token_ids, start = [index * STEP % entries for index in range(1, last)], 1
     else:
         # Short, because engines hold the probabilities of the whole vocabulary for each token.
         room = min(2 * PROBE_TOKENS, engine.max_context - 1)
@@ -231,14 +228,8 @@ def _check_probe(
         raise StaleWeights(
             f"weight sync {version}: the policy's log-probabilities of a fixed sequence moved by "
             f"up to {moved_T.max().item():.3g} and the engine's not by a bit: the new weights did "
-            f"not reach it. resume=… {names_with(own_weights=False)} goes on without it"
+            f"not reach it. resume=… {names_with(own_weights=False)} continues without it"
         )
-
-
-def probe_ids(model: PreTrainedModel, max_context: int) -> list[int]:
-    """Return a fixed sequence of ids from the whole vocabulary."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [index * STEP % vocabulary for index in range(1, min(PROBE_TOKENS, max_context - 1))]
 
 
 def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:

@@ -73,6 +73,8 @@ class World:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self.size = dist.get_world_size() if several else 1
+        self.is_main = self.rank == 0
+        """True on the process that writes and prints for all."""
         self.timeout_s = timeout_s
         self.wait_checks = 0
         """Counter that rises while this process waits in `barrier`; the watchdog reads it."""
@@ -106,11 +108,6 @@ class World:
         if world.size > 1:
             world._pulse.start()
         return world
-
-    @property
-    def is_main(self) -> bool:
-        """True on the process that writes and prints for all."""
-        return self.rank == 0
 
     def gather(
         self, objects: Sequence[Value], what: str = "gather", timeout_s: float | None = None
@@ -229,10 +226,6 @@ class World:
         """Return the sum over processes, the same bits in each of them. Raises WorldTimeout."""
         return math.fsum(self.gather([value], what)) if self.size > 1 else value
 
-    def min(self, value: float, what: str = "min") -> float:
-        """Return the minimum over processes. Raises WorldTimeout."""
-        return min(self.gather([value], what))
-
     def max(self, value: float, what: str = "max") -> float:
         """Return the maximum over processes. Raises WorldTimeout."""
         return max(self.gather([value], what))
@@ -250,7 +243,7 @@ class World:
         self._count += 1
         number = self._count
         try:
-            self._store.set(_progress(self.rank), f"{number} {what}")
+            self._store.set(f"rank/{self.rank}", f"{number} {what}")
             if self._store.add(f"came/{number}", 1) == self.size:
                 self._store.set(f"all/{number}", "")
                 # All have arrived, so no process waits for the previous barrier any more.
@@ -303,8 +296,8 @@ class World:
         missing = {}
         for rank in range(self.size):
             reached, what = 0, "the start"
-            if self._store.check([_progress(rank)]):
-                number, _, what = self._store.get(_progress(rank)).decode().partition(" ")
+            if self._store.check([f"rank/{rank}"]):
+                number, _, what = self._store.get(f"rank/{rank}").decode().partition(" ")
                 reached = int(number)
             if reached < self._count:
                 missing[rank] = what
@@ -313,10 +306,6 @@ class World:
 
 def _last(ranks: Sequence[int] | dict[int, str], barriers: dict[int, str]) -> str:
     return "; ".join(f"rank {rank} was last at {barriers[rank]}" for rank in list(ranks)[:4])
-
-
-def _progress(rank: int) -> str:
-    return f"rank/{rank}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -355,7 +344,7 @@ class Pulse:
             with suppress(dist.DistError):  # without the store no process can wait for this one
                 while not self._over.wait(self._every_s if number else 0):
                     number += 1
-                    self._store.set(_key(self._rank), str(number))
+                    self._store.set(f"alive/{self._rank}", str(number))
 
         thread = threading.Thread(target=count, name="pulse", daemon=True)
         thread.start()
@@ -392,7 +381,8 @@ class Pulse:
         return [rank for rank, count in before.items() if self._counter(rank) == count]
 
     def _counter(self, rank: int) -> bytes | None:
-        return self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        key = f"alive/{rank}"
+        return self._store.get(key) if self._store.check([key]) else None
 
 
 @dataclass(slots=True)
@@ -401,7 +391,3 @@ class _Seen:
 
     count: bytes | None = None
     idle_s: float = 0.0
-
-
-def _key(rank: int) -> str:
-    return f"alive/{rank}"

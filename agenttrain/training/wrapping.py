@@ -9,10 +9,18 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from agenttrain.training.logprobs import Scorer
-from agenttrain.training.sharding import Sharding
+from agenttrain.training.sharding import Sharding, layers
 from agenttrain.training.world import World
 
 
@@ -62,10 +70,23 @@ def wrap(scorer: Scorer, accelerator: Any, sharding: Sharding | None) -> Any:
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
-    """Shard in place; of accelerate, use the mixed precision only.
+    """Shard the weights of `scorer` in place; of accelerate, use the mixed precision only.
 
-    Under bf16, weights are gathered in bf16: half the bytes of float32.
+    Gradients are summed in float32 whatever the format of the weights. Under bf16, weights are
+    gathered in bf16, half the bytes of float32, and layers compute in it. `scorer.inside` gathers
+    weights as `scorer.forward` does.
     """
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
     gathered = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    sharding.apply(scorer, scorer.model, accelerator.device, gathered)
+    if not dist.is_initialized():  # one process may still want to offload
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    device = accelerator.device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if sharding.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # The layers first: the scorer then takes the weights that are in no layer.
+    for module in (*layers(scorer.model), scorer):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    register_fsdp_forward_method(scorer, "inside")

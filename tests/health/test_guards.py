@@ -67,7 +67,7 @@ def test_a_guard_stops(name, metrics, told):
     config = GuardsConfig(**{name: Guard(limit=0.2, action=OnTrip.stop)})
     with pytest.raises(GuardTripped) as caught:
         warnings(Guards(config=config), metrics)
-    assert str(caught.value) == f"{told}; guards.{name}.action=warn goes on"
+    assert str(caught.value) == f"{told}; set guards.{name}.action=warn to continue"
     on_the_limit = dict.fromkeys(metrics, 0.2)
     assert warnings(Guards(config=config), on_the_limit) == []
 
@@ -146,7 +146,7 @@ def test_failures_of_a_tool_can_stop_a_run_also_after_a_resume():
 
 REFUSED = {
     "guards.kl.limit=0.1": "there is no KL with algorithm.beta=0",
-    "guards.kl.action=stop": "at what? add guards.kl.limit=",
+    "guards.kl.action=stop": "needs a limit; set guards.kl.limit=",
     "guards.entropy.limit=0": "guards.entropy.limit=0.0: must be more than 0",
     "guards.no_variance.limit=0": "guards.no_variance.limit=0: must be at least 1",
     "guards.logprob_gap.limit=nan": "must be a finite number",

@@ -176,10 +176,9 @@ def test_a_rollout_is_scored_alike_beside_one_that_is_longer_than_the_pretrainin
         for sample, own in enumerate((4, 30, 10, 11))
     ]
     scorer = Scorer(model, temperature=1.0, logits_budget_mb=1, share_prefix=share)
-    with scorer.ready():
-        found = score_microbatches(
-            scorer, scorer.pack([make_sequences(one)[0] for one in rollouts], 1000, CPU)
-        )
+    found = score_microbatches(
+        scorer, scorer.pack([make_sequences(one)[0] for one in rollouts], 1000, CPU)
+    )
     for one in rollouts:
         ids = torch.tensor(one.trajectories[0].token_ids)
         logprobs = model(ids[None]).logits[0].log_softmax(-1)[29:-1].gather(1, ids[30:, None])[:, 0]

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from training_cases import policy, random_groups
 
 from agenttrain.trainer import update
-from agenttrain.training import attention, kernels, logprobs
+from agenttrain.training import attention, kernels, logprobs, wrapping
 from agenttrain.training import attention as attend_module
 from agenttrain.training import attention as varlen
 from agenttrain.training.attention import Scoring, attend
@@ -199,13 +199,13 @@ def test_a_sharded_model_is_first_computed_sharded_and_gathered_in_its_format(
     events: list[str] = []
     model = tiny.model()
     model.model.register_forward_hook(lambda *_: events.append("forward"))
-    apply = Sharding.apply
+    register = wrapping.register_fsdp_forward_method
 
-    def noted(*arguments) -> None:
-        apply(*arguments)
+    def registered(*arguments) -> None:
+        register(*arguments)
         events.append("sharded")
 
-    monkeypatch.setattr(Sharding, "apply", noted)
+    monkeypatch.setattr(wrapping, "register_fsdp_forward_method", registered)
     trained = policy(
         model,
         algorithm={"beta": 0.1},

@@ -13,7 +13,6 @@ from fake_vllm import Machine, machine
 
 from agenttrain.training.config import WeightSyncConfig
 from agenttrain.training.weight_sync import (
-    Gap,
     StaleWeights,
     SyncProbe,
     named_weights,
@@ -85,7 +84,12 @@ def synced(
 
 
 def test_a_gap_in_numbers() -> None:
-    gap = Gap.of(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -2.0]))
+    gap = SyncProbe(
+        token_ids=(5, 6, 7),
+        start=1,
+        policy_T=torch.tensor([-1.0, -2.0]),
+        engine_T=torch.tensor([-1.1, -2.0]),
+    ).gap
     assert (gap.mean, gap.q90, gap.max) == pytest.approx((0.05, 0.09, 0.1))
     assert gap.metrics() == {
         "weight_sync/gap": gap.mean,
