@@ -214,7 +214,7 @@ def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
         if key in OURS:
-            raise ChatError(f"chat_template.kwargs.{key}: is what agenttrain fills in; remove it")
+            raise ChatError(f"chat_template.kwargs.{key}: agenttrain fills it in; remove it")
         if key not in words:
             close = get_close_matches(key, words, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else "remove it"

@@ -39,7 +39,7 @@ class OnBadRow(StrEnum):
 
 @dataclass(config=SETTINGS)
 class CurriculumConfig:
-    """Draws tasks by their success so far; those that are sometimes solved teach most."""
+    """Settings of drawing tasks by their success so far: tasks solved sometimes teach most."""
 
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
@@ -78,7 +78,7 @@ class CurriculumConfig:
 
 @dataclass(config=SETTINGS)
 class DataConfig:
-    """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
+    """Sources of tasks: a bundled task generator (`_target_`), a file of rows, the hub."""
 
     train: dict[str, Any] = MISSING
     """`_target_` of a callable returning rows, with its arguments."""

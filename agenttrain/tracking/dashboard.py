@@ -57,7 +57,7 @@ class TrackioSink:
         warn: Callable[[str], None],
     ) -> None:
         """Start the process. `folder` becomes TRACKIO_DIR; `resume` continues the run of this
-        name, if there is one; `warn` is given the one line that says why tracking stopped."""
+        name, if there is one; `warn` is called with one line, the reason why tracking stopped."""
         self._warn = warn
         self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._process: ChildProcess | None = None
