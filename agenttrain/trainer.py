@@ -114,7 +114,7 @@ class Trainer:
         Raises Preempted between two steps or while rollouts are sampled. The trainer's state is
         then the one after the last finished step.
         """
-        self.run.tracker.begin()
+        self.run.tracker.progress.begin()
         await self._between_steps()
         while self.done < self.config.steps:
             metrics, rollouts = await self.step(self.done + 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agenttrain.chat.encoding import ChatError, Encoder, clean, unmark
 from agenttrain.chat.probing import USER, Render
@@ -51,6 +51,7 @@ def placeholder(index: int) -> str:
     return f"\ufdd3{index}\ufdd4"
 
 
+@dataclass(frozen=True, slots=True)
 class TurnBoundary:
     """Splits the text behind the assistant's own into the end of its turn and the rest.
 
@@ -60,9 +61,8 @@ class TurnBoundary:
     the control token that begins the next message.
     """
 
-    def __init__(self, render: Render, encoder: Encoder) -> None:
-        self._render = render
-        self._encoder = encoder
+    render: Render
+    encoder: Encoder
 
     def split(
         self, turn: AssistantTurn, replies: Sequence[Message], *, generation_prompt: bool
@@ -82,8 +82,17 @@ class TurnBoundary:
                 {"id": call.id, "type": "function", "function": function}
                 for call, function in zip(turn.calls, functions, strict=True)
             ]
-        closing, end = self._closing(assistant)
-        text = _after_body(self._render([USER, assistant, *replies], generation_prompt))
+        # The text that closes the turn's calls, and the end of the turn, where nothing follows.
+        closing, end = "", self.answer_end()
+        if turn.calls:
+            closed = _after_body(self.render([USER, assistant], False))
+            closing = self._to_last_control(closed) if end else closed.rstrip()
+            if not closing.endswith(end):
+                # Calls end with a token of their own.
+                pieces = list(self.encoder.pieces(closing))
+                end = pieces[-1][1] if pieces else ""
+            closing = closing.removesuffix(end)
+        text = _after_body(self.render([USER, assistant, *replies], generation_prompt))
         if not text.startswith(closing):
             raise ChatError(
                 f"the chat template ends a turn with {unmark(closing)!r}, but with "
@@ -92,8 +101,16 @@ class TurnBoundary:
         text = text[len(closing) :]
         if end and text.startswith(end):
             return end, text[len(end) :]
-        if (other := self._first_control(text)) or not end:
-            return other, text[len(other) :]
+        # Otherwise the turn ends with the next control token, if only blanks stand before it.
+        begin = ""
+        for control, piece in self.encoder.pieces(text):
+            begin += piece
+            if control:
+                return begin, text[len(begin) :]
+            if piece.strip():
+                break
+        if not end:
+            return "", text
         raise ChatError(
             f"the chat template ends an answer with {unmark(end)!r}, but with "
             f"{unmark(text[: len(end)])!r} once replies follow; set chat_template"
@@ -101,40 +118,14 @@ class TurnBoundary:
 
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
-        answer = _after_body(self._render([USER, {"role": "assistant", "content": BODY}], False))
+        answer = _after_body(self.render([USER, {"role": "assistant", "content": BODY}], False))
         return self._to_last_control(answer)
 
-    def _closing(self, assistant: Message) -> tuple[str, str]:
-        """Return (text that closes the turn's calls, end of turn) of a turn that ends the chat."""
-        end = self.answer_end()
-        if not assistant.get("tool_calls"):
-            return "", end
-        text = _after_body(self._render([USER, assistant], False))
-        if not end:
-            return text.rstrip(), ""
-        closed = self._to_last_control(text)
-        if not closed.endswith(end):
-            # Calls end with a token of their own.
-            pieces = list(self._encoder.pieces(closed))
-            end = pieces[-1][1] if pieces else ""
-        return closed.removesuffix(end), end
-
     def _to_last_control(self, text: str) -> str:
-        pieces = list(self._encoder.pieces(text))
+        pieces = list(self.encoder.pieces(text))
         while pieces and not pieces[-1][0]:
             pieces.pop()
         return "".join(piece for _, piece in pieces)
-
-    def _first_control(self, text: str) -> str:
-        """Return the blanks and the control token that a text begins with; else nothing."""
-        begin = ""
-        for control, piece in self._encoder.pieces(text):
-            begin += piece
-            if control:
-                return begin
-            if piece.strip():
-                break
-        return ""
 
 
 def _after_body(rendering: str) -> str:
@@ -147,14 +138,15 @@ def _after_body(rendering: str) -> str:
     return after
 
 
+@dataclass(frozen=True, slots=True)
 class ReplyTexts:
     """Renders the texts of replies; probes once per role whether the template changes them."""
 
-    def __init__(self, seam: TurnBoundary, encoder: Encoder) -> None:
-        self._boundary = seam
-        self._encoder = encoder
-        self._frames: dict[str, tuple[str, str]] = {}
-        self._verbatim: dict[str, bool] = {}
+    boundary: TurnBoundary
+    encoder: Encoder
+    _frames: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Constant text before and after a reply, by role."""
+    _verbatim: dict[str, bool] = field(default_factory=dict)
 
     def __call__(self, reply: Message) -> str:
         """Return the reply's text as it is rendered. Raises ChatError if its content is no text."""
@@ -171,7 +163,7 @@ class ReplyTexts:
         reply = {"role": role, "content": text}
         if role == "tool":
             reply |= {"tool_call_id": turn.calls[0].id, "name": turn.calls[0].name}
-        return self._boundary.split(turn, [reply], generation_prompt=True)
+        return self.boundary.split(turn, [reply], generation_prompt=True)
 
     def _transformed(self, role: str, text: str) -> str:
         """Return the rendered reply, without the constant text before and after it."""
@@ -180,7 +172,7 @@ class ReplyTexts:
             before, _, after = frame.partition(placeholder(0))
             self._frames[role] = before, after
         before, after = self._frames[role]
-        _, rendered = self.after_turn(role, self._encoder.mark(text))
+        _, rendered = self.after_turn(role, self.encoder.mark(text))
         end = len(rendered) - len(after)
         if end < len(before) or not rendered.startswith(before) or not rendered.endswith(after):
             raise ChatError(

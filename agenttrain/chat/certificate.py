@@ -15,16 +15,16 @@ from typing import Any
 from agenttrain.chat.chat import Chat
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import (
+    CLOCK,
     FEATURES,
     USER_TEXT,
     Misfit,
     Probe,
     Status,
-    clock_formats,
     feature_probes,
     refused_probe,
 )
-from agenttrain.chat.loading import fitting_schemas
+from agenttrain.chat.loading import load_spec, reads_back, spec_names
 from agenttrain.chat.parsers.export import response_template
 from agenttrain.types import AgenttrainError, AssistantTurn, Finish, Message, ToolCall
 
@@ -48,15 +48,16 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     """Yield probe conversations by name; together they call every tool of the user's."""
     controls = "".join(chat.encoder.control)
     answer = AssistantTurn(content="It is 7.", reasoning=None, calls=())
-    yield "no call", [(answer, _user("And 4 + 5?"))]
+    more: list[Message] = [{"role": "user", "content": "And 4 + 5?"}]
+    yield "no call", [(answer, more)]
     yield (
         "reasoning without a call",
         [
-            (replace(answer, reasoning="3 and 4"), _user("And 4 + 5?")),
-            (replace(answer, reasoning="4 and 5"), _user("Thanks.")),
+            (replace(answer, reasoning="3 and 4"), more),
+            (replace(answer, reasoning="4 and 5"), [{"role": "user", "content": "Thanks."}]),
         ],
     )
-    yield "control tokens in a user reply", [(answer, _user(controls))]
+    yield "control tokens in a user reply", [(answer, [{"role": "user", "content": controls}])]
     if not schemas:
         return
     tools = [schema.get("function", schema) for schema in schemas]
@@ -70,12 +71,8 @@ def conversations(chat: Chat, schemas: Sequence[dict]) -> Iterator[tuple[str, li
     yield "reasoning", [thought, _step(1, tools[:1], ["8"], reasoning="one more")]
     for name, text in {**REPLIES, "control tokens in a tool reply": controls}.items():
         yield name, [_step(0, tools[:1], [text]), turns[1]]
-    last = (replace(answer, reasoning="7 it is"), _user("And 4 + 5?"))
+    last = (replace(answer, reasoning="7 it is"), more)
     yield "later user message", [thought, last, _step(2, tools[:1], ["9"], reasoning="4 and 5")]
-
-
-def _user(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
 
 
 def _step(
@@ -158,13 +155,13 @@ class Certificate:
             if not probe.passed:
                 names.setdefault(probe.reason, []).append(probe)
         if names:
-            refused_probe = [
+            refused = [
                 f"- {', '.join(probe.name for probe in probes)}: {probes[0].why}"
                 for probes in names.values()
             ]
             raise CertificateError(
                 "the model's chat template does not fit the token-concatenating loop:\n"
-                + "\n".join(refused_probe)
+                + "\n".join(refused)
                 + f"\n{self.remedy}"
             )
 
@@ -213,7 +210,15 @@ def certify(chat: Chat, schemas: Sequence[dict]) -> Certificate:
     probes = _probes(chat, schemas)
     preserving = all(probe.passed or probe.name in FEATURES for probe in probes)
     if chat.fix.changes:
-        stock = _probes(chat.with_stock_template(), schemas)
+        stock_chat = Chat(
+            chat.tokenizer,
+            chat.fix.stock,
+            chat.response,
+            kwargs=chat.kwargs,
+            eos_token_ids=chat.eos_token_ids,
+            plain=chat.plain,
+        )
+        stock = _probes(stock_chat, schemas)
         preserving = all(probe.passed or probe.name in FEATURES for probe in stock)
         for index, (now, before) in enumerate(zip(probes, stock, strict=True)):
             if now.passed and not before.passed:
@@ -274,7 +279,7 @@ def _warnings(chat: Chat, probes: Sequence[Probe]) -> Iterator[str]:
             "the loop shows the model its past reasoning, which the template leaves out when a "
             "conversation is rendered anew: append to the ids while serving, as training does"
         )
-    if clock_formats(chat.template) and "date_string" not in chat.kwargs:
+    if CLOCK.search(chat.template) and "date_string" not in chat.kwargs:
         variable = "date_string" in chat.template
         how = ": chat_template.kwargs.date_string='26 Jul 2024' pins it" if variable else ""
         yield f"prompts hold the day's date, so a run repeats exactly on the same day only{how}"
@@ -303,12 +308,12 @@ def _answer_end_texts(chat: Chat) -> tuple[str, str] | None:
 
 
 def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
-    refused_probe = [probe for probe in probes if not probe.passed]
-    names = {probe.name for probe in refused_probe}
-    if refused_probe and all(probe.misfit is Misfit.response_schema for probe in refused_probe):
-        fitting = fitting_schemas(chat)
-        if fitting:
-            return f"Set response_schema={fitting[0]}, which reads the template's calls."
+    refused = [probe for probe in probes if not probe.passed]
+    names = {probe.name for probe in refused}
+    if refused and all(probe.misfit is Misfit.response_schema for probe in refused):
+        for name in spec_names():
+            if reads_back(chat.tokenizer, chat.template, load_spec(name), chat.kwargs):
+                return f"Set response_schema={name}, which reads the template's calls."
         return (
             "Set `response_schema=file response_schema.path=<file.yaml>` to a format of yours that "
             "reads the template's calls (conf/response_schema/ has examples)."
@@ -325,12 +330,13 @@ def _remedy(chat: Chat, probes: Sequence[Probe]) -> str:
     )
 
 
+@dataclass(eq=False)
 class _Mismatch(Exception):
     """A difference between the two renderings: its general reason, and the texts that differ."""
 
-    def __init__(self, reason: str, detail: str, misfit: Misfit = Misfit.chat_template) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail, self.misfit = reason, detail, misfit
+    reason: str
+    detail: str
+    misfit: Misfit = Misfit.chat_template
 
 
 def _ledger(chat: Chat, schemas: Sequence[dict], steps: list[Step]) -> tuple[list[int], list[str]]:

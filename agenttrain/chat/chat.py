@@ -19,7 +19,7 @@ from agenttrain.chat.boundary import (
     fill_suffix,
     placeholder,
 )
-from agenttrain.chat.encoding import ChatError, Encoder, clip
+from agenttrain.chat.encoding import ChatError, Encoder, clean
 from agenttrain.chat.fixes import Fix
 from agenttrain.chat.grammar import CallGrammar
 from agenttrain.chat.parsers.base import ResponseSpec, parse_response
@@ -27,6 +27,12 @@ from agenttrain.chat.probing import REASONING_KEYS, USER, adapt_message, probe_b
 from agenttrain.types import AssistantTurn, Finish, Message, Origin
 
 CACHED_SHAPES = 4096
+CHARACTERS_PER_TOKEN = 8
+"""First guess at the amount of text that fills a limit; doubled until it does."""
+PREFIX = 8
+"""Tokens that a tokenizer may put before a text. An ASCII text has at most one per character
+besides."""
+MARKERS = ("… [{:,} characters clipped]", "…")
 
 
 class Chat:
@@ -50,6 +56,10 @@ class Chat:
     """The model's own template, and the changes made to it."""
     thinking_is_off: bool
     """The generation prompt already holds closed (empty) reasoning, so the model writes none."""
+    renders_calls: bool
+    """The template renders the assistant's tool calls."""
+    renders_reasoning: bool
+    """The template renders an assistant's reasoning anywhere."""
     one_call_per_turn: bool
     """The template renders at most one call per turn. `suffix` then renders the first call of
     several, with the texts of all replies as its reply."""
@@ -82,6 +92,8 @@ class Chat:
                 tokenizer, template, messages, generation_prompt=opened, kwargs=self.kwargs
             )
         )
+        self.renders_calls = self._behaviour.renders_calls
+        self.renders_reasoning = self._behaviour.reasoning_key is not None
         self.one_call_per_turn = self._behaviour.one_call_per_turn
         self._boundary = TurnBoundary(
             lambda messages, opened: self.render(messages, generation_prompt=opened), self.encoder
@@ -91,7 +103,7 @@ class Chat:
         self._marks = response.marks(self.encoder.control)
         self._stripped = frozenset(self.stop_token_ids) | self.encoder.written
         self._stripped -= {self.encoder.control[mark] for mark in self._marks}
-        self._in_reasoning = {role: self._opens_reasoning(role) for role in ("user", "tool")}
+        self._in_reasoning: dict[str, bool] = {}
         prompt = self.render([USER], generation_prompt=True)
         thought = response.parse(prompt, in_reasoning=False, schemas=()).reasoning
         self.thinking_is_off = thought is not None and not self.opens_reasoning()
@@ -109,30 +121,18 @@ class Chat:
         ]
         return "".join(line for line in defaults if line not in self.template) + self.template
 
-    @property
-    def renders_calls(self) -> bool:
-        """True if the template renders the assistant's tool calls."""
-        return self._behaviour.renders_calls
-
-    @property
-    def renders_reasoning(self) -> bool:
-        """True if the template renders an assistant's reasoning anywhere."""
-        return self._behaviour.reasoning_key is not None
-
     def opens_reasoning(self, after: str = "user") -> bool:
         """Return True if a completion after a message of role `after` begins inside reasoning."""
-        return self._in_reasoning.get(after, self._in_reasoning["user"])
-
-    def with_stock_template(self) -> Chat:
-        """Return a chat with the model's own template, before fixes."""
-        return Chat(
-            self.tokenizer,
-            self.fix.stock,
-            self.response,
-            kwargs=self.kwargs,
-            eos_token_ids=self.eos_token_ids,
-            plain=self.plain,
-        )
+        role = "tool" if after == "tool" else "user"
+        if role not in self._in_reasoning:
+            call = CALL.calls[0].id
+            reply = {"role": "tool", "tool_call_id": call, "name": "f", "content": "r"}
+            messages = [USER, CALL.message(), reply] if role == "tool" else [USER]
+            opens = False
+            with suppress(ChatError):
+                opens = self.response.opens_reasoning(self.render(messages, generation_prompt=True))
+            self._in_reasoning[role] = opens
+        return self._in_reasoning[role]
 
     def prompt_ids(self, messages: Sequence[Message], schemas: Sequence[dict]) -> list[int]:
         """Return [T] the ids of the messages and the generation prompt.
@@ -280,8 +280,37 @@ class Chat:
         return suffix.glue_length + len(_missing_end(suffix, completion_ids, finish))
 
     def clip(self, text: str, max_tokens: int) -> str:
-        """Clip a text to at most `max_tokens` plain tokens, with a visible marker at the cut."""
-        return clip(self.encoder, text, max_tokens)
+        """Return the text, or its head and a marker, in at most `max_tokens` plain tokens.
+
+        Tokenises only as much of the text as can fit. If the long marker has no room, the marker is
+        ``…``, or nothing. Example: ``chat.clip("7 " * 9999, 12)`` is
+        ``"7 7 7… [19,993 characters clipped]"``.
+        """
+        text = clean(text)
+        if text.isascii() and len(text) + PREFIX <= max_tokens:
+            return text
+        size = max(max_tokens, 1) * CHARACTERS_PER_TOKEN
+        while True:
+            ids, offsets = self.encoder.encode_plain_offsets(text[:size])
+            if len(ids) > max_tokens:
+                break
+            if size >= len(text):
+                return text
+            size *= 2
+        for marker in MARKERS:
+            head_tokens = max_tokens - len(self.encoder.encode_plain(marker.format(len(text))))
+            # The long marker is worth its tokens only if most of the limit is left for the text.
+            if marker == MARKERS[0] and 2 * head_tokens < max_tokens:
+                continue
+            while head_tokens >= 0:
+                head = text[: offsets[head_tokens - 1][1]] if head_tokens else ""
+                clipped = head + marker.format(len(text) - len(head))
+                # Tokens can merge across the cut, or split where it divides a character.
+                excess = len(self.encoder.encode_plain(clipped)) - max_tokens
+                if excess <= 0:
+                    return clipped
+                head_tokens -= excess
+        return ""
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text in which control tokens are ordinary text."""
@@ -311,17 +340,10 @@ class Chat:
                     # A value that is no text is keyed by its repr in a tuple: no text equals it.
                     shape.append((key, value if isinstance(value, str) else (repr(value),)))
             shapes.append(tuple(shape))
-        calls = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
-        known = (generation_prompt, calls, tuple(shapes))
-        if known not in self._suffixes:
-            if len(self._suffixes) >= CACHED_SHAPES:
-                self._suffixes.clear()
-            self._suffixes[known] = self._build(turn, replies, generation_prompt)
-        return self._suffixes[known]
-
-    def _build(
-        self, turn: AssistantTurn, replies: Sequence[Message], generation_prompt: bool
-    ) -> Suffix:
+        named = tuple((call.name, call.id if shows_ids else "") for call in turn.calls)
+        known = (generation_prompt, named, tuple(shapes))
+        if known in self._suffixes:
+            return self._suffixes[known]
         mark = self.encoder.mark
         calls = tuple(replace(call, name=mark(call.name), id=mark(call.id)) for call in turn.calls)
         stand_ins = [
@@ -332,12 +354,15 @@ class Chat:
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
         suffix = build_suffix(end, text, self.encoder, replies=len(replies))
-        if not end or calls:
-            return suffix
-        last = tuple(self.encoder.encode(self._boundary.answer_end()))
-        # Phi-3 ends its last answer like any other and adds an end of text.
-        same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
-        return replace(suffix, last_end_ids=() if same else last)
+        if end and not calls:
+            last = tuple(self.encoder.encode(self._boundary.answer_end()))
+            # Phi-3 ends its last answer like any other and adds an end of text.
+            same = last[-1:] == suffix.end_ids[-1:] or last[: len(suffix.end_ids)] == suffix.end_ids
+            suffix = replace(suffix, last_end_ids=() if same else last)
+        if len(self._suffixes) >= CACHED_SHAPES:
+            self._suffixes.clear()
+        self._suffixes[known] = suffix
+        return suffix
 
     def _turn_ends(self) -> list[int]:
         """Return the ids of the control tokens that end a turn, before replies of either role.
@@ -358,15 +383,6 @@ class Chat:
                 end, _ = self._reply_text.after_turn(role, "r")
                 ids += self.encoder.encode(end)[-1:]
         return [token_id for token_id in ids if token_id not in inside]
-
-    def _opens_reasoning(self, after: str) -> bool:
-        messages = [USER]
-        if after == "tool":
-            reply = {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f", "content": "r"}
-            messages += [CALL.message(), reply]
-        with suppress(ChatError):
-            return self.response.opens_reasoning(self.render(messages, generation_prompt=True))
-        return False
 
 
 def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) -> Sequence[int]:

@@ -23,7 +23,8 @@ RENDERINGS = 8
 """Renderings of one conversation that are compared with each other."""
 SYSTEM_TEXT = "Be brief, please."
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": USER_TEXT},)
-_CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
+CLOCK = re.compile(r"strftime_now\(\s*(?:format\s*=\s*)?(['\"])(?P<format>.*?)\1", re.DOTALL)
+"""Matches where a template writes the time: with ``"%d %b %Y"`` in Llama 3.2."""
 _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
 
@@ -127,7 +128,8 @@ def _generation_prompt(chat: Chat) -> Probe:
 
 def _same_each_time(chat: Chat) -> Probe:
     name = "same each time"
-    if times := [text for text in clock_formats(chat.template) if _TIME_OF_DAY.search(text)]:
+    formats = [match["format"] for match in CLOCK.finditer(chat.template)]
+    if times := [text for text in formats if _TIME_OF_DAY.search(text)]:
         return refused_probe(
             name,
             f"the template writes the time of day, strftime_now({times[0]!r}), so that no prompt "
@@ -140,11 +142,6 @@ def _same_each_time(chat: Chat) -> Probe:
     if len(renderings) > 1:
         return refused_probe(name, "the template renders the same messages differently each time")
     return Probe(name=name, status=Status.passed)
-
-
-def clock_formats(template: str) -> list[str]:
-    """Return the formats in which a template writes the time: ``["%d %b %Y"]`` for Llama 3.2."""
-    return [match["format"] for match in _CLOCK.finditer(template)]
 
 
 def system_problem(chat: Chat, schemas: Sequence[dict]) -> str | None:

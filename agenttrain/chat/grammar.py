@@ -104,29 +104,32 @@ class CallGrammar:
             parameters = function.get("parameters") or {}
             if "type" not in parameters and not _ANYTHING & parameters.keys():
                 parameters = {"type": "object", **parameters}
-            call = _sequence(
-                _literal(f"{glue.before}{name}{glue.between}"),
+            elements = [
+                {"type": "const_string", "value": f"{glue.before}{name}{glue.between}"},
                 {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS},
-                _literal(f"{glue.after}{spec.call_close}"),
-            )
-            calls.append(call)
+                {"type": "const_string", "value": f"{glue.after}{spec.call_close}"},
+            ]
+            calls.append({"type": "sequence", "elements": elements})
         # Without tools no call is right, so the opening mark itself is excluded.
         excluded = [] if calls else [spec.call_open]
-        any_call = [(spec.call_open, _or(*calls))] if calls else []
-        answer = _dispatch(any_call, excluded, loop=True)
+        any_call: Format = {"type": "or", "elements": calls}
+        answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
+        # Reasoning, and the answer behind it if it is closed.
+        free = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        close = {"type": "const_string", "value": spec.reasoning_close}
+        thought = {
+            "type": "or",
+            "elements": [{"type": "sequence", "elements": [free, close, answer]}, free],
+        }
         if in_reasoning:
-            return self._thought(answer)
+            return thought
         if not spec.reasoning_open:
             return answer
-        opened = [(mark, _sequence(call, answer)) for mark, call in any_call]
-        opened.append((spec.reasoning_open, self._thought(answer)))
+        opened: list[tuple[str, Format]] = []
+        if calls:
+            opened.append((spec.call_open, {"type": "sequence", "elements": [any_call, answer]}))
+        opened.append((spec.reasoning_open, thought))
         return _dispatch(opened, excluded, loop=False)
-
-    def _thought(self, answer: Format) -> Format:
-        """Return the format of reasoning, and of the answer behind it if it is closed."""
-        close = self._spec.reasoning_close
-        free = _text([close])
-        return _or(_sequence(free, _literal(close), answer), free)
 
 
 def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
@@ -150,28 +153,12 @@ def _glue(spec: MarkedSpec, rendering: str) -> CallGlue:
     )
 
 
-def _literal(text: str) -> Format:
-    return {"type": "const_string", "value": text}
-
-
-def _text(excluded: Sequence[str]) -> Format:
-    return {"type": "any_text", "excludes": list(excluded)}
-
-
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _or(*elements: Format) -> Format:
-    return {"type": "or", "elements": list(elements)}
-
-
 def _dispatch(
     rules: Sequence[tuple[str, Format]], excluded: Sequence[str], *, loop: bool
 ) -> Format:
     """Return free text in which the text of each rule must be followed by the rule's format."""
     if not rules:
-        return _text(excluded)
+        return {"type": "any_text", "excludes": list(excluded)}
     return {
         "type": "dispatch",
         "rules": [list(rule) for rule in rules],

@@ -209,21 +209,12 @@ def reads_back(
     return False
 
 
-def fitting_schemas(chat: Chat) -> list[str]:
-    """Return the names of the response schemas that read the calls of a chat's template."""
-    return [
-        name
-        for name in spec_names()
-        if reads_back(chat.tokenizer, chat.template, load_spec(name), chat.kwargs)
-    ]
-
-
 def _check_variables(template: str, kwargs: Mapping[str, Any]) -> None:
     """Raise ChatError for a variable that the template never reads: it would have no effect."""
     words = set(re.findall(r"\w+", template))
     for key in kwargs:
         if key in OURS:
-            raise ChatError(f"chat_template.kwargs.{key}: is what agenttrain fills in; remove it")
+            raise ChatError(f"chat_template.kwargs.{key}: agenttrain fills it in; remove it")
         if key not in words:
             close = get_close_matches(key, words, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else "remove it"
@@ -319,17 +310,24 @@ def load_spec(name: str) -> ResponseSpec:
 def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | None) -> ResponseSpec:
     """Return the response schema that the group selects.
 
-    `auto` is the one that the tokenizer carries, else `family`, the name of the template's own
-    format. Raises ChatError that names the key to set.
+    `auto` is the one in the tokenizer's configuration, in either dialect, else `family`, the name
+    of the template's own format. Raises ChatError that names the key to set.
     """
+    own = getattr(tokenizer, "init_kwargs", None) or {}
+    carried = {
+        key: content
+        for key in ("response_template", "response_schema")
+        if (content := getattr(tokenizer, key, None) or own.get(key))
+    }
     if config.path is not None:
         spec = read_spec(Path(config.path))
     elif config.spec:
         spec = make_spec(config.spec, source=f"{GROUP}={config.name}")
     elif config.name != "auto":
         spec = load_spec(config.name)
-    elif (carried := spec_of_tokenizer(tokenizer)) is not None:
-        spec = carried
+    elif carried:
+        key, content = next(iter(carried.items()))
+        spec = make_spec(content, source=f"the tokenizer's {key}")
     elif family is not None:
         spec = load_spec(family)
     else:
@@ -345,16 +343,6 @@ def resolve_spec(tokenizer: Any, config: ResponseSchemaConfig, family: str | Non
     except ValueError as error:
         raise ChatError(f"{GROUP}.lenient=true: {error}") from error
     return cast(ResponseSpec, replace(cast(Any, spec), lenient=True))
-
-
-def spec_of_tokenizer(tokenizer: Any) -> ResponseSpec | None:
-    """Return the schema in a tokenizer's configuration, in either dialect; None without one."""
-    own = getattr(tokenizer, "init_kwargs", None) or {}
-    for key in ("response_template", "response_schema"):
-        carried = getattr(tokenizer, key, None) or own.get(key)
-        if carried:
-            return make_spec(carried, source=f"the tokenizer's {key}")
-    return None
 
 
 def read_spec(path: Path) -> ResponseSpec:

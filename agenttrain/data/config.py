@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
@@ -34,12 +34,12 @@ class OnBadRow(StrEnum):
     error = "error"
     """Stop the run before it begins, naming the first such rows."""
     skip = "skip"
-    """Leave it out; how many were is told."""
+    """Leave it out, and print how many rows were left out."""
 
 
 @dataclass(config=SETTINGS)
 class CurriculumConfig:
-    """Draws tasks by their success so far; those that are sometimes solved teach most."""
+    """Settings of drawing tasks by their success so far: tasks solved sometimes teach most."""
 
     enabled: bool = False
     """False: tasks are drawn in the order of the rows, or of `data.shuffle`."""
@@ -60,28 +60,25 @@ class CurriculumConfig:
 
     @model_validator(mode="after")
     def _check(self) -> CurriculumConfig:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
+        problems = []
         if self.low > self.high:
-            yield (
+            problems.append(
                 f"data.curriculum.low={self.low}: needs 0 <= low <= high <= 1, and "
                 f"data.curriculum.high={self.high}"
             )
-        if self.enabled:
-            return
-        for name in field_names(CurriculumConfig):
+        for name in () if self.enabled else field_names(CurriculumConfig):
             if (value := getattr(self, name)) != getattr(CurriculumConfig, name):
-                yield (
+                problems.append(
                     f"data.curriculum.{name}={value}: has no effect without "
                     "data.curriculum.enabled=true"
                 )
+        raise_problems(problems)
+        return self
 
 
 @dataclass(config=SETTINGS)
 class DataConfig:
-    """Where tasks come from: a bundled task generator (`_target_`), a file of rows, the hub."""
+    """Sources of tasks: a bundled task generator (`_target_`), a file of rows, the hub."""
 
     train: dict[str, Any] = MISSING
     """`_target_` of a callable returning rows, with its arguments."""
@@ -111,31 +108,34 @@ class DataConfig:
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        raise_problems(self._problems())
-        return self
-
-    def _problems(self) -> Iterator[str]:
+        problems = []
         for name, group in (("path", "file or data=hub"), ("subset", "hub"), ("revision", "hub")):
             value = getattr(self, name)
             if value is not None and all(s.get(name) != value for s in (self.train, self.test)):
-                yield f"data.{name}={value}: is not used by these rows; add data={group}"
+                problems.append(f"data.{name}={value}: is not used by these rows; add data={group}")
         if self.shuffle and self.train.get("_target_") in ENDLESS:
-            yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
+            problems.append(
+                "data.shuffle=true: rows without end have no shuffled order; leave it out"
+            )
         same = self.train == self.test
         if self.test_fraction is not None and (
             (names_test_rows(self) and not same) or self.train.get("_target_") in ENDLESS
         ):
-            yield (
+            problems.append(
                 f"data.test_fraction={self.test_fraction}: data.test has rows of its own; leave it "
                 "out, or let both read the same: data=file data.path=…"
             )
         if self.test_fraction is None and self.test_seed:
-            yield f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
+            problems.append(
+                f"data.test_seed={self.test_seed}: has no effect without data.test_fraction"
+            )
         for name in {"messages", "prompt"} & set(self.map) if self.prompt is not None else ():
-            yield (
+            problems.append(
                 f"data.map.{name}={self.map[name]}: data.prompt makes the question already; drop "
                 "one"
             )
+        raise_problems(problems)
+        return self
 
 
 HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"

@@ -90,7 +90,7 @@ class Curriculum:
                 memory = self._config.memory
                 rate = new if rate is None else memory * rate + (1 - memory) * new
             self._measures[row] = Measure(rate=rate, step=self._steps)
-        self._begin(cursor)
+        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
 
     def metrics(self) -> dict[str, float]:
         """Return the sizes of the pools; `new` (rows never used) only for a finite dataset."""
@@ -113,10 +113,7 @@ class Curriculum:
         """Continue from the state of `state_dict()`."""
         self._steps, self._fresh = state["steps"], state["fresh"]
         self._measures = {row: Measure(rate=rate, step=step) for row, rate, step in state["rows"]}
-        self._begin(state["start"])
-
-    def _begin(self, cursor: int) -> None:
-        self._start, self._upcoming, self._step_rows = cursor, self._rows(), []
+        self._start, self._upcoming, self._step_rows = state["start"], self._rows(), []
 
     def _choose(self, first: int, count: int) -> list[int]:
         """Return rows `first` to `first + count` of this step, choosing those that are missing."""
@@ -129,19 +126,21 @@ class Curriculum:
     def _rows(self) -> Iterator[int]:
         """Yield the rows of this step, without end."""
         rng = random.Random(f"{self._seed}-curriculum-{self._start}")
+        weights = {}
+        for row, measure in sorted(self._measures.items()):
+            stale = self._steps - measure.step >= self._config.revisit
+            in_band = stale or self._pool(measure) == "band"
+            weights[row] = 1.0 if in_band else self._config.floor
         # Measured rows in random order, weighted: the greater a row's weight, the nearer to the end
         # it stands and the earlier it is popped (Efraimidis and Spirakis 2006,
         # https://doi.org/10.1016/j.ipl.2005.11.003: by u^(1/weight), here by its logarithm).
-        keys = {
-            row: math.log(1 - rng.random()) / self._weight(measure)
-            for row, measure in sorted(self._measures.items())
-        }
+        keys = {row: math.log(1 - rng.random()) / weight for row, weight in weights.items()}
         known = sorted(keys, key=lambda row: -keys[row])[::-1]
         fresh, chosen = self._fresh, list[int]()
         while known or fresh < len(self._source):
             wants_new = rng.random() < self._config.explore
             # A row outside the band is rarer than a new one, too.
-            rejected = known and rng.random() >= self._weight(self._measures[known[-1]])
+            rejected = known and rng.random() >= weights[known[-1]]
             if fresh < len(self._source) and (wants_new or rejected or not known):
                 chosen.append(self._source.index(fresh))
                 fresh += 1
@@ -149,10 +148,6 @@ class Curriculum:
                 chosen.append(known.pop())
             yield chosen[-1]
         yield from cycle(chosen)  # the step needs more tasks than there are rows
-
-    def _weight(self, measure: Measure) -> float:
-        stale = self._steps - measure.step >= self._config.revisit
-        return 1.0 if stale or self._pool(measure) == "band" else self._config.floor
 
     def _pool(self, measure: Measure) -> str:
         if measure.rate is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -77,14 +78,21 @@ class FileRows:
         if file.suffix in (".jsonl", ".json") and file.is_file():
             self._lines = list(_json_texts(file, path))[:limit]
         else:
-            self._table = ArrowRows(_table(file, path, split), name=path, limit=limit)
+            import datasets
+
+            with reading(lambda error: f"path={path}: cannot be read: {reason(error)}"):
+                if not file.is_dir():
+                    table = datasets.load_dataset(
+                        file.suffix[1:], data_files=str(file), split="train"
+                    )
+                else:
+                    saved = datasets.load_from_disk(str(file))
+                    table = saved if split is None else saved[split]
+            self._table = ArrowRows(table, name=path, limit=limit)
+        self.fills_missing = self._table is not None
+        """Missing keys are None; see `ArrowRows`."""
         if len(self) == 0:
             raise ValueError(f"path={path}: the file has no rows")
-
-    @property
-    def fills_missing(self) -> bool:
-        """True if missing keys are None; see `ArrowRows`."""
-        return self._table is not None
 
     def __len__(self) -> int:
         return len(self._lines if self._table is None else self._table)
@@ -129,18 +137,6 @@ def _json_texts(file: Path, path: str) -> Iterator[tuple[str, str]]:
             yield f"line {number}", line
 
 
-def _table(file: Path, path: str, split: str | None) -> Any:
-    import datasets
-
-    def read() -> Any:
-        if file.is_dir():
-            saved = datasets.load_from_disk(str(file))
-            return saved if split is None else saved[split]
-        return datasets.load_dataset(file.suffix[1:], data_files=str(file), split="train")
-
-    return load(read, lambda error: f"path={path}: cannot be read: {reason(error)}")
-
-
 class HubRows(ArrowRows):
     """The rows of one split of a dataset; one that is in the cache needs no network.
 
@@ -159,9 +155,6 @@ class HubRows(ArrowRows):
         check_hub(path, subset, split, revision, limit)
         import datasets
 
-        def read() -> Any:
-            return datasets.load_dataset(path, subset, split=split, revision=revision)
-
         def message(error: Exception) -> str:
             """Describe the error in terms of the setting that caused it."""
             text = " ".join(str(error).split())
@@ -179,7 +172,9 @@ class HubRows(ArrowRows):
             return f"path={path}: {reason(error)}"
 
         name = path if subset is None else f"{path} ({subset})"
-        super().__init__(load(read, message), name=name, limit=limit)
+        with reading(message):
+            table = datasets.load_dataset(path, subset, split=split, revision=revision)
+        super().__init__(table, name=name, limit=limit)
         if len(self) == 0:
             raise ValueError(f"split={split}: has no rows")
 
@@ -202,15 +197,16 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def load(function: Callable[[], Any], message: Callable[[Exception], str]) -> Any:
-    """Call `function` without progress bars; its errors become a ValueError with `message`."""
+@contextmanager
+def reading(message: Callable[[Exception], str]) -> Iterator[None]:
+    """Hide progress bars in the block; errors of `datasets` become a ValueError with `message`."""
     import datasets
     from datasets.exceptions import DatasetsError
 
     shows_bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()  # they would tear up our own output
     try:
-        return function()
+        yield
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
         raise ValueError(message(error)) from error
     finally:

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, cast
 
 from agenttrain.types import Message, RowTool, Task
 from agenttrain.utils.names import did_you_mean
@@ -201,19 +201,15 @@ def _own_tool(item: Any, where: str) -> RowTool:
     for key in item:
         if key not in KEYS:
             raise ValueError(f"{where}: {key!r} is no key of a tool{did_you_mean(key, KEYS)}")
-    name, description, executor = (item.get(key) for key in ("name", "description", "executor"))
+    texts: list[Any] = [item.get(key) for key in ("name", "description", "executor")]
     parameters = _json(item.get("parameters"), where)
-    if not (_is_text(name) and _is_text(description) and _is_text(executor)) or not isinstance(
-        parameters, Mapping
-    ):
+    are_texts = all(isinstance(text, str) and text for text in texts)
+    if not are_texts or not isinstance(parameters, Mapping):
         raise ValueError(f"{where}: {item!r:.200} needs {keys}; `parameters` is a JSON schema")
+    name, description, executor = texts
     return RowTool(
         name=name, description=description, executor=executor, parameters=dict(parameters)
     )
-
-
-def _is_text(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and bool(value)
 
 
 def _json(value: Any, where: str) -> Any:

@@ -115,41 +115,43 @@ MAX_LISTED = 10
 """Bad rows that a message lists."""
 
 
+@dataclass(frozen=True, slots=True)
 class TransformedRows:
     """The rows of a dataset after `data.map`, `data.prompt` and `data.system`."""
 
-    def __init__(self, rows: Rows, change: RowTransform) -> None:
-        self._rows, self._change = rows, change
-        self._fills_missing = bool(getattr(rows, "fills_missing", False))
+    rows: Rows
+    change: RowTransform
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._change(self._rows[index], fills_missing=self._fills_missing)
+        fills_missing = getattr(self.rows, "fills_missing", False)
+        return self.change(self.rows[index], fills_missing=fills_missing)
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
-        where = getattr(self._rows, "where", None)
+        where = getattr(self.rows, "where", None)
         return f"row {index + 1}" if where is None else where(index)
 
 
+@dataclass(frozen=True, slots=True)
 class RowSubset:
     """Some rows of a dataset; a row without a `task_id` gets its number in the whole dataset."""
 
-    def __init__(self, rows: TransformedRows, indices: Sequence[int]) -> None:
-        self._rows, self._indices = rows, indices
+    rows: TransformedRows
+    indices: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        number = self._indices[index]
-        return {"task_id": number, **self._rows[number]}
+        number = self.indices[index]
+        return {"task_id": number, **self.rows[number]}
 
     def where(self, index: int) -> str:
         """Return the row's place for error messages."""
-        return self._rows.where(self._indices[index])
+        return self.rows.where(self.indices[index])
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.tracking import viewer
 from agenttrain.tracking.report import print_report
 from agenttrain.tracking.rollouts import read_step, rollout_record, step_path
+from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.types import Rollout
 from agenttrain.utils.model_path import model_folder
 
@@ -67,7 +68,7 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
     tokenizer = AutoTokenizer.from_pretrained(source)
     path = to or step_path(folder, step).with_suffix(".html")
     title = f"{folder.resolve().name}, step {step}"
-    viewer.write(path, read_step(folder, step), tokenizer.decode, title=title)
+    write_atomically(path, viewer.render(read_step(folder, step), tokenizer.decode, title=title))
     return path
 
 

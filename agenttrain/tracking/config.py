@@ -21,7 +21,7 @@ class TrackerName(StrEnum):
 
 @dataclass(config=SETTINGS)
 class TrackerConfig:
-    """Where metrics go besides metrics.jsonl."""
+    """Settings of the outputs besides metrics.jsonl."""
 
     name: TrackerName = TrackerName.trackio
     """`trackio` (local dashboard) or `none`."""

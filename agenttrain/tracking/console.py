@@ -102,8 +102,15 @@ class ConsoleProgress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that step `step` (from 1) is done; missing metrics are left out."""
+        # Example: ``reward 0.25  success 0.24  calls 1.9  tok/s 5210``
+        shown = _SHOWN if "reward" in metrics else _SHOWN_SUPERVISED
+        values = "  ".join(
+            f"{label} {shape.format(metrics[name])}"
+            for name, label, shape in shown
+            if name in metrics
+        )
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, values=_values(metrics))
+            self._progress.update(self._task, completed=step, values=values)
             return
         every = max(1, min(PLAIN_EVERY, self._total // 10))
         if step in (self._first + 1, self._total) or step % every == 0:
@@ -112,7 +119,7 @@ class ConsoleProgress:
             minutes, seconds = divmod(left_s, 60)
             hours, minutes = divmod(minutes, 60)
             eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-            self.log(f"step {step}/{self._total}  {_values(metrics)}  eta {eta}")
+            self.log(f"step {step}/{self._total}  {values}  eta {eta}")
 
     def phase(self, name: str) -> None:
         """Enter a phase of the run: `rollout`, `train`, `eval`; a live line shows it."""
@@ -136,14 +143,6 @@ class ConsoleProgress:
     def log(self, text: str) -> None:
         """Print a line above the live one; markup in it has no effect."""
         self.console.print(Text(text), soft_wrap=True)
-
-
-def _values(metrics: Mapping[str, float]) -> str:
-    """``reward 0.25  success 0.24  calls 1.9  tok/s 5210``"""
-    shown = _SHOWN if "reward" in metrics else _SHOWN_SUPERVISED
-    return "  ".join(
-        f"{label} {shape.format(metrics[name])}" for name, label, shape in shown if name in metrics
-    )
 
 
 # C0 without tab and newline, DEL and C1 (escape sequences start here), line and paragraph

@@ -39,7 +39,7 @@ _REMOTE_VARIABLES = (
 
 
 class TrackioSink:
-    """Sends rows to trackio in a process of its own; a failure is warned of once, ends the sink.
+    """Sends rows to trackio in a process of its own; a failure is warned of once and ends the sink.
 
     `log` never blocks and never raises: rows go through a queue, so that a trackio that fails,
     hangs or dies costs the run nothing but its dashboard.
@@ -57,7 +57,7 @@ class TrackioSink:
         warn: Callable[[str], None],
     ) -> None:
         """Start the process. `folder` becomes TRACKIO_DIR; `resume` continues the run of this
-        name, if there is one; `warn` is given the one line that says why tracking stopped."""
+        name, if there is one; `warn` is called with one line, the reason why tracking stopped."""
         self._warn = warn
         self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._process: ChildProcess | None = None
@@ -80,11 +80,6 @@ class TrackioSink:
         self._writer = Thread(target=_feed, args=(self._process, self._queue), daemon=True)
         self._writer.start()
 
-    @property
-    def alive(self) -> bool:
-        """True while rows still go anywhere."""
-        return self._process is not None
-
     def log(
         self, step: int, metrics: Mapping[str, float], rollouts: Sequence[dict[str, Any]] = ()
     ) -> None:
@@ -92,7 +87,7 @@ class TrackioSink:
         if self._process is None:
             return
         if not self._process.alive:
-            self._fail(self._failure())
+            self._fail()
             return
         try:
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -109,16 +104,16 @@ class TrackioSink:
         if not self._process.ended(FINISH_TIMEOUT_S):
             self._fail(f"did not finish within {FINISH_TIMEOUT_S:.0f} s")
         elif self._process.code != 0:
-            self._fail(self._failure())
+            self._fail()
         else:
             self._stop()
 
-    def _failure(self) -> str:
-        assert self._process is not None
-        lines = self._process.printed().splitlines()
-        return lines[-1] if lines else f"exit status {self._process.code}"
-
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str | None = None) -> None:
+        """End the sink with a warning; the default reason is the last line of the process."""
+        if reason is None:
+            assert self._process is not None
+            lines = self._process.printed().splitlines()
+            reason = lines[-1] if lines else f"exit status {self._process.code}"
         self.failed = True
         self._stop()
         self._warn(
@@ -149,11 +144,11 @@ def _start(folder: Path) -> ChildProcess:
 
 def _feed(process: ChildProcess, queue: SimpleQueue[str | None]) -> None:
     """Feed the process until None or until it is gone; runs in a thread of its own."""
-    # Gone: `log` or `close` reads its exit status and says so.
+    # If it is gone, `log` or `close` reads its exit status and warns.
     with suppress(ChildGone):
         while (line := queue.get()) is not None:
             process.send(line)
-        # Said explicitly: a process forked from this one may hold the pipe open.
+        # Sent explicitly: a process forked from this one may hold the pipe open.
         process.send(END)
 
 

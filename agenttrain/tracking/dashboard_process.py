@@ -34,7 +34,15 @@ def main() -> None:
     try:
         import trackio
 
-        _fail_on_warnings(Path(trackio.__file__).parent, report)
+        package = Path(trackio.__file__).parent
+
+        # trackio swallows its exceptions and warns instead, also from its writer thread.
+        def fail_on_warning(message: Any, category: Any, filename: str, *_: Any) -> None:
+            if package in Path(filename).parents:
+                _fail(report, str(message))
+
+        warnings.simplefilter("always")
+        warnings.showwarning = fail_on_warning  # type: ignore[assignment]
         arguments = json.loads(sys.stdin.readline())
         run = trackio.init(**arguments, embed=False, auto_log_gpu=False, auto_log_cpu=False)
         while row := json.loads(sys.stdin.readline() or "null"):
@@ -45,18 +53,6 @@ def main() -> None:
         trackio.finish()
     except Exception as error:
         _fail(report, f"{type(error).__name__}: {error}")
-
-
-def _fail_on_warnings(package: Path, report: TextIO) -> None:
-    """End the process at a warning of trackio's, which swallows its exceptions and warns instead,
-    also from its writer thread."""
-
-    def show(message: Any, category: Any, filename: str, *_: Any) -> None:
-        if package in Path(filename).parents:
-            _fail(report, str(message))
-
-    warnings.simplefilter("always")
-    warnings.showwarning = show  # type: ignore[assignment]
 
 
 def _fail(report: TextIO, message: str) -> None:

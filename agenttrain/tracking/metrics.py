@@ -76,20 +76,28 @@ def _reward_metrics(
 
 def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[str, float]:
     results = [result for rollout in rollouts for result in rollout.tool_results]
+    failed = sum(result.error is not None for result in results)
     metrics = {
         # Calls per rollout, as in TRL: above 1 when rollouts call more than once.
         "tools/call_frequency": _mean([len(rollout.tool_results) for rollout in rollouts]),
-        "tools/failure_frequency": _failures(results) / len(results) if results else 0.0,
+        "tools/failure_frequency": failed / len(results) if results else 0.0,
         "tools/unavailable": float(sum(r.error is ToolError.unavailable for r in results)),
         "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
-    # Names that the model made up get no metric: there is no limit to them.
-    known = (_tool(r) for r in results if r.error not in _NO_SUCH_TOOL)
+    # A call counts for its executor, since rows may bring any number of names. Names that the model
+    # made up get no metric: there is no limit to them.
+    by_tool: dict[str, list[ToolResult]] = {}
+    known: list[str] = []
+    for result in results:
+        tool = result.executor or result.call.name
+        by_tool.setdefault(tool, []).append(result)
+        if result.error not in _NO_SUCH_TOOL:
+            known.append(tool)
     for name in _union(declared, known):
-        own = [result for result in results if _tool(result) == name]
+        own = by_tool.get(name, [])
         metrics[f"tools/{name}/calls"] = float(len(own))
-        metrics[f"tools/{name}/failures"] = float(_failures(own))
+        metrics[f"tools/{name}/failures"] = float(sum(r.error is not None for r in own))
         metrics[f"tools/{name}/latency_s"] = _mean([r.seconds for r in own if r.error in _RAN])
     return metrics
 
@@ -97,16 +105,6 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
 _NO_SUCH_TOOL = (ToolError.unknown_tool, ToolError.malformed)
 _RAN = (None, ToolError.exception, ToolError.timeout)
 """Outcomes of calls in which the tool ran."""
-
-
-def _tool(result: ToolResult) -> str:
-    """Return the tool that a call counts for: its executor, since rows may bring any number of
-    names."""
-    return result.executor or result.call.name
-
-
-def _failures(results: Sequence[ToolResult]) -> int:
-    return sum(result.error is not None for result in results)
 
 
 def _union(first: Iterable[str], second: Iterable[str]) -> list[str]:

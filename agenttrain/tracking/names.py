@@ -21,27 +21,23 @@ class MetricName:
     pattern: str
     meaning: str
 
-    def matches(self, name: str) -> bool:
-        """Return whether a metric's name is of this row."""
-        expression = re.sub(r"<[a-z ]+>", "[^/]+", self.pattern)
-        return re.fullmatch(expression, name) is not None
-
 
 def metric_row(name: str) -> MetricName | None:
     """Return the row of a metric; None for a name that the table lacks.
 
     Exact names go before patterns: ``tools/stuck`` is not a tool.
     """
-    rows = [row for section in METRICS.values() for row in section if row.matches(name)]
+    rows = [
+        row
+        for section in METRICS.values()
+        for row in section
+        if re.fullmatch(re.sub(r"<[a-z ]+>", "[^/]+", row.pattern), name)
+    ]
     return min(rows, key=lambda row: "<" in row.pattern, default=None)
 
 
-def _rows(*rows: tuple[str, str]) -> tuple[MetricName, ...]:
-    return tuple(MetricName(*row) for row in rows)
-
-
-METRICS: Mapping[str, tuple[MetricName, ...]] = {
-    "Rewards": _rows(
+_PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "Rewards": (
         ("reward", "Mean reward: the weighted sum over reward functions."),
         ("reward_std", "Standard deviation within a group, averaged over groups."),
         ("frac_reward_zero_std", "Share of groups whose rewards are all equal."),
@@ -49,7 +45,7 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("rewards/<function>/mean", "Mean of one reward function, unweighted."),
         ("rewards/<function>/std", "Standard deviation of one reward function."),
     ),
-    "Tools": _rows(
+    "Tools": (
         ("tools/call_frequency", "Tool calls per rollout."),
         ("tools/failure_frequency", "Share of calls that ended in an error of any kind."),
         ("tools/rollout_share", "Share of rollouts that called a tool."),
@@ -60,7 +56,7 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("tools/<tool>/failures", "Calls of one tool that ended in an error."),
         ("tools/<tool>/latency_s", "Mean seconds of a call in which the tool ran."),
     ),
-    "Rollouts": _rows(
+    "Rollouts": (
         ("turns/mean", "Sampled completions per rollout."),
         ("completions/mean_length", "Mean sampled tokens of a rollout; tool text does not count."),
         ("completions/min_length", "Fewest sampled tokens of a rollout."),
@@ -73,13 +69,13 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("data/uneven_prompts", "Groups whose rollouts began with different prompts."),
         ("data/bad_rows", "Rows left out by `data.on_bad_row=skip` (`agenttrain sft`)."),
     ),
-    "Resampling": _rows(
+    "Resampling": (
         ("data/tasks", "Tasks drawn from the data in this step."),
         ("resample/rounds", "Extra rounds of dynamic sampling."),
         ("resample/uninformative", "Groups with equal rewards that were replaced."),
         ("resample/surplus", "Groups that were sampled beyond the number needed."),
     ),
-    "Curriculum": _rows(
+    "Curriculum": (
         ("curriculum/new", "Rows that were never drawn."),
         ("curriculum/band", "Measured tasks with a success rate between `low` and `high`."),
         ("curriculum/easy", "Measured tasks above `high`."),
@@ -87,7 +83,7 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("curriculum/unmeasured", "Drawn tasks without a scored rollout."),
         ("curriculum/success", "Mean success rate of the measured tasks."),
     ),
-    "Training": _rows(
+    "Training": (
         ("loss", "Mean loss of the step's optimizer updates."),
         ("grad_norm", "Mean gradient norm before clipping."),
         ("lr", "Learning rate of the step."),
@@ -101,7 +97,7 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("mask/correction", "Share of weights that the correction set to zero."),
         ("training/kernel/<kernel>", "Share of attention calls that this kernel computed."),
     ),
-    "Engine and trainer": _rows(
+    "Engine and trainer": (
         ("sampling/logprob_gap", "Mean |trainer - engine| log-probability of sampled tokens."),
         ("sampling/logprob_gap_max", "The largest gap of a token."),
         ("sampling/logprob_gap_first_turn", "Mean gap in first turns."),
@@ -121,7 +117,7 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("weight_sync/gap_q90", "Its 90 % quantile over tokens."),
         ("weight_sync/gap_max", "Its largest token."),
     ),
-    "Time": _rows(
+    "Time": (
         ("time/rollout_s", "Seconds of sampling, tools included."),
         ("time/reward_s", "Seconds of reward functions."),
         ("time/train_s", "Seconds of the update."),
@@ -130,9 +126,13 @@ METRICS: Mapping[str, tuple[MetricName, ...]] = {
         ("time/loop_lag_max_s", "Longest time for which the event loop stood still."),
         ("tokens_per_s", "Tokens per second: sampled tokens of rollouts, all tokens of sft."),
     ),
-    "Supervised": _rows(
+    "Supervised": (
         ("sft/conversations", "Conversations of the step."),
         ("sft/tokens", "Tokens of these conversations."),
     ),
+}
+
+METRICS: Mapping[str, tuple[MetricName, ...]] = {
+    section: tuple(MetricName(*row) for row in rows) for section, rows in _PATTERNS.items()
 }
 """Section of the page -> its rows. `metrics.jsonl` also has `step`."""

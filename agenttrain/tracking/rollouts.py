@@ -81,8 +81,13 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
             "logprobs": trajectory.rollout_logprobs,
         }
         if trajectory.trainer_logprobs is not None and trajectory.entropies is not None:
-            written["trainer_logprobs"] = _rounded(trajectory.trainer_logprobs)
-            written["entropies"] = _rounded(trajectory.entropies)
+            scores = {
+                "trainer_logprobs": trajectory.trainer_logprobs,
+                "entropies": trajectory.entropies,
+            }
+            for name, values in scores.items():
+                # Drop the digits that single precision does not have.
+                written[name] = np.asarray(values, dtype=np.float64).round(6).tolist()
         record["trajectories"].append(written)
     if rollout.environment_reward is not None:
         record["environment_reward"] = rollout.environment_reward
@@ -99,12 +104,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value)
-
-
-def _rounded(values: array[float]) -> list[float]:
-    """Drop the digits that single precision does not have."""
-    rounded: list[float] = np.asarray(values, dtype=np.float64).round(6).tolist()
-    return rounded
 
 
 def replies(messages: Sequence[Message]) -> dict[str, list[str]]:
@@ -192,18 +191,16 @@ def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
     In older files a rollout is one trajectory, and its `columns`, which were not written, become
     null. Raises FileNotFoundError if the step has no file.
     """
-
-    def upgraded(record: dict[str, Any]) -> dict[str, Any]:
+    for record in read_rows(step_path(run_folder, step)):
         if "trajectories" in record:
-            return record
+            yield record
+            continue
         advantage = record.pop("advantage")
         for span in record["spans"]:
             span["advantage"] = advantage if span["origin"] == Origin.sampled else None
         names = [name for name in OF_A_TRAJECTORY if name in record]
         trajectory = {"role": MAIN, "parent": None, **{name: record.pop(name) for name in names}}
-        return {**record, "columns": None, "trajectories": [trajectory]}
-
-    return map(upgraded, read_rows(step_path(run_folder, step)))
+        yield {**record, "columns": None, "trajectories": [trajectory]}
 
 
 Record = Mapping[str, Any]
@@ -252,12 +249,6 @@ def _sampled(trajectory: Record) -> list[Record]:
 def _number(value: float | None) -> float:
     """Read a number; null stands for NaN, which JSON does not have."""
     return math.nan if value is None else value
-
-
-def _scores(trajectory: Record, name: str) -> array[float] | None:
-    """Read the trainer's scores; None if it computed none or an older version wrote none."""
-    values = trajectory.get(name)
-    return None if values is None else array("f", map(_number, values))
 
 
 def prompt_messages(trajectory: Record) -> list[Message]:
@@ -332,14 +323,20 @@ def read_rollout(record: Record, task: Task, stop_token_ids: Collection[int] = (
 
 def _trajectory(record: Record, index: int, stop_token_ids: Collection[int]) -> Trajectory:
     written = record["trajectories"][index]
+    # Absent if the trainer computed none or an older version wrote none.
+    scores = {
+        name: array("f", map(_number, written[name]))
+        for name in ("trainer_logprobs", "entropies")
+        if written.get(name) is not None
+    }
     trajectory = Trajectory(
         rollout_id=record["rollout_id"],
         index=index,
         role=written["role"],
         messages=[dict(message) for message in written["messages"]],
         prompt_messages=len(prompt_messages(written)),
-        trainer_logprobs=_scores(written, "trainer_logprobs"),
-        entropies=_scores(written, "entropies"),
+        trainer_logprobs=scores.get("trainer_logprobs"),
+        entropies=scores.get("entropies"),
     )
     aborted = record["stop_reason"] == StopReason.aborted
     sampled = iter(_completions(written, stop_token_ids, aborted=aborted))

@@ -31,31 +31,6 @@ class FolderGone(AgenttrainError):
     """The run folder was moved or deleted during the run."""
 
 
-class Presence:
-    """Detects that the folder of a run was replaced, moved or deleted."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._inode = _inode(folder)
-
-    def check(self) -> None:
-        """Raise FolderGone if the folder is not the one in which the run began."""
-        try:
-            same = _inode(self._folder) == self._inode
-        except OSError:
-            same = False
-        if not same:
-            raise FolderGone(
-                f"{self._folder}: the run's folder was moved or deleted while the run was in it. "
-                f"Put it back, and the run goes on from its newest checkpoint with resume="
-            )
-
-
-def _inode(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
-
-
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the run folder for the block, making it if needed; the lock ends with the process.
@@ -74,7 +49,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            error.filename = str(folder)  # what the user can do something about
+            error.filename = str(folder)  # the file that the user can act on
             raise
     try:
         yield

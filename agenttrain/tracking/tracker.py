@@ -18,7 +18,12 @@ from agenttrain.tracking import rollouts as rollouts_file
 from agenttrain.tracking.config import TrackerConfig
 from agenttrain.tracking.console import ConsoleProgress
 from agenttrain.tracking.dashboard import TrackioSink
-from agenttrain.tracking.run_folder import Presence, read_summary, update_summary, write_atomically
+from agenttrain.tracking.run_folder import (
+    FolderGone,
+    read_summary,
+    update_summary,
+    write_atomically,
+)
 from agenttrain.types import Rollout
 from agenttrain.utils.json_lines import dumps, read_rows
 
@@ -75,7 +80,8 @@ class Tracker:
         self._most = rollouts_file.rollout_limit(config.rollouts)
         self._folder = run_folder
         run_folder.mkdir(parents=True, exist_ok=True)
-        self._presence = Presence(run_folder)
+        status = run_folder.stat()
+        self._inode = status.st_dev, status.st_ino
         self._logged_once: set[str] = set()
         metrics_path = run_folder / "metrics.jsonl"
         if resume_step is not None:
@@ -113,10 +119,6 @@ class Tracker:
         """True if trackio was asked for and has not failed."""
         return self._trackio is not None and not self._trackio.failed
 
-    def begin(self) -> None:
-        """Mark the start of the first step, from which the ETA is estimated."""
-        self.progress.begin()
-
     def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
         """Record a finished step (from 1); `metrics` become its line of metrics.jsonl.
 
@@ -140,11 +142,20 @@ class Tracker:
         for name, note in notes.items():
             if name not in self._logged_once:
                 self._logged_once.add(name)
-                self.progress.log(f"step {step}: {note} (`{name}` in metrics.jsonl; told once)")
+                self.progress.log(f"step {step}: {note} (`{name}` in metrics.jsonl; logged once)")
 
     def check_folder(self) -> None:
-        """Raise FolderGone if the run folder was moved or deleted."""
-        self._presence.check()
+        """Raise FolderGone if the run folder was replaced, moved or deleted since the run began."""
+        try:
+            status = self._folder.stat()
+            same = (status.st_dev, status.st_ino) == self._inode
+        except OSError:
+            same = False
+        if not same:
+            raise FolderGone(
+                f"{self._folder}: the run's folder was moved or deleted while the run was in it. "
+                f"Put it back, and the run goes on from its newest checkpoint with resume="
+            )
 
     def checkpoint(self, path: Path) -> None:
         """Record the newest checkpoint in summary.json, so that its loss can be reported."""
@@ -199,32 +210,12 @@ class SilentTracker(Tracker):
     def __init__(self) -> None:
         # Without Tracker.__init__, which makes files.
         self.progress = ConsoleProgress(0, live=False, console=Console(quiet=True))
+        self._trackio = None
 
-    @property
-    def has_dashboard(self) -> bool:
-        """False."""
-        return False
-
-    def step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+    def _ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    def check_folder(self) -> None:
-        """Do nothing: the main process checks."""
-
-    def checkpoint(self, path: Path) -> None:
-        """Do nothing."""
-
-    def evaluation(self, label: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def best(self, evaluation: Mapping[str, Any] | None) -> None:
-        """Do nothing."""
-
-    def warn(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    step = check_folder = checkpoint = evaluation = best = warn = close = _ignore
 
 
 class MetricsFile:
@@ -251,17 +242,6 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         self._file.close()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

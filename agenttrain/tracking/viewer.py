@@ -10,10 +10,8 @@ import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from agenttrain.tracking.run_folder import write_atomically
 from agenttrain.utils.json_lines import dumps
 
 Decode = Callable[[Sequence[int]], str]
@@ -47,17 +45,6 @@ def render(
     parts = {"__TITLE__": html.escape(title), "__DATA__": payload}
     # In one pass, so that a title or token that reads like a placeholder stays.
     return re.sub("|".join(parts), lambda match: parts[match[0]], page)
-
-
-def write(
-    path: Path,
-    rollouts: Iterable[Mapping[str, Any]],
-    decode: Decode,
-    *,
-    title: str = "agenttrain rollouts",
-) -> None:
-    """Write the page to `path` atomically."""
-    write_atomically(path, render(rollouts, decode, title=title))
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode, known: dict[int, str]) -> list[str]:

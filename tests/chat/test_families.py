@@ -378,7 +378,7 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     for key, message in (
         ("enable_thinkin", "reads no such variable; did you mean enable_thinking?"),
         ("tokenize", "reads no such variable; remove it"),
-        ("messages", "is what agenttrain fills in"),
+        ("messages", "agenttrain fills it in"),
     ):
         with pytest.raises(ChatError, match=f"chat_template.kwargs.{key}: .*{re.escape(message)}"):
             load("qwen3", original("qwen3"), **{key: False})

@@ -16,6 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SPLITS = tuple(shop.DATABASE_SEEDS)
 
 
+def rows_of(data, split, count, **arguments):
+    return [data.row(split, index, **arguments) for index in range(count)]
+
+
 def tables(row):
     """Read a row's whole database into plain Python."""
     connection = shop.connect(row)
@@ -69,7 +73,7 @@ def recomputed(row):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_answer_is_the_truth_of_its_database(split):
-    rows = list(shop.rows(split, 250, seed=0))
+    rows = rows_of(shop, split, 250, seed=0)
     assert [row["answer"] for row in rows] == [str(recomputed(row)) for row in rows]
     assert {row["family"] for row in rows} == {family.name for family in shop.FAMILIES}
     assert {row["hops"] for row in rows} == {1, 2, 3}
@@ -77,11 +81,11 @@ def test_every_answer_is_the_truth_of_its_database(split):
 
 @pytest.mark.parametrize("data", [shop, calculator])
 def test_a_row_is_the_same_alone_as_in_sequence(data):
-    rows = list(data.rows("train", 40, seed=3))
+    rows = rows_of(data, "train", 40, seed=3)
     assert [data.row("train", index, seed=3) for index in (39, 0, 17)] == [
         rows[index] for index in (39, 0, 17)
     ]
-    assert rows != list(data.rows("train", 40, seed=4))
+    assert rows != rows_of(data, "train", 40, seed=4)
     assert rows == json.loads(json.dumps(rows))
     assert len({row["task_id"] for row in rows}) == 40
 
@@ -91,7 +95,7 @@ def test_splits_share_no_database():
     for one, other in itertools.combinations(seeds.values(), 2):
         assert not one & other
     for split in SPLITS:
-        drawn = {row["database_seed"] for row in shop.rows(split, 200, seed=1)}
+        drawn = {row["database_seed"] for row in rows_of(shop, split, 200, seed=1)}
         assert drawn <= set(shop.DATABASE_SEEDS[split])
         assert len(drawn) > 100
 
@@ -118,7 +122,7 @@ def test_a_split_asks_in_its_own_phrasings_only(split, held_out):
         for phrasing in shop.phrasings(family, held_out)
     }
     asked = set()
-    for row in shop.rows(split, 400, seed=2):
+    for row in rows_of(shop, split, 400, seed=2):
         question = row["messages"][0]["content"]
         for word in question.replace("?", "").replace(".", "").split():
             if word in shop.NAMES:
@@ -135,7 +139,7 @@ def test_a_split_asks_in_its_own_phrasings_only(split, held_out):
 
 def test_a_curriculum_changes_the_mix_at_its_row():
     curriculum = [(0, [1, 0, 0]), (30, [0, 0.5, 0.5])]
-    hops = [row["hops"] for row in shop.rows("train", 60, seed=0, curriculum=curriculum)]
+    hops = [row["hops"] for row in rows_of(shop, "train", 60, seed=0, curriculum=curriculum)]
     assert set(hops[:30]) == {1}
     assert set(hops[30:]) == {2, 3}
 
@@ -167,7 +171,7 @@ def test_a_database_is_fresh_at_every_connect():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_calculator_answers_and_numbers_hold(split):
-    for row in calculator.rows(split, 200, seed=0):
+    for row in rows_of(calculator, split, 200, seed=0):
         total = row["start"]
         for name, number in row["steps"]:
             total = {"add": total + number, "subtract": total - number}.get(name, total * number)
@@ -177,7 +181,7 @@ def test_calculator_answers_and_numbers_hold(split):
 
 def test_calculator_splits_share_no_numbers():
     def numbers(split):
-        rows = calculator.rows(split, 1500, seed=0)
+        rows = rows_of(calculator, split, 1500, seed=0)
         return {(row["start"], *map(tuple, row["steps"])) for row in rows}
 
     for one, other in itertools.combinations(("train", "tune", "test"), 2):
@@ -189,12 +193,12 @@ def test_a_demonstration_calls_with_what_came_before():
     faultless = demonstrations.Habits(
         give_up=0.0, follow_chain=1.0, confuse=0.0, misname=0.0, miscopy=0.0
     )
-    for row in shop.rows("train", 60, seed=0):
+    for row in rows_of(shop, "train", 60, seed=0):
         messages = demonstrations.shop_demonstration(row, random.Random(0), faultless)
         assert len(messages) == 2 * row["hops"] + 1
         (final,) = messages[-1]["tool_calls"]
         assert final["function"] == {"name": "final_answer", "arguments": {"answer": row["answer"]}}
-    for row in calculator.rows("train", 60, seed=0):
+    for row in rows_of(calculator, "train", 60, seed=0):
         messages = demonstrations.calculator_demonstration(row, random.Random(0), faultless)
         (final,) = messages[-1]["tool_calls"]
         assert final["function"]["arguments"] == {"answer": row["answer"]}
@@ -203,7 +207,7 @@ def test_a_demonstration_calls_with_what_came_before():
 def test_demonstrators_hardly_ever_finish_a_chain():
     draw = random.Random(0)
     finished = Counter()
-    chained = [row for row in shop.rows("train", 2000, seed=0) if row["hops"] > 1]
+    chained = [row for row in rows_of(shop, "train", 2000, seed=0) if row["hops"] > 1]
     for row in chained:
         messages = demonstrations.shop_demonstration(row, draw)
         (final,) = messages[-1]["tool_calls"]

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from array import array
+from contextlib import closing
 from dataclasses import replace
 from datetime import date
 
@@ -58,18 +59,18 @@ def test_what_the_trainer_computed_is_in_the_file_and_may_be_missing(tmp_path):
 
 def test_metrics_file_appends_rows_that_are_on_disk_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write(1, {"reward": 0.1 + 0.2})
         assert path.read_text() == '{"step":1,"reward":0.30000000000000004}\n'
         metrics.write(2, {"reward": 0.5})
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write(3, {"reward": 1.0})
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write(1, {"kl": math.nan, "loss": math.inf, "reward": 0.5})
     assert path.read_text() == '{"step":1,"kl":null,"loss":null,"reward":0.5}\n'
 
@@ -145,7 +146,7 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1}\n{"step":2,"rew')
     assert read_metrics(path) == [{"step": 1}]
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.write(2, {})
     assert path.read_text() == '{"step":1}\n{"step":2}\n'
 

@@ -168,8 +168,8 @@ def test_what_a_step_lost_is_told_once(tmp_path):
         tracker.step(1, lost, [])
         tracker.step(2, {**lost, "rollout/dropped": 3, "reward": math.nan}, [])
         tracker.step(3, {**lost, "rollout/dropped": 1, "reward": math.nan}, [])
-    told = [line for line in out.getvalue().splitlines() if "told once" in line]
-    assert [line.split(" (")[0] for line in told] == [
+    logged = [line for line in out.getvalue().splitlines() if "logged once" in line]
+    assert [line.split(" (")[0] for line in logged] == [
         "step 1: left out 2 tasks, whose prompts fill the context",
         "step 2: dropped 3 rollouts, which failed or whose ledger is broken",
         "step 2: not one rollout has a reward, so that nothing was trained",

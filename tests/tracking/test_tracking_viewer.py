@@ -14,7 +14,7 @@ import tiny
 from tracking_rollouts import VOCABULARY, call, decode, new, say
 
 from agenttrain.tracking.rollouts import rollout_record
-from agenttrain.tracking.viewer import render, token_texts, write
+from agenttrain.tracking.viewer import render, token_texts
 from agenttrain.types import StopReason, ToolError
 
 SCRIPT = VOCABULARY[11]
@@ -84,7 +84,7 @@ def scored() -> dict:
 
 def test_the_page_shows_the_gap_and_the_entropy_of_each_token(tmp_path):
     page = tmp_path / "page.html"
-    write(page, [scored(), record()], decode)
+    page.write_text(render([scored(), record()], decode), encoding="utf-8")
     shown = {}
     for colour in ("gap", "entropy"):
         dom = dump(page, f"0,{colour}", tmp_path / "profile")
@@ -103,7 +103,8 @@ def test_the_page_shows_the_gap_and_the_entropy_of_each_token(tmp_path):
 
 def test_the_page_in_a_browser(tmp_path):
     page = tmp_path / "page.html"
-    write(page, [record(), {**record(), "task_id": "sum-2", "reward": None}], decode)
+    records = [record(), {**record(), "task_id": "sum-2", "reward": None}]
+    page.write_text(render(records, decode), encoding="utf-8")
     dom = dump(page, "1", tmp_path / "profile")
     assert "<h2>sum-2</h2>" in dom and "reward none (answer 0.5, style none)" in dom
     tips = re.findall(r'<i class="(\w+)"[^>]*data-tip="([^"]*)"[^>]*>([^<]*)</i>', dom)

@@ -55,13 +55,14 @@ CALL_ID = "call_{turn}_{index}"
 MAX_CALLS = 1024
 """Calls of one completion that are read. An agent writes a few; each takes time to read."""
 TOO_MANY = f"the message has over {MAX_CALLS:,} parts: this and what follows is not read"
+"""Problem of the one malformed call that stands for the text behind the last call that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
     """A call as it is written in a completion, before its name and arguments are checked.
 
-    Example: ``Found(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
+    Example: ``ParsedCall(text='<tool_call>{"name": "f"}</tool_call>', name="f", arguments={})``
     """
 
     text: str
@@ -78,20 +79,6 @@ class ParsedCall:
     arguments_label: str = '"arguments"'
     lenient: bool = False
     """Only a lenient spec accepts it."""
-
-
-def overflow_call(text: str) -> ParsedCall:
-    """Make one malformed call of the text behind the last call that is read."""
-    return ParsedCall(text=text, problem=TOO_MANY)
-
-
-def limit_calls(calls: Sequence[ParsedCall]) -> Sequence[ParsedCall]:
-    """Replace the calls over the limit by one malformed call."""
-    return (
-        calls
-        if len(calls) <= MAX_CALLS
-        else [*calls[:MAX_CALLS], overflow_call(calls[MAX_CALLS].text)]
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +145,9 @@ def parse_response(
     """
     with search_budget():
         parts = spec.parse(text, in_reasoning=in_reasoning, schemas=schemas)
-    written = limit_calls(parts.calls)
+    written = list(parts.calls[:MAX_CALLS])
+    if len(parts.calls) > MAX_CALLS:
+        written.append(ParsedCall(text=parts.calls[MAX_CALLS].text, problem=TOO_MANY))
     ids = _ids(written, lambda index: spec.call_id.format(turn=turn, index=index))
     calls = []
     for call, call_id in zip(written, ids, strict=True):

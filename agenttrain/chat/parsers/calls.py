@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from agenttrain.chat.parsers.base import MAX_CALLS, ParsedCall, overflow_call
+from agenttrain.chat.parsers.base import MAX_CALLS, TOO_MANY, ParsedCall
 from agenttrain.chat.parsers.values import (
     GEMMA,
+    KEY_AHEAD,
     LENIENT,
     PYTHON,
     Json,
@@ -22,7 +24,6 @@ from agenttrain.chat.parsers.values import (
     read_loose,
     skip_blank,
     take_literal,
-    unbraced,
     written_name,
 )
 
@@ -103,10 +104,7 @@ def read_list(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     start = skip_blank(body)
     if not body.startswith("[", start):
         return _problem("the calls must be a JSON array")
-
-    def read(text: str, at: int) -> Json:
-        return _value(text, at, syntax)
-
+    read = partial(_value, syntax=syntax)
     items, end = read_items(body, start + 1, syntax.name_key, read, limit=MAX_CALLS + 1)
     calls = [
         _object(item.value, syntax, text=item.text, lenient=_is_loose(item.text, syntax))
@@ -163,7 +161,8 @@ def _named_arguments(body: str, header: re.Match[str], syntax: Syntax) -> tuple[
                 end = min(value.end, len(body))
                 footer = footer.lstrip().removeprefix("}")
                 return value._replace(end=end), footer, _is_loose(text, syntax, brace)
-    if syntax.lenient and unbraced(body, at):
+    # A key in place of a value begins an object whose braces are missing.
+    if syntax.lenient and KEY_AHEAD.match(body, skip_blank(body, at)):
         inside = body[at:].rstrip()
         inside = inside.removesuffix(footer) if footer else inside
         return read_loose(inside)._replace(end=at + len(inside)), footer, True
@@ -201,7 +200,7 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     if header is None:
         return _problem(f"the call must begin with <function=NAME>: {excerpt(body)}")
     name, at = header["name"].strip(), header.end()
-    values = _Values(name, schemas.get(name, {}))
+    parameters: list[tuple[str, str]] = []
     while (parameter := _PARAMETER.match(body, at)) is not None:
         start = parameter.end() + body.startswith("\n", parameter.end())
         # In an empty value both newlines are the same one: `<parameter=x>\n</parameter>`.
@@ -212,12 +211,12 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> Read:
         if _NEXT_CALL.search(body, start, end.start()):
             what = f"the parameter {excerpt(parameter['name'])} is not closed"
             return _problem(what, name=name)
-        values.add(parameter["name"].strip(), body[start : max(start, end.start())])
+        parameters.append((parameter["name"].strip(), body[start : max(start, end.start())]))
         at = end.end()
     if (closing := _FUNCTION_END.match(body, at)) is None:
         actual = f", found {excerpt(body[at:])}" if body[at:].strip() else ""
         return _problem(f"the call is not closed: </function> is missing{actual}", name=name)
-    return Read(calls=[values.call()], end=closing.end())
+    return Read(calls=[_typed_call(name, parameters, schemas)], end=closing.end())
 
 
 _KEY = re.compile(r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>", re.DOTALL)
@@ -230,38 +229,30 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
     name = body[:at].strip()
-    values = _Values(name, schemas.get(name, {}))
+    parameters: list[tuple[str, str]] = []
     while (key := _KEY.match(body, at)) is not None:
         end = _VALUE_END.search(body, key.end())
         if end is None:
             what = f"the value of {excerpt(key['name'])} is not closed"
             return _problem(what, name=name, cut=True)
-        values.add(key["name"].strip(), body[key.end() : end.start()])
+        parameters.append((key["name"].strip(), body[key.end() : end.start()]))
         at = end.end()
     if (key := _LONE_KEY.match(body, at)) is not None:
         fault = "is not closed" if key["name"] is None else f"{excerpt(key['name'])} has no value"
         return _problem(f"the <arg_key> {fault}", name=name)
-    return Read(calls=[values.call()], end=at)
+    return Read(calls=[_typed_call(name, parameters, schemas)], end=at)
 
 
-@dataclass(slots=True)
-class _Values:
-    """Arguments that are written as text and typed by the tool's schema."""
-
-    name: str
-    schema: Mapping[str, Any]
-    values: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
-    def add(self, key: str, text: str) -> None:
-        if key in self.values:
-            self.problem = f"the parameter {excerpt(key)} is given twice"
-        self.values[key] = typed(text, self.schema.get(key))
-
-    def call(self) -> ParsedCall:
-        label = "the text of the call's head"
-        call = ParsedCall(text="", name=self.name, arguments=self.values, name_label=label)
-        return replace(call, problem=self.problem)
+def _typed_call(name: str, parameters: list[tuple[str, str]], schemas: Schemas) -> ParsedCall:
+    """Make a call of parameters that are written as text and typed by the tool's schema."""
+    arguments: dict[str, Any] = {}
+    problem = None
+    for key, text in parameters:
+        if key in arguments:
+            problem = f"the parameter {excerpt(key)} is given twice"
+        arguments[key] = typed(text, schemas.get(name, {}).get(key))
+    label = "the text of the call's head"
+    return ParsedCall(text="", name=name, arguments=arguments, problem=problem, name_label=label)
 
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -302,13 +293,9 @@ def schema_types(schema: Any, depth: int = 8) -> list[str]:
         for choice in schema.get(key) or ():
             types += schema_types(choice, depth - 1)
     if "enum" in schema and not types:
-        types = [json_type(value) for value in schema["enum"]]
+        for value in schema["enum"]:
+            types.append(next((name for name, holds in _TYPES.items() if holds(value)), "string"))
     return [*types, "null"] if schema.get("nullable") is True else types
-
-
-def json_type(value: Any) -> str:
-    """Return the name of a value's type in JSON schema."""
-    return next((name for name, holds in _TYPES.items() if holds(value)), "string")
 
 
 _CALL = re.compile(r"(?P<name>[^\W\d][\w.-]*)\s*\(")
@@ -327,7 +314,8 @@ def read_python(body: str, syntax: Syntax, schemas: Schemas) -> Read:
     calls: list[ParsedCall] = []
     while not body.startswith("]", at):
         if len(calls) >= MAX_CALLS:
-            return Read(calls=[*calls, overflow_call(body[at:])], end=len(body))
+            beyond = ParsedCall(text=body[at:], problem=TOO_MANY)
+            return Read(calls=[*calls, beyond], end=len(body))
         call, end, cut = _python_call(body, at)
         calls.append(call)
         if cut or end == len(body):

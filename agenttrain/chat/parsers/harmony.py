@@ -66,20 +66,16 @@ class HarmonySpec:
             if (recipient := _RECIPIENT.search(message.header)) is not None:
                 calls.append(_call(message, recipient[1], lenient=self.lenient))
             elif message.body is None:
-                content += [] if channel or "<|" in message.header else [message.header]
+                content += [] if channel or "<|" in message.header else [message.header.strip()]
             elif channel is not None and channel[1] == "analysis":
-                reasoning.append(message.body)
+                reasoning.append(message.body.strip())
             else:
-                content.append(message.body)
+                content.append(message.body.strip())
         return ParsedCompletion(
-            content=_joined(content),
-            reasoning=_joined(reasoning) if reasoning else None,
+            content="\n".join(filter(None, content)),
+            reasoning="\n".join(filter(None, reasoning)) if reasoning else None,
             calls=calls,
         )
-
-
-def _joined(texts: list[str]) -> str:
-    return "\n".join(filter(None, (text.strip() for text in texts)))
 
 
 def _messages(text: str) -> Iterator[_Message]:

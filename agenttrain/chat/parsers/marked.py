@@ -10,13 +10,7 @@ from typing import Any
 
 import regex
 
-from agenttrain.chat.parsers.base import (
-    CALL_ID,
-    MAX_CALLS,
-    ParsedCall,
-    ParsedCompletion,
-    overflow_call,
-)
+from agenttrain.chat.parsers.base import CALL_ID, MAX_CALLS, TOO_MANY, ParsedCall, ParsedCompletion
 from agenttrain.chat.parsers.calls import READERS, Read, Schemas, Syntax
 from agenttrain.chat.parsers.values import excerpt, written_name
 
@@ -116,7 +110,8 @@ class MarkedSpec(Syntax):
                 continue
             content.append(self._between(text[position : mark.start()], calls))
             if len(calls) >= MAX_CALLS:
-                return "".join(content), [*calls, overflow_call(text[mark.start() :])]
+                beyond = ParsedCall(text=text[mark.start() :], problem=TOO_MANY)
+                return "".join(content), [*calls, beyond]
             read = self._read(text, mark.end(), marks, index, schemas)
             end = mark.end() + read.end
             while index < len(marks) and marks[index].start() < end:
@@ -125,10 +120,11 @@ class MarkedSpec(Syntax):
             region, position = self._region(text, mark.start(), end, read, following)
             calls += region
         behind = self._between(text[position:], calls)
-        if calls and self._partial is not None:
+        if calls and self.call_open_pattern is not None and self.call_close is None:
             # Without an opening mark, a completion may be cut before a call is recognisable.
             head = behind.strip(self.separator + " \t\r\n")
-            match = self._partial.match(head, partial=True) if head else None
+            beginning = regex.compile(self.call_open_pattern, regex.DOTALL)  # the library caches it
+            match = beginning.match(head, partial=True) if head else None
             if match is not None and match.partial and match.end() == len(head):
                 name = written_name(head, self.name_key)
                 cut = ParsedCall(text=head, name=name, problem="the call is not closed")
@@ -170,12 +166,6 @@ class MarkedSpec(Syntax):
     def _between(self, text: str, calls: Sequence[ParsedCall]) -> str:
         """Return the content beside calls; nothing if it is the separator alone."""
         return "" if calls and self.separator and text.strip() == self.separator else text
-
-    @cached_property
-    def _partial(self) -> Any:
-        """A pattern for partial matches of a call's beginning; None if a mark opens calls."""
-        unmarked = self.call_open_pattern is not None and self.call_close is None
-        return regex.compile(self.call_open_pattern, regex.DOTALL) if unmarked else None
 
     def _read(
         self, text: str, start: int, marks: list[re.Match[str]], index: int, schemas: Schemas

@@ -30,6 +30,7 @@ from agenttrain.chat.parsers.marked import parameters
 from agenttrain.chat.parsers.patterns import Pattern
 from agenttrain.chat.parsers.response_template import (
     CALLS,
+    CAPTURED_INSIDE,
     CONTENT,
     CONTENT_FIELD,
     INSIDE,
@@ -37,7 +38,6 @@ from agenttrain.chat.parsers.response_template import (
     REASONING,
     ContentError,
     call_from_item,
-    captures_inside,
 )
 from agenttrain.chat.parsers.values import excerpt, kind, read_items, skip_blank, written_name
 
@@ -55,31 +55,37 @@ class SchemaSpec:
     root: Node
     loose: Node
     """The same schema, which also accepts text that is almost JSON."""
-    inside: bool = False
+    inside: bool
     """An expression captures the inside of an object without its braces."""
+    patterns: str
+    """The regular expressions of the schema, without their escapes."""
+    reasoning: tuple[str, str]
+    """The marks of reasoning that occur in the expressions; empty without any."""
+    iterator: Pattern | None
+    """The expression that finds single calls."""
     call_id: str = CALL_ID
     lenient: bool = False
 
     def marks(self, controls: Iterable[str]) -> tuple[str, ...]:
         """See ResponseSpec."""
-        return tuple(control for control in controls if control in self._patterns)
+        return tuple(control for control in controls if control in self.patterns)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See ResponseSpec."""
-        opening = self._reasoning[0].rstrip()
+        opening = self.reasoning[0].rstrip()
         return bool(opening) and prompt.rstrip().endswith(opening)
 
     def parse(
         self, text: str, *, in_reasoning: bool, schemas: Sequence[Mapping]
     ) -> ParsedCompletion:
         """See ResponseSpec."""
-        text = self._reasoning[0] + text if in_reasoning else text
+        text = self.reasoning[0] + text if in_reasoning else text
         fields, beside = self.root.split(text), ""
         if fields is not None:
             calls = self._calls(fields.get(CALLS), text, parameters(schemas))
         else:
             # The root's expression reads the text before the first call outside the reasoning.
-            opening, closing = self._reasoning
+            opening, closing = self.reasoning
             before, opened, _ = text.partition(self._opener) if self._opener else (text, "", "")
             start = len(before)
             if opened and closing and opening in before:
@@ -94,23 +100,9 @@ class SchemaSpec:
         return ParsedCompletion(content=content.strip(), reasoning=reasoning, calls=calls)
 
     @cached_property
-    def _patterns(self) -> str:
-        return "\n".join(self.root.sources()).replace("\\n", "\n").replace("\\", "")
-
-    @cached_property
-    def _reasoning(self) -> tuple[str, str]:
-        """The marks of reasoning that occur in the expressions; empty without any."""
-        return next((m for m in _REASONING_MARKS if m[1] in self._patterns), ("", ""))
-
-    @cached_property
-    def _iterator(self) -> Pattern | None:
-        calls = self.root.properties.get(CALLS)
-        return None if calls is None else calls.iterator
-
-    @cached_property
     def _opener(self) -> str:
         """The text with which every call begins; empty if there is none."""
-        source = self._iterator.source if self._iterator is not None else ""
+        source = self.iterator.source if self.iterator is not None else ""
         literal = re.match(r"\^?\(?((?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$])+)", source)
         if literal is None:
             return ""
@@ -150,7 +142,7 @@ class SchemaSpec:
         inner = node.inner(value)
         text = inner if isinstance(inner, str) else value
         values = read if isinstance(read, list) else [] if read is None else [read]
-        values = values[: MAX_CALLS + 1]  # `limit_calls` reports what is beyond
+        values = values[: MAX_CALLS + 1]  # `parse_response` reports those beyond
         calls = [call_from_item(item, text, schemas, inside=self.inside) for item in values]
         return [replace(call, lenient=loose) for call in calls]
 
@@ -159,16 +151,16 @@ class SchemaSpec:
         calls: list[ParsedCall] = []
         outside: list[str] = []
         at = 0
-        for match in self._iterator.matches(text) if self._iterator is not None else ():
+        for match in self.iterator.matches(text) if self.iterator is not None else ():
             calls += self._unclosed_calls(text[at : match.start()], outside)
             if len(calls) > MAX_CALLS:
                 return calls, "".join(outside)
             at, span = match.end(), match.group()
             call = self._call(match, span, schemas)
             inside = span.rfind(self._opener, 1) if self._opener else -1
-            if call.problem is not None and inside > 0 and self._iterator is not None:
+            if call.problem is not None and inside > 0 and self.iterator is not None:
                 # The match of a call that is not closed may run over the next one, which is good.
-                again = self._iterator.match(span[inside:])
+                again = self.iterator.match(span[inside:])
                 second = again and self._call(again, span[inside:], schemas)
                 if second and second.problem is None:
                     head, problem = span[:inside], "the call is not closed"
@@ -256,15 +248,20 @@ class SchemaSpec:
 def make_schema_spec(schema: Mapping[str, Any]) -> SchemaSpec:
     """Make a spec of a `response_schema`. Raises ValueError that names a wrong key."""
     root = compile_node(schema)
-    inside = any(captures_inside(source) for source in root.sources())
-    spec = SchemaSpec(
+    if root.type not in ("object", None) or not root.properties:
+        raise ValueError("response_schema: the root must be an object with properties")
+    sources = list(root.sources())
+    inside = any(CAPTURED_INSIDE.search(source) for source in sources)
+    patterns = "\n".join(sources).replace("\\n", "\n").replace("\\", "")
+    calls = root.properties.get(CALLS)
+    return SchemaSpec(
         root=compile_node(schema, json_args={INSIDE: True}) if inside else root,
         loose=compile_node(schema, json_args={INSIDE: inside, LOOSE: True}),
         inside=inside,
+        patterns=patterns,
+        reasoning=next((m for m in _REASONING_MARKS if m[1] in patterns), ("", "")),
+        iterator=None if calls is None else calls.iterator,
     )
-    if spec.root.type not in ("object", None) or not spec.root.properties:
-        raise ValueError("response_schema: the root must be an object with properties")
-    return spec
 
 
 _PARSERS = {
@@ -457,9 +454,6 @@ def compile_node(
             raise ValueError(f"{scope}.{key}: must be {word}, not {value!r}")
         return value
 
-    def pattern(key: str) -> Pattern | None:
-        return Pattern(schema[key], f"{scope}.{key}") if key in schema else None
-
     below = partial(compile_node, json_args=json_args)
     args = given("x-parser-args", Mapping, "a mapping") or {}
     properties = given("properties", Mapping, "a mapping") or {}
@@ -470,8 +464,12 @@ def compile_node(
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"{key}: {pair!r} is no pair of [pattern, replacement]")
         substitutions.append((Pattern(pair[0], key), str(pair[1])))
-    regex, iterator = pattern("x-regex"), pattern("x-regex-iterator")
-    key_value = pattern("x-regex-key-value")
+    patterns = {
+        key: Pattern(schema[key], f"{scope}.{key}")
+        for key in ("x-regex", "x-regex-iterator", "x-regex-key-value")
+        if key in schema
+    }
+    key_value = patterns.get("x-regex-key-value")
     if key_value is not None and not {"key", "value"} <= set(key_value.names):
         raise ValueError(f"{scope}.x-regex-key-value: needs (?P<key>…) and (?P<value>…)")
     return Node(
@@ -479,8 +477,8 @@ def compile_node(
         const=schema.get("const", NOTHING),
         default=schema.get("default", NOTHING),
         substitutions=tuple(substitutions),
-        regex=regex,
-        iterator=iterator,
+        regex=patterns.get("x-regex"),
+        iterator=patterns.get("x-regex-iterator"),
         key_value=key_value,
         parser=parser,
         allow_non_json=bool(args.get("allow_non_json")),

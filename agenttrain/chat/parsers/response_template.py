@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from agenttrain.chat.parsers.marked import MARKS_IN_STRINGS, parameters
 from agenttrain.chat.parsers.patterns import Hit, Pattern
 from agenttrain.chat.parsers.values import (
     Dialect,
+    LiteralError,
     excerpt,
     kind,
     read_json,
@@ -136,7 +137,7 @@ class TemplateSpec:
                 continue
             values = region.value if isinstance(region.value, list) else [region.value]
             types = known if field.content in ("xml-inline", "kv-lines") else {}
-            for value in values[: MAX_CALLS + 1]:  # `limit_calls` reports what is beyond
+            for value in values[: MAX_CALLS + 1]:  # `parse_response` reports those beyond
                 call = call_from_item(value, span, types, inside=self.inside)
                 calls.append(replace(call, lenient=True) if region.loose else call)
         thoughts = [region for region in regions if region.field.name in REASONING]
@@ -150,8 +151,11 @@ class TemplateSpec:
         """Return all regions in order; the text begins inside a region of the field `inside`."""
         regions: list[_Region] = []
         outside = next((field for field in self.fields if field.open is None), None)
-        opening = [f for f in self.fields if f.open is not None]
-        marks = _Marks(text, opening, outside, lenient=self.lenient)
+        searches: list[tuple[_Field | None, Pattern]] = []
+        searches += [(field, field.open) for field in self.fields if field.open is not None]
+        if outside is not None and outside.close is not None:
+            searches.append((None, outside.close))
+        marks = _Marks(text, searches, lenient=self.lenient)
         at = calls = 0
         if inside is not None:
             regions.append(_close(_Region(inside, 0, 0, {}), marks))
@@ -175,20 +179,16 @@ class TemplateSpec:
         return regions
 
 
+@dataclass(slots=True)
 class _Marks:
     """Finds the marks that open and close fields; each is searched only behind its last match."""
 
-    def __init__(
-        self, text: str, opening: Sequence[_Field], outside: _Field | None, *, lenient: bool
-    ) -> None:
-        self.text, self.lenient = text, lenient
-        self._searches: list[tuple[_Field | None, Pattern]] = [
-            (field, field.open) for field in opening if field.open is not None
-        ]
-        if outside is not None and outside.close is not None:
-            self._searches.append((None, outside.close))
-        self._hits: dict[Pattern, Hit | None] = {}
-        self._openings: list[int] | None = None
+    text: str
+    searches: Sequence[tuple[_Field | None, Pattern]]
+    """Fields with their opening marks; None with the closing mark of the field outside."""
+    lenient: bool
+    _hits: dict[Pattern, Hit | None] = dataclass_field(default_factory=dict)
+    _openings: list[int] | None = None
 
     def next(self, at: int) -> tuple[_Field | None, Hit]:
         """Return (the field that opens next, its mark) from `at` on.
@@ -198,7 +198,7 @@ class _Marks:
         """
         end = len(self.text)
         best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
-        for field, pattern in self._searches:
+        for field, pattern in self.searches:
             hit = self.search(pattern, at)
             if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
                 best = (field, hit)
@@ -253,21 +253,21 @@ def _close(region: _Region, marks: _Marks) -> _Region:
 def _read(region: _Region, marks: _Marks) -> bool:
     """Set the value or the problem of a call's region; return True if it ends inside a value."""
     field, text = region.field, marks.text[region.body : region.stop]
-
-    def value(args: Mapping[str, Any]) -> Any:
-        read = CONTENT[field.content](text, args)
-        return reshaped(field.transform, read, region.captures, each=field.each)
-
-    try:
-        region.value = value(field.content_args)
-    except ContentError as error:
-        if marks.lenient and field.content == "json":
-            with suppress(ContentError):
-                region.value, region.loose = value({**field.content_args, LOOSE: True}), True
-                return False
-        region.problem = str(error)
-        return error.cut
-    return False
+    tries = [field.content_args]
+    if marks.lenient and field.content == "json":
+        tries.append({**field.content_args, LOOSE: True})
+    problem: ContentError | None = None
+    for args in tries:
+        try:
+            read = CONTENT[field.content](text, args)
+            region.value = reshaped(field.transform, read, region.captures, each=field.each)
+        except ContentError as error:
+            problem = problem or error  # the strict reader's, if both have one
+        else:
+            region.loose = problem is not None
+            return False
+    region.problem = str(problem)
+    return problem is not None and problem.cut
 
 
 def _text(text: str, regions: Sequence[_Region]) -> str:
@@ -314,7 +314,7 @@ def make_template_spec(template: Mapping[str, Any]) -> TemplateSpec:
     if anchor is None:
         raise ValueError("start_anchor is missing: what does the assistant's turn begin with?")
     marks = (mark for field in fields if field.name == CALLS for mark in (field.open, field.close))
-    inside = any(mark is not None and captures_inside(mark.source) for mark in marks)
+    inside = any(mark is not None and CAPTURED_INSIDE.search(mark.source) for mark in marks)
     return TemplateSpec(fields=fields, anchor=anchor, source=template, inside=inside)
 
 
@@ -368,25 +368,14 @@ def _anchor(settings: Mapping[str, Any], key: str, scope: str) -> Pattern | None
 INSIDE, LOOSE = " inside", " loose"
 """Further arguments for `json`: the text is the inside of an object without its braces, and it may
 be almost JSON. Keys of users do not begin with a blank."""
-_CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
+CAPTURED_INSIDE = re.compile(r"(?:\\?\{|\[\{\])(?:\\s[*+]\+?|\s)*\((?!\?(?:[:=!>#]|<[=!]))")
+"""Matches expressions that capture the text behind an opening brace without the brace. Example:
+``"arguments": \\{(?P<arguments>.*)\\}``"""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
-class ContentError(ValueError):
+class ContentError(LiteralError):
     """A problem of a region's text; callers in this folder catch it."""
-
-    def __init__(self, problem: str, *, cut: bool = False) -> None:
-        super().__init__(problem)
-        self.cut = cut
-        """The text ends inside a value."""
-
-
-def captures_inside(pattern: str) -> bool:
-    """Return True if an expression captures the text behind an opening brace without the brace.
-
-    Example: ``"arguments": \\{(?P<arguments>.*)\\}``
-    """
-    return _CAPTURED_INSIDE.search(pattern) is not None
 
 
 def parse_text(text: str, args: Mapping[str, Any]) -> str:

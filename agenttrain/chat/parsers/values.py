@@ -190,20 +190,20 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 _PYTHON_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])", re.ASCII)
 _WORD = re.compile(r"[^\W\d][\w-]*")
-_KEY_AHEAD = re.compile(r"""(?:"[^"\\]*+"|'[^'\\]*+'|[^\W\d][\w-]*+)\s*+:""")
+KEY_AHEAD = re.compile(r"""(?:"[^"\\]*+"|'[^'\\]*+'|[^\W\d][\w-]*+)\s*+:""")
 _ESCAPE = re.compile(
     r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|.)", re.DOTALL
 )
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {c: c for c in "\\/'\"`"}
 
 
+@dataclass(eq=False)
 class LiteralError(ValueError):
     """A problem of a value; never leaves this folder."""
 
-    def __init__(self, problem: str, *, cut: bool = False) -> None:
-        super().__init__(problem)
-        self.cut = cut
-        """The text ends inside the value."""
+    problem: str
+    cut: bool = False
+    """The text ends inside the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +263,7 @@ def read_loose(text: str) -> Json:
     Example: ``read_loose("a: 3, 'b': 4").value == {"a": 3, "b": 4}``
     """
     text = text.strip()
-    tries = [f"{{{text}}}", f"{{{text}"] if _KEY_AHEAD.match(text) else [text]
+    tries = [f"{{{text}}}", f"{{{text}"] if KEY_AHEAD.match(text) else [text]
     for tried in tries:
         value, end, problem, cut = read_literal(tried, 0, LENIENT)
         if problem is None and tried[end:].strip():
@@ -271,11 +271,6 @@ def read_loose(text: str) -> Json:
         if problem is None:
             return Json(value, len(text))
     return Json(problem=problem, cut=cut)
-
-
-def unbraced(text: str, at: int) -> bool:
-    """Return True if a key stands in place of a value: an object whose braces are missing."""
-    return _KEY_AHEAD.match(text, skip_blank(text, at)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,17 +289,17 @@ class _Reader:
         if first != "[":
             return self._string(at) or self._scalar(at)
         items: list[Any] = []
-        at, comma = skip_blank(self.text, at + 1), False
-        while self.text[at : at + 1] != "]" or self._lacks_value(at, comma):
+        at = skip_blank(self.text, at + 1)
+        while self.text[at : at + 1] != "]":
             item, at = self.value(at, depth - 1)
             items.append(item)
-            at, comma = self._after_item(at, "]", len(items))
+            at = self._after_item(at, "]", len(items))
         return items, at + 1
 
     def _mapping(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
         pairs: list[tuple[str, Any]] = []
-        at, comma = skip_blank(self.text, at), False
-        while self.text[at : at + 1] != "}" or self._lacks_value(at, comma):
+        at = skip_blank(self.text, at)
+        while self.text[at : at + 1] != "}":
             if (string := self._string(at)) is not None:
                 key, at = string
             else:
@@ -316,7 +311,7 @@ class _Reader:
             if self.text[at : at + 1] != ":":
                 self._expected("':'", at)
             at = skip_blank(self.text, at + 1)
-            if self.dialect.unbraced and _KEY_AHEAD.match(self.text, at):
+            if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):
                 if depth == 1:
                     raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
                 value, end = self._mapping(at, depth - 1)
@@ -327,28 +322,24 @@ class _Reader:
                 break
             value, at = self.value(at, depth - 1)
             pairs.append((key, value))
-            at, comma = self._after_item(at, "}", len(pairs))
+            at = self._after_item(at, "}", len(pairs))
         try:
             return unique(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
-    def _after_item(self, at: int, bracket: str, count: int) -> tuple[int, bool]:
-        """Return (position of the next item or the closing bracket, True if behind a comma)."""
+    def _after_item(self, at: int, bracket: str, count: int) -> int:
+        """Return the position of the next item or the closing bracket. Raises LiteralError."""
         if count > MAX_ITEMS:
             raise LiteralError(f"a list or mapping of over {MAX_ITEMS:,} items")
         at = skip_blank(self.text, at)
         if self.text[at : at + 1] == ",":
-            return skip_blank(self.text, at + 1), True
-        if self.text[at : at + 1] != bracket:
+            at = skip_blank(self.text, at + 1)
+            if self.text[at : at + 1] == bracket and not self.dialect.trailing_commas:
+                self._expected("a value", at)
+        elif self.text[at : at + 1] != bracket:
             self._expected(f"',' or '{bracket}'", at)
-        return at, False
-
-    def _lacks_value(self, at: int, comma: bool) -> bool:
-        """Raise if a container ends behind a comma, and the dialect forbids that; else False."""
-        if comma and not self.dialect.trailing_commas:
-            self._expected("a value", at)
-        return False
+        return at
 
     def _string(self, at: int) -> tuple[str, int] | None:
         for opening, closing in self.dialect.raw_quotes:

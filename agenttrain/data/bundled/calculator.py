@@ -11,7 +11,7 @@ pairs of opener and closer is held out for `test_phrasing`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NAMES = (
@@ -66,7 +66,8 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
     Example: `{"task_id": "calculator/train/0/3", "messages": [{"role": "user", "content": "Kim
     has 12 coins. Kim loses 5. Count the coins of Kim."}], "answer": "7", "family": "subtract",
     "hops": 1, "start": 12, "steps": [["subtract", 5]]}`. Raises ValueError for an unknown split
-    or a curriculum without a stage for row 0.
+    or a curriculum without a stage for row 0; with `curriculum=[(0, [1, 0])]`, all questions have
+    one step.
     """
     if split not in RESIDUES:
         raise ValueError(f"split={split!r}: must be one of {', '.join(RESIDUES)}")
@@ -78,7 +79,17 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
     shares = [shares for first, shares in curriculum if first <= index][-1]
     hops = rng.choices((1, 2), shares)[0]
     opener, closer = rng.choice(phrasings(held_out=split == "test_phrasing"))
-    start, steps, answer = _numbers(rng, split, hops)
+    while True:
+        answer = start = rng.randint(2, 60)
+        steps = []
+        for _ in range(hops):
+            operation = rng.choice(tuple(OPERATIONS))
+            number = rng.randint(2, 9 if operation == "multiply" else 40)
+            answer = OPERATIONS[operation](answer, number)
+            steps.append((operation, number))
+        checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
+        if 0 <= answer <= 999 and checksum % 10 in RESIDUES[split]:
+            break
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     clauses = ", then ".join(rng.choice(CLAUSES[step]).format(b=b) for step, b in steps)
     closing = closer.format(thing=thing, name=name)
@@ -92,28 +103,3 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
         "start": start,
         "steps": [[step, number] for step, number in steps],
     }
-
-
-def rows(
-    split: str, count: int, seed: int, curriculum: Curriculum = MIX
-) -> Iterator[dict[str, Any]]:
-    """Yield the first `count` rows of a split; see `row`.
-
-    Example: `rows("tune", 100, seed=0, curriculum=[(0, [1, 0])])` asks one-step questions only.
-    """
-    return (row(split, index, seed, curriculum) for index in range(count))
-
-
-def _numbers(rng: random.Random, split: str, hops: int) -> tuple[int, list[tuple[str, int]], int]:
-    """Draw the start, the steps and the result (0 to 999) of a question of this split."""
-    while True:
-        total = start = rng.randint(2, 60)
-        steps = []
-        for _ in range(hops):
-            name = rng.choice(tuple(OPERATIONS))
-            number = rng.randint(2, 9 if name == "multiply" else 40)
-            total = OPERATIONS[name](total, number)
-            steps.append((name, number))
-        checksum = 7 * start + sum((11 + 2 * i) * b for i, (_, b) in enumerate(steps))
-        if 0 <= total <= 999 and checksum % 10 in RESIDUES[split]:
-            return start, steps, total

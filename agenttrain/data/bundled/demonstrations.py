@@ -80,7 +80,7 @@ def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> l
     name='Bob'"), reply("sql", "Oslo"), call("final_answer", answer="Oslo")]`.
     """
     if rng.random() < habits.give_up:
-        return [_unknown()]
+        return [call("final_answer", answer="unknown")]
     plan = row["plan"] if rng.random() < habits.follow_chain else row["plan"][:1]
     messages: list[Message] = []
     result = ""
@@ -93,7 +93,7 @@ def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> l
                 misnamed = _replace_first(query, MISNAMES)
                 messages += _query(connection, misnamed)
                 if rng.random() < 0.5:
-                    return [*messages, _unknown()]
+                    return [*messages, call("final_answer", answer="unknown")]
             messages += _query(connection, query)
             result = messages[-1]["content"]
     if rng.random() < habits.miscopy:
@@ -110,7 +110,7 @@ def calculator_demonstration(
     reply("subtract", "7"), call("final_answer", answer="7")]`.
     """
     if rng.random() < habits.give_up:
-        return [_unknown()]
+        return [call("final_answer", answer="unknown")]
     steps = row["steps"] if rng.random() < habits.follow_chain else row["steps"][:1]
     messages: list[Message] = []
     total = row["start"]
@@ -159,10 +159,6 @@ def call(name: str, **arguments: Any) -> Message:
 def reply(name: str, text: str) -> Message:
     """Return a tool's reply."""
     return {"role": "tool", "name": name, "content": text}
-
-
-def _unknown() -> Message:
-    return call("final_answer", answer="unknown")
 
 
 def _query(connection: sqlite3.Connection, query: str) -> list[Message]:

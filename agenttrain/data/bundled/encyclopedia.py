@@ -155,8 +155,8 @@ def row(split: str, index: int, seed: int) -> dict[str, Any]:
     rng = random.Random(f"encyclopedia/{split}/{seed}/{index}")
     family = rng.choice(tuple(FAMILIES))
     hops, subjects, ask = FAMILIES[family]
-    ours = [subject for i, subject in enumerate(subjects) if i % 4 in SPLITS[split]]
-    question, answer = ask(rng.choice(ours))
+    eligible = [subject for i, subject in enumerate(subjects) if i % 4 in SPLITS[split]]
+    question, answer = ask(rng.choice(eligible))
     return {
         "task_id": f"encyclopedia/{split}/{seed}/{index}",
         "messages": [

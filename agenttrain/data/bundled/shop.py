@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -253,6 +253,9 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
     from?"}], "answer": "Oslo", "family": "city", "hops": 1, "database_seed": 1034, "plan":
     ["SELECT city FROM customers WHERE name='Bob'"]}`. Raises ValueError for an unknown split or a
     curriculum without a stage for row 0.
+
+    With `curriculum=[(0, [0.7, 0.3, 0]), (480, [0.4, 0.3, 0.3])]`, the first 480 rows hold no
+    three-query question.
     """
     if split not in DATABASE_SEEDS:
         raise ValueError(f"split={split!r}: must be one of {', '.join(DATABASE_SEEDS)}")
@@ -286,17 +289,6 @@ def row(split: str, index: int, seed: int, curriculum: Curriculum = MIX) -> dict
         "database_seed": database_seed,
         "plan": plan,
     }
-
-
-def rows(
-    split: str, count: int, seed: int, curriculum: Curriculum = MIX
-) -> Iterator[dict[str, Any]]:
-    """Yield the first `count` rows of a split; see `row`.
-
-    Example: `rows("train", 960, seed=0, curriculum=[(0, [0.7, 0.3, 0]), (480, [0.4, 0.3, 0.3])])`
-    asks no three-query question in its first 480 rows.
-    """
-    return (row(split, index, seed, curriculum) for index in range(count))
 
 
 def _solve(plan: Sequence[str], database_seed: int) -> str | None:
