@@ -117,10 +117,10 @@ def _go_on(
         named += [*record.search.space, *(text for one in record.search.repeats for text in one)]
     code = [] if record.own else named
     check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
-    of_sweep = [text for text in command.overrides if _key(text) in CHANGEABLE]
+    of_sweep = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in of_sweep]
     for text in changes:
-        if _key(text).partition(".")[0] not in RESUMABLE:
+        if key_of(text).partition(".")[0] not in RESUMABLE:
             raise ConfigError(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
@@ -129,7 +129,7 @@ def _go_on(
     raw = compose_raw([*shared, *of_sweep], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
     settings = validated(SweepConfig, section, "sweep")
-    if any(_key(text) == "sweep.trials" for text in of_sweep):
+    if any(key_of(text) == "sweep.trials" for text in of_sweep):
         record = _with_trials(folder, record, settings.trials or 0)
     jobs = standings(folder, record)
     configs = []
@@ -181,7 +181,8 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
     return record
 
 
-def _key(text: str) -> str:
+def key_of(text: str) -> str:
+    """Return the key of an override: ``++sweep.trials=5`` -> ``sweep.trials``."""
     return text.lstrip("+~").partition("=")[0]
 
 
