@@ -26,6 +26,7 @@ from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.compare import compare
+from agenttrain.commands.sweep.config import objective_problems
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.process import end_with_sweep
 from agenttrain.commands.sweep.record import is_job
@@ -170,7 +171,7 @@ def run(arguments: Sequence[str]) -> int:
         return _hand_over(command)
     with hydra_session(command.source):
         if command.sweep and command.saved is not None:
-            return cli_sweep.go_on(command, _compose_one)
+            return cli_sweep.resume(command, _compose_one)
         runs = compose_all(command)
         check_files(runs)
         check_processes(command, runs)
@@ -232,7 +233,11 @@ def compose_all(command: Command) -> list[Composed]:
         except ConfigError as error:
             raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
     if command.verb in RUNNING_VERBS:
-        cli_sweep.check_objective(command.verb, runs)
+        problems = dict.fromkeys(
+            text for run in runs for text in objective_problems(command.verb, run.config)
+        )
+        if problems:
+            raise ConfigError("\n".join(problems))
     return runs
 
 

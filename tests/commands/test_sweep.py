@@ -35,7 +35,7 @@ from agenttrain.commands.sweep.record import (
     varying,
     write_record,
 )
-from agenttrain.commands.sweep.run import divided, note, trials
+from agenttrain.commands.sweep.run import divided, record_end, trials
 from agenttrain.commands.sweep.search import Trial, corners, next_trial
 from agenttrain.commands.sweep.table import compared
 from agenttrain.settings.compose import Source, compose_run, hydra_session
@@ -139,7 +139,10 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m optimizer.lr=tag(lg,interval(1,2)) sweep.trials=1", "the tag 'lg' means nothing"),
         ("-m steps=tag(log,choice(1,2)) sweep.trials=1", "the tag log is for interval(…)"),
         ("-m steps=interval(1,2) sweep.trials=1", "steps=1."),
-        ("-m sweep=optuna sweep.trials=null", "sweep.sampler=tpe: searches until when?"),
+        (
+            "-m sweep=optuna sweep.trials=null",
+            "sweep.sampler=tpe: needs a number of trials; add",
+        ),
         ("-m sweep=optuna sweep.objective=null", "sweep.sampler=tpe chooses by it"),
         ("-m sweep=optuna sweep.runs=['steps=1']", "cannot be combined with sweep.sampler=tpe"),
         ("-m sweep=optuna sweep.sampler=gp", "expected one of: random, tpe"),
@@ -164,7 +167,7 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("compare nope --plot x.jpg", "--plot x.jpg: give a name that ends in .png"),
         ("compare nope --jsn", "--jsn: no such option (did you mean '--json'?)"),
         ("compare nope --json --markdown", "compare: give a sweep's folder"),
-        ("compare nope --plot", "--plot: where to?"),
+        ("compare nope --plot", "--plot: needs the name of a file; compare: give"),
         ("compare nope --plot nowhere/x.svg", "--plot nowhere/x.svg: "),
         ('-m sweep.runs=["algorithm=\'grpo"]', "sweep.runs: algorithm='grpo: No closing quota"),
     ],
@@ -364,14 +367,14 @@ def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
 def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
     job = SweepJob(folder="0", overrides=[])
     ended = JobEnd(code=137, last_words="Killed")
-    note(tmp_path, ended, signalled=False)
+    record_end(tmp_path, ended, signalled=False)
     found = standing(tmp_path, job)
     assert (found.status, found.error) == ("failed", "exit code 137: Killed")
     update_summary(tmp_path, status="preempted", error=None)
-    note(tmp_path, ended, signalled=False)
+    record_end(tmp_path, ended, signalled=False)
     assert standing(tmp_path, job).status == "preempted"  # its own word stands
     update_summary(tmp_path, status="running")
-    note(tmp_path, JobEnd(code=130, last_words=""), signalled=True)
+    record_end(tmp_path, JobEnd(code=130, last_words=""), signalled=True)
     assert standing(tmp_path, job).status == "interrupted"
 
 

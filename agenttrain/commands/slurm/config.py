@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.types import ConfigError
 from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -138,4 +139,5 @@ def check_submission(config: Any, section: SlurmConfig) -> None:
             f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
             f"slurm.gpus={section.gpus}; leave it out, or make them equal"
         )
-    raise_problems(problems)
+    if problems:
+        raise ConfigError("\n".join(problems))

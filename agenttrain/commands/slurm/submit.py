@@ -164,9 +164,8 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
         combinations = expand(command.overrides, source).runs
         combination = combinations[0]
         for text in command.overrides:
-            if key_of(text).partition(".")[0] == "distributed" and any(
-                text not in run for run in combinations
-            ):
+            varies = any(text not in run for run in combinations)
+            if varies and key_of(text).partition(".")[0] == "distributed":
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
     try:
         first = compose_run([*combination, *typed.slurm], source).config

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, so many at a time: those of its record, and those that its search adds."""
+"""Runner of a sweep's jobs, several at a time: those of the record, and those of a search."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from agenttrain.commands.sweep.record import (
     write_record,
 )
 from agenttrain.commands.sweep.search import Trial, next_trial
-from agenttrain.commands.sweep.table import result
+from agenttrain.commands.sweep.table import results
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.machine import Machine, machine_problems
 from agenttrain.settings.run_config import RunConfig
@@ -47,33 +47,33 @@ from agenttrain.utils import exit_codes
 OUTPUT = "output.txt"
 """File in a job's folder: its output where several run at once."""
 POLL_S = 0.2
-"""Seconds between two looks at the jobs' processes."""
+"""Seconds between two checks of the jobs' processes."""
 THREADS = "OMP_NUM_THREADS"
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A sweep that is to be run."""
+    """A sweep to be run."""
 
     folder: Path
-    """Its record is there."""
+    """Folder of the sweep, with its record."""
     settings: SweepConfig
     shares: list[dict[str, str]]
-    """Environment of each job of those that run at a time: see `divided`."""
+    """Environment of each of the jobs that run at a time: see `divided`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
-    """True: the code that the jobs' config.yaml name may run."""
+    """True: the code that is named in the jobs' config.yaml may run."""
 
 
 def divided(
     verb: str, parallel: int, configs: Sequence[RunConfig], count_gpus: Callable[[], int]
 ) -> list[dict[str, str]]:
-    """Divide this machine's GPUs and cores among so many jobs at a time; `configs` are of them.
+    """Divide this machine's GPUs and cores among `parallel` jobs, which have these `configs`.
 
     Example: 2 jobs, 8 cores, 4 GPUs -> ``[{"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0,1"},
-    {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}]``. A single GPU is every job's. Raises
+    {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}]``. All jobs share a single GPU. Raises
     ConfigError.
     """
     if parallel == 1:
@@ -106,7 +106,7 @@ def divided(
 
 
 def run(sweep: Sweep) -> int:
-    """Run every job that is not finished, and the trials of a search; return the exit code.
+    """Run every unfinished job, and the trials of a search; return the exit code.
 
     Needs a `hydra_session`, and the main thread.
     """
@@ -124,7 +124,7 @@ def run(sweep: Sweep) -> int:
                 if not waiting:
                     break
                 job = waiting.popleft()
-                process = _started(sweep, folder, job, sweep.shares[slots[0]], signals)
+                process = _start(sweep, folder, job, sweep.shares[slots[0]], signals)
                 if process is not None:
                     running[slots.pop(0)] = job, process
             if not running:
@@ -132,8 +132,8 @@ def run(sweep: Sweep) -> int:
             slot, end = _wait(running)
             job, process = running.pop(slot)
             signals.jobs = [other for other in signals.jobs if other is not process]
-            note(folder / job.folder, end, signalled=bool(signals.received))
-            finished = _concluded_job(folder, job)
+            record_end(folder / job.folder, end, signalled=bool(signals.received))
+            finished = _print_end(folder, job)
             if signals.received:
                 code = code or end.code
             elif stop and not finished and not stopped:
@@ -141,11 +141,11 @@ def run(sweep: Sweep) -> int:
                 stopped = True
         if signals.received:
             code = code or exit_codes.INTERRUPTED
-    return concluded(sweep.folder, code)
+    return print_outcome(sweep.folder, code)
 
 
 def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]:
-    """Wait until one of the jobs has ended."""
+    """Wait until one of the jobs has ended; return its slot and how it ended."""
     while True:
         for slot, (_, process) in running.items():
             if end := process.ended():
@@ -153,16 +153,16 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
         time.sleep(POLL_S)
 
 
-def _started(
+def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
-    """Start a job; None where there is nothing to start."""
+    """Start a job; return None if there is nothing to start."""
     record, where = read_record(folder), folder / job.folder
     if is_held(where):
-        print(f"{where}: another process works there; left to it", flush=True)
+        print(f"{where}: another process works there; it is left alone", flush=True)
         return None
-    if standing(where, job).status == FINISHED:  # since it was put on the list
-        print(f"{where}: finished meanwhile", flush=True)
+    if standing(where, job).status == FINISHED:  # by another process
+        print(f"{where}: has finished in the meantime", flush=True)
         return None
     number, total = _number(record, job), len(record.jobs)
     if record.search is None:
@@ -173,7 +173,7 @@ def _started(
         values = {key: value for key, value in chosen(job.overrides).items() if key in keys}
     print(f"\njob {number} of {total}: {named(values)} -> {where}", flush=True)
     if read_summary(where):
-        update_summary(where, status=None, error=None)  # of the last time
+        update_summary(where, status=None, error=None)  # remove those of the last attempt
     output = None
     if len(sweep.shares) > 1:
         where.mkdir(parents=True, exist_ok=True)
@@ -189,15 +189,15 @@ def _number(record: SweepRecord, job: SweepJob) -> int:
     return [one.folder for one in record.jobs].index(job.folder) + 1
 
 
-def _concluded_job(folder: Path, job: SweepJob) -> bool:
-    """Print how a job ended; return True if it is finished."""
+def _print_end(folder: Path, job: SweepJob) -> bool:
+    """Print the state of a job that has ended; return True if it is finished."""
     record = read_record(folder)
     now = standing(folder / job.folder, job)
     message = now.status
     if now.status != FINISHED:
         message += f": {now.error}" if now.error else ""
     elif record.objective is not None:
-        objective = result(now.folder, record.objective)
+        objective = results(now.folder).get(record.objective)
         if objective is None:
             message += f", but it has no {record.objective}"
         else:
@@ -209,19 +209,19 @@ def _concluded_job(folder: Path, job: SweepJob) -> bool:
 def _arguments(
     sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str], trust: bool
 ) -> list[str]:
-    """Return the arguments that start the job, or go on with it."""
+    """Return the arguments that start the job, or resume it."""
     folder = sweep / job.folder
     config = folder / "config.yaml"
     if record.verb == "eval":
-        config.unlink(missing_ok=True)  # an evaluation has nothing to go on with: it starts anew
+        config.unlink(missing_ok=True)  # an evaluation cannot be resumed: it starts again
     if config.exists():
         allowed = [TRUSTED] if trust else []
         return [record.verb, *record.options, f"resume={folder}", *changes, *allowed]
     return record.arguments(sweep, job, *changes)
 
 
-def note(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record how a job ended that could not do so itself; `signalled`: the sweep was to stop."""
+def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
+    """Record the end of a job that could not do so itself; `signalled`: the sweep was stopped."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
     if signalled:
@@ -232,7 +232,7 @@ def note(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
 
 
 def _next_jobs(sweep: Path) -> list[SweepJob]:
-    """Ask for one more trial and put its jobs on record; none where the search has all of them."""
+    """Choose one more trial and record its jobs; return none if the search has all its trials."""
     record = read_record(sweep)
     search = record.search
     if search is None:
@@ -243,7 +243,7 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
     axes = {axis.get_key_element(): axis for axis in parse(search.space)}
     values = next_trial(axes, search.seed, Direction(search.direction), past)
     if values is None:
-        print(f"the search comes up with nothing new after {len(past)} trials", flush=True)
+        print(f"the search finds no new values after {len(past)} trials", flush=True)
         return []
     overrides = [[*written(axes, values), *repeat] for repeat in search.repeats]
     jobs = [
@@ -255,10 +255,10 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
 
 
 def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]:
-    """Return the trials of a search as their jobs stand, in the order in which they were chosen.
+    """Return the trials of a search with their outcomes, in the order in which they were chosen.
 
-    One is complete when all of its jobs have the objective, and failed when none of them is to run
-    any more and not all have it. Until then, also while it is interrupted, it has no result.
+    A trial is complete once all of its jobs have the objective. It has failed if all of its jobs
+    have ended and not all have it. Until then, also while it is interrupted, it has no result.
     """
     by_values: dict[tuple[str, ...], list[SweepJob]] = {}
     for job in record.jobs:
@@ -269,20 +269,20 @@ def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]
     for values, jobs in by_values.items():
         states = [standing(sweep / job.folder, job) for job in jobs]
         ended = all(one.status in (FINISHED, FAILED) for one in states)
-        results = [
-            result(one.folder, record.objective)
+        objectives = [
+            results(one.folder).get(record.objective)
             for one in states
             if one.status == FINISHED and record.objective is not None
         ]
-        numbers = [number for number in results if number is not None and math.isfinite(number)]
+        numbers = [number for number in objectives if number is not None and math.isfinite(number)]
         complete = ended and len(numbers) == len(jobs)
         mean = statistics.fmean(numbers) if complete else None
         past.append(Trial(values=values, result=mean, failed=ended and not complete))
     return past
 
 
-def concluded(sweep: Path, code: int) -> int:
-    """Print how the sweep stands; return the exit code, 1 where a job is not finished."""
+def print_outcome(sweep: Path, code: int) -> int:
+    """Print the state of the sweep; return the exit code, 1 if a job is not finished."""
     record = read_record(sweep)
     jobs = standings(sweep, record)
     print(f"\nsweep      {sweep}: {counted(jobs)}")
