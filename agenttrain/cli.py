@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from agenttrain.commands.arguments import help_text
-from agenttrain.commands.check import certify_files, check, check_files
+from agenttrain.commands.check import certify, check, check_files
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
@@ -133,7 +133,7 @@ def _dispatch(arguments: list[str]) -> int:
 
             return export(words)
         if verb == "submit":
-            return submit(words, compose_all, certify_files)
+            return submit(words, compose_all, certify)
         command = {
             "settings": settings,
             "view": view,
