@@ -257,7 +257,7 @@ def _load_saved(command: Command, saved: Path) -> Composed:
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     """Compose and check one new run."""
     if not command.sweep:
-        cli_sweep.refuse_without_m(overrides)
+        cli_sweep.check_outside_sweep(overrides)
     composed = compose_run(overrides, command.source)
     check_new(composed.config)
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))

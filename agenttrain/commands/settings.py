@@ -239,10 +239,10 @@ def json_schema() -> dict[str, Any]:
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    references, whole = TypeAdapter.json_schemas(
+    references, schemas = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
-    definitions = whole["$defs"]
+    definitions = schemas["$defs"]
     for definition in definitions.values():
         definition.pop("required", None)
         for name, part in definition.get("properties", {}).items():

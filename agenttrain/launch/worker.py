@@ -67,7 +67,8 @@ def leave(code: int) -> None:
 
     Threads of a process group whose other members are gone may abort the interpreter's shutdown.
     """
-    if code == DONE:  # else a signal may have interrupted the import of torch, which fails twice
+    # Otherwise a signal may have interrupted the import of torch, which cannot be repeated.
+    if code == DONE:
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -247,11 +247,11 @@ def _training(
         # The layer in use and the next one; weights outside of the layers stay gathered.
         layers = [weight_bytes(layer) for layer in sharding.layers(sizes.model)]
         gathered = sizes.weights - sum(layers) + 2 * max(layers)
-        why = "embeddings, head and two layers, whole"
+        why = "embeddings, head and two layers, unsharded"
         if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
             gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
         yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
-        why = "one weight whole, on its way to the files"
+        why = "one unsharded weight, while it is written"
         yield MemoryItem(
             name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
         )
@@ -273,7 +273,7 @@ def _files(
             on_host=on_gpu,
         )
     if (sharded or on_gpu) and not config.model.lora.rank:
-        why = "the first process writes the weights whole"
+        why = "the first process writes all weights"
         yield MemoryItem(
             name="written weights",
             bytes=sizes.weights,

@@ -130,7 +130,7 @@ def lint(script: str) -> str:
     """Return SLURM's opinion of the script: "Job 7 to start at … on nodes n1 in partition low".
 
     Raises ConfigError with SLURM's message if it would not accept the script, ClusterUnreachable if
-    it cannot be asked.
+    it cannot check it.
     """
     done = _sbatch(["--test-only"], script)
     text = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.split("\n")).strip()

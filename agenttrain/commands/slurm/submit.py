@@ -24,7 +24,7 @@ from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, u
 from agenttrain.commands.sweep.command import key_of, new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
-from agenttrain.commands.sweep.record import RECORD, SweepRecord, quoted, write_record
+from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
 from agenttrain.settings.command_line import RUN_DIR, Command, parse
 from agenttrain.settings.compose import (
     Composed,
@@ -194,7 +194,7 @@ def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -
         )
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
-    place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
+    place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *words, *place]
     script = _script(folder, name, [arguments], array=False)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)

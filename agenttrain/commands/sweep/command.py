@@ -11,19 +11,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from agenttrain.commands.sweep.config import SweepConfig
-from agenttrain.commands.sweep.expand import expand, parse, written
+from agenttrain.commands.sweep.expand import expand, parse, trial_overrides
 from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
-    held,
+    hold_sweep,
     is_job,
     is_sweep,
+    job_states,
     read_record,
-    shown,
-    standings,
+    shell_command,
     write_record,
 )
-from agenttrain.commands.sweep.run import Sweep, divided, print_outcome, run
+from agenttrain.commands.sweep.run import Sweep, divide_machine, print_outcome, run
 from agenttrain.commands.sweep.search import check_space, corners
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import check_own_objective, check_structured, validate
@@ -46,11 +46,11 @@ def start(command: Command, runs: Sequence[Composed]) -> int:
     """Record a new sweep of checked runs, and run it. Needs a `hydra_session`."""
     folder, record = new_sweep(command, runs)
     settings, configs = runs[0].config.sweep, [run.config for run in runs]
-    shares = divided(command.verb, settings.parallel, configs, count_gpus)
+    shares = divide_machine(command.verb, settings.parallel, configs, count_gpus)
     key = "hydra.sweep.dir="
     check_writable(folder, f"{key}{folder}", f"name another folder: {key}…")
     write_record(folder, record)
-    with held(folder):
+    with hold_sweep(folder):
         return run(Sweep(folder=folder, settings=settings, shares=shares))
 
 
@@ -68,7 +68,7 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     raw = compose_raw(fixed, source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
     if is_sweep(folder):
-        resume = shown(["-m", f"resume={folder}"])
+        resume = shell_command(["-m", f"resume={folder}"])
         raise ConfigError(
             f"hydra.sweep.dir={folder}: holds a sweep already; {resume} runs its unfinished jobs, "
             "another name starts a new one"
@@ -101,7 +101,7 @@ def resume(command: Command, compose: Callable[[Sequence[str], Command], Compose
     assert folder is not None, "resume() needs resume="
     record = read_record(folder)
     check_writable(folder, f"resume={folder}", "make it writable")
-    with held(folder):
+    with hold_sweep(folder):
         return _resume_held(folder, record, command, compose)
 
 
@@ -112,7 +112,7 @@ def _resume_held(
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
     """Run the unfinished jobs while no other process can."""
-    named = [shown(record.arguments(folder, job)) for job in record.jobs] + record.shared
+    named = [shell_command(record.arguments(folder, job)) for job in record.jobs] + record.shared
     if record.search is not None:
         named += [*record.search.space, *(text for one in record.search.repeats for text in one)]
     code = [] if record.own else named
@@ -131,7 +131,7 @@ def _resume_held(
     settings = validated(SweepConfig, section, "sweep")
     if any(key_of(text) == "sweep.trials" for text in of_sweep):
         record = _with_trials(folder, record, settings.trials or 0)
-    jobs = standings(folder, record)
+    jobs = job_states(folder, record)
     configs = []
     for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
@@ -145,7 +145,7 @@ def _resume_held(
             configs.append(compose([*recorded, *changes], command).config)
     if record.search is not None and record.lacks_trials:
         axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
-        example = [*written(axes, corners(axes)[0]), *record.search.repeats[0]]
+        example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
         configs.append(compose([*example, *changes], command).config)
     if not configs:
         if command.overrides:
@@ -157,7 +157,7 @@ def _resume_held(
     sweep = Sweep(
         folder=folder,
         settings=settings,
-        shares=divided(record.verb, settings.parallel, configs, count_gpus),
+        shares=divide_machine(record.verb, settings.parallel, configs, count_gpus),
         changes=changes,
         # The user has agreed to run all code above; the jobs have no terminal on which to ask.
         trust=True,
@@ -186,7 +186,7 @@ def key_of(text: str) -> str:
     return text.lstrip("+~").partition("=")[0]
 
 
-def refuse_without_m(overrides: Sequence[str]) -> None:
+def check_outside_sweep(overrides: Sequence[str]) -> None:
     """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep."""
     typed = [text for text in overrides if text.lstrip("+").startswith(("sweep=", "sweep."))]
     if not typed:

@@ -17,14 +17,14 @@ from typing import Any
 from agenttrain.commands.sweep.record import (
     FINISHED,
     RUNNING,
-    named,
     read_record,
-    shown,
+    settings_line,
+    shell_command,
 )
 from agenttrain.commands.sweep.table import (
     Comparison,
     as_json,
-    compared,
+    compare_jobs,
     curves,
     markdown,
     print_table,
@@ -63,10 +63,10 @@ def compare(arguments: Sequence[str]) -> int:
         if typed.plot.is_dir() or not typed.plot.parent.is_dir():
             raise ConfigError(f"--plot {typed.plot}: name a file in an existing folder")
     record = read_record(typed.sweep)
-    comparison = compared(typed.sweep, record, typed.metrics)
+    comparison = compare_jobs(typed.sweep, record, typed.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
     waiting = unfinished or record.lacks_trials
-    resume = shown(["-m", f"resume={typed.sweep}"]) if waiting else None
+    resume = shell_command(["-m", f"resume={typed.sweep}"]) if waiting else None
     if typed.form == "--json":
         print(json.dumps(finite(as_json(comparison, resume)), indent=1))
     elif typed.form == "--markdown":
@@ -85,7 +85,7 @@ def compare(arguments: Sequence[str]) -> int:
             if (job.folder / "config.yaml").exists() and record.verb != "eval":
                 verb = [] if record.verb == "train" else [record.verb]
                 arguments = [*verb, *record.options, f"resume={job.folder}"]
-            print(f"    {shown(arguments)}")
+            print(f"    {shell_command(arguments)}")
         if resume is not None:
             print(f"all that is missing: {resume}")
     if typed.plot is not None:
@@ -168,7 +168,7 @@ def write(comparison: Comparison, path: Path) -> None:
     if comparison.metrics:
         _draw_results(axes[-1], comparison.metrics[0], comparison)
     lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
-    labels = [named(one.chosen) or "all jobs" for one in comparison.configurations]
+    labels = [settings_line(one.chosen) or "all jobs" for one in comparison.configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
     figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
     if wanted != "html":

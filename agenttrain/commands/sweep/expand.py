@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from agenttrain.commands.sweep.config import LOWER_IS_BETTER, Direction, Sampler
 from agenttrain.commands.sweep.record import TrialSearch
-from agenttrain.commands.sweep.search import check_space, corners, drawn
+from agenttrain.commands.sweep.search import check_space, corners, draw_trials
 from agenttrain.settings.compose import Source, compose_raw, open_keys
 from agenttrain.settings.messages import REPLACED, explained
 from agenttrain.types import ConfigError
@@ -68,9 +68,9 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
         else:  # no two trials are the same, and each has all seeds
             axes, repeats = _divided(swept)
             check_space(axes, raw.sweep.trials)
-            trials = drawn(axes, raw.sweep.trials, raw.sweep.trials_seed)
+            trials = draw_trials(axes, raw.sweep.trials, raw.sweep.trials_seed)
             combinations = [
-                [*written(axes, values), *repeat] for values in trials for repeat in repeats
+                [*trial_overrides(axes, values), *repeat] for values in trials for repeat in repeats
             ]
         listed = []
         for run in raw.sweep.runs:
@@ -121,7 +121,7 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     check_space(axes, settings.trials)
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
-    first, *others = [written(axes, values) for values in corners(axes)]
+    first, *others = [trial_overrides(axes, values) for values in corners(axes)]
     runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
     search = TrialSearch(
         trials=settings.trials,
@@ -148,6 +148,6 @@ def _divided(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[l
     return axes, _all([override for key, override in last.items() if key not in axes])
 
 
-def written(axes: dict[str, Override], values: Sequence[str]) -> list[str]:
+def trial_overrides(axes: dict[str, Override], values: Sequence[str]) -> list[str]:
     """Write the values of a trial as overrides."""
     return [f"{key}={value}" for key, value in zip(axes, values, strict=True)]

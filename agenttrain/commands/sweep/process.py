@@ -133,7 +133,7 @@ class Forwarder:
 
 
 @contextmanager
-def forwarding() -> Iterator[Forwarder]:
+def forward_signals() -> Iterator[Forwarder]:
     """Forward this process's signals to the jobs, which are stopped at the end of the context."""
     forwarder = Forwarder()
     # Under nohup SIGHUP is ignored, by the jobs too: it must not end the sweep with its terminal.

@@ -10,7 +10,7 @@
 
 With `sweep.sampler=tpe` there is a `search`, and each trial's jobs are added when it is chosen. A
 job's state is only in its own folder, so jobs can run in any order, on this machine or in a SLURM
-array. A run folder is a job if the record of its parent folder lists it. `standings` reads the
+array. A run folder is a job if the record of its parent folder lists it. `job_states` reads the
 states of all jobs.
 """
 
@@ -101,12 +101,12 @@ class SweepRecord:
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
         """Return the arguments of `agenttrain` that start a job without a run."""
-        folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
+        folder = f"hydra.run.dir={quote_path(sweep / job.folder)}"
         overrides = map(override_in_this_layout, job.overrides)
         return [self.verb, *self.options, *overrides, *extra, folder]
 
 
-def quoted(path: Path) -> str:
+def quote_path(path: Path) -> str:
     """Return a path as the value of an override.
 
     Example: ``Path("a=b/sweep")`` -> ``'a=b/sweep'``, with the quotes.
@@ -116,12 +116,12 @@ def quoted(path: Path) -> str:
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def shown(arguments: Sequence[str]) -> str:
+def shell_command(arguments: Sequence[str]) -> str:
     """Return the arguments as a shell command."""
     return shlex.join(["agenttrain", *arguments])
 
 
-def chosen(overrides: Sequence[str]) -> dict[str, str]:
+def settings_by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Map the keys of overrides to their values; the last value of a key wins.
 
     Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
@@ -131,19 +131,19 @@ def chosen(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def varying(record: SweepRecord) -> list[dict[str, str]]:
+def varying_settings(record: SweepRecord) -> list[dict[str, str]]:
     """Return, for each job, the settings in which the jobs differ.
 
     Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
     ``[{"seed": "0"}, {"seed": "1"}]``.
     """
-    settings = [chosen(job.overrides) for job in record.jobs]
+    settings = [settings_by_key(job.overrides) for job in record.jobs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differ = [key for key in keys if len({values.get(key) for values in settings}) > 1]
     return [{key: values[key] for key in differ if key in values} for values in settings]
 
 
-def named(values: Mapping[str, str]) -> str:
+def settings_line(values: Mapping[str, str]) -> str:
     """Return settings in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
     return " ".join(f"{key}={value}" for key, value in values.items())
 
@@ -181,7 +181,7 @@ def write_record(sweep: Path, record: SweepRecord) -> None:
 
 
 @contextmanager
-def held(sweep: Path) -> Iterator[None]:
+def hold_sweep(sweep: Path) -> Iterator[None]:
     """Hold the sweep, so that no other process starts its waiting jobs.
 
     Raises ConfigError if another process holds it. A file system without locks lets every process
@@ -193,7 +193,7 @@ def held(sweep: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise ConfigError(
                 f"{sweep}: another process runs this sweep, and starts the jobs that wait; wait "
-                f"for it or stop it, and watch it with {shown(['compare', str(sweep)])}"
+                f"for it or stop it, and watch it with {shell_command(['compare', str(sweep)])}"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -210,7 +210,7 @@ ENDED = (FINISHED, FAILED, INTERRUPTED, "preempted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class JobState:
     """A job with its state."""
 
     job: SweepJob
@@ -225,12 +225,12 @@ class Standing:
         return self.status not in (FINISHED, RUNNING)
 
 
-def standings(sweep: Path, record: SweepRecord) -> list[Standing]:
+def job_states(sweep: Path, record: SweepRecord) -> list[JobState]:
     """Return the states of all jobs of the sweep, in order."""
-    return [standing(sweep / job.folder, job) for job in record.jobs]
+    return [job_state(sweep / job.folder, job) for job in record.jobs]
 
 
-def standing(folder: Path, job: SweepJob) -> Standing:
+def job_state(folder: Path, job: SweepJob) -> JobState:
     """Return the state of the job in `folder`."""
     summary = read_summary(folder)
     recorded = summary.get("status")
@@ -241,7 +241,7 @@ def standing(folder: Path, job: SweepJob) -> Standing:
     else:
         status = KILLED if recorded in (None, RUNNING) else str(recorded)
     error = summary.get("error") if status == FAILED else None
-    return Standing(job=job, folder=folder, status=status, error=error)
+    return JobState(job=job, folder=folder, status=status, error=error)
 
 
 def is_held(folder: Path) -> bool:
@@ -256,7 +256,7 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def counted(jobs: Sequence[Standing]) -> str:
+def status_counts(jobs: Sequence[JobState]) -> str:
     """Count the jobs by status, e.g. "6 finished, 1 failed, 1 never started"."""
     statuses = [job.status for job in jobs]
     order = dict.fromkeys([*ENDED, KILLED, RUNNING, NEVER_STARTED, *statuses])

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agenttrain.commands.sweep.config import Direction, OnFailedJob, SweepConfig
-from agenttrain.commands.sweep.expand import REPEATED, parse, written
-from agenttrain.commands.sweep.process import Forwarder, JobEnd, JobProcess, forwarding
+from agenttrain.commands.sweep.expand import REPEATED, parse, trial_overrides
+from agenttrain.commands.sweep.process import Forwarder, JobEnd, JobProcess, forward_signals
 from agenttrain.commands.sweep.record import (
     ENDED,
     FAILED,
@@ -23,15 +23,15 @@ from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
     TrialSearch,
-    chosen,
-    counted,
     is_held,
-    named,
+    job_state,
+    job_states,
     read_record,
-    shown,
-    standing,
-    standings,
-    varying,
+    settings_by_key,
+    settings_line,
+    shell_command,
+    status_counts,
+    varying_settings,
     write_record,
 )
 from agenttrain.commands.sweep.search import Trial, next_trial
@@ -60,14 +60,14 @@ class Sweep:
     """Folder of the sweep, with its record."""
     settings: SweepConfig
     shares: list[dict[str, str]]
-    """Environment of each of the jobs that run at a time: see `divided`."""
+    """Environment of each of the jobs that run at a time: see `divide_machine`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
     """True: the code that is named in the jobs' config.yaml may run."""
 
 
-def divided(
+def divide_machine(
     verb: str, parallel: int, configs: Sequence[RunConfig], count_gpus: Callable[[], int]
 ) -> list[dict[str, str]]:
     """Divide this machine's GPUs and cores among `parallel` jobs, which have these `configs`.
@@ -112,10 +112,10 @@ def run(sweep: Sweep) -> int:
     """
     folder, stop = sweep.folder.resolve(), sweep.settings.on_failed_job is OnFailedJob.stop
     record = read_record(folder)
-    waiting = deque(one.job for one in standings(folder, record) if one.unfinished)
+    waiting = deque(one.job for one in job_states(folder, record) if one.unfinished)
     running: dict[int, tuple[SweepJob, JobProcess]] = {}
     code, stopped = exit_codes.DONE, False
-    with forwarding() as signals:
+    with forward_signals() as signals:
         while True:
             slots = [slot for slot in range(len(sweep.shares)) if slot not in running]
             while slots and not stopped and not signals.received:
@@ -161,17 +161,19 @@ def _start(
     if is_held(where):
         print(f"{where}: another process works there; it is left alone", flush=True)
         return None
-    if standing(where, job).status == FINISHED:  # by another process
+    if job_state(where, job).status == FINISHED:  # by another process
         print(f"{where}: has finished in the meantime", flush=True)
         return None
     number, total = _number(record, job), len(record.jobs)
     if record.search is None:
-        values = varying(record)[number - 1]
+        values = varying_settings(record)[number - 1]
     else:
         total = record.search.trials * len(record.search.repeats)
-        keys = {*chosen(record.search.space), REPEATED}
-        values = {key: value for key, value in chosen(job.overrides).items() if key in keys}
-    print(f"\njob {number} of {total}: {named(values)} -> {where}", flush=True)
+        keys = {*settings_by_key(record.search.space), REPEATED}
+        values = {
+            key: value for key, value in settings_by_key(job.overrides).items() if key in keys
+        }
+    print(f"\njob {number} of {total}: {settings_line(values)} -> {where}", flush=True)
     if read_summary(where):
         update_summary(where, status=None, error=None)  # remove those of the last attempt
     output = None
@@ -192,7 +194,7 @@ def _number(record: SweepRecord, job: SweepJob) -> int:
 def _print_end(folder: Path, job: SweepJob) -> bool:
     """Print the state of a job that has ended; return True if it is finished."""
     record = read_record(folder)
-    now = standing(folder / job.folder, job)
+    now = job_state(folder / job.folder, job)
     message = now.status
     if now.status != FINISHED:
         message += f": {now.error}" if now.error else ""
@@ -245,7 +247,7 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
     if values is None:
         print(f"the search finds no new values after {len(past)} trials", flush=True)
         return []
-    overrides = [[*written(axes, values), *repeat] for repeat in search.repeats]
+    overrides = [[*trial_overrides(axes, values), *repeat] for repeat in search.repeats]
     jobs = [
         SweepJob(folder=str(number), overrides=one)
         for number, one in enumerate(overrides, start=len(record.jobs))
@@ -262,12 +264,12 @@ def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]
     """
     by_values: dict[tuple[str, ...], list[SweepJob]] = {}
     for job in record.jobs:
-        settings = chosen(job.overrides)
-        values = tuple(settings[key] for key in chosen(search.space))
+        settings = settings_by_key(job.overrides)
+        values = tuple(settings[key] for key in settings_by_key(search.space))
         by_values.setdefault(values, []).append(job)
     past = []
     for values, jobs in by_values.items():
-        states = [standing(sweep / job.folder, job) for job in jobs]
+        states = [job_state(sweep / job.folder, job) for job in jobs]
         ended = all(one.status in (FINISHED, FAILED) for one in states)
         objectives = [
             results(one.folder).get(record.objective)
@@ -284,19 +286,19 @@ def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]
 def print_outcome(sweep: Path, code: int) -> int:
     """Print the state of the sweep; return the exit code, 1 if a job is not finished."""
     record = read_record(sweep)
-    jobs = standings(sweep, record)
-    print(f"\nsweep      {sweep}: {counted(jobs)}")
+    jobs = job_states(sweep, record)
+    print(f"\nsweep      {sweep}: {status_counts(jobs)}")
     if record.search is not None:
         past = trials(sweep, record, record.search)
         done = [trial for trial in past if trial.result is not None]
         best = max if record.search.direction == Direction.maximize else min
         if done:
             top = best(done, key=lambda trial: trial.result or 0.0)
-            values = dict(zip(chosen(record.search.space), top.values, strict=True))
-            print(f"best       {named(values)}: {record.objective} {top.result:.4g}")
-    print(f"results    {shown(['compare', str(sweep)])}")
+            values = dict(zip(settings_by_key(record.search.space), top.values, strict=True))
+            print(f"best       {settings_line(values)}: {record.objective} {top.result:.4g}")
+    print(f"results    {shell_command(['compare', str(sweep)])}")
     sys.stdout.flush()
     unfinished = any(one.unfinished for one in jobs)
     if unfinished or code:
-        print(f"to go on   {shown(['-m', f'resume={sweep}'])}", flush=True)
+        print(f"to go on   {shell_command(['-m', f'resume={sweep}'])}", flush=True)
     return code or (exit_codes.FAILED if unfinished else exit_codes.DONE)

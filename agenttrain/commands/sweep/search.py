@@ -88,7 +88,7 @@ def _choices(axis: Override) -> list[str]:
     return list(dict.fromkeys(axis.sweep_string_iterator()))
 
 
-def drawn(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
+def draw_trials(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
     """Draw the values of trials at random, no two the same. Raises ConfigError."""
     values = list(islice(_sampled(axes, Sampler.random, seed, Direction.maximize, ()), trials))
     if len(values) < trials:

@@ -19,11 +19,11 @@ from agenttrain.commands.sweep.config import SUMMARY
 from agenttrain.commands.sweep.expand import REPEATED
 from agenttrain.commands.sweep.record import (
     FINISHED,
-    Standing,
+    JobState,
     SweepRecord,
-    counted,
-    standings,
-    varying,
+    job_states,
+    status_counts,
+    varying_settings,
 )
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.tracker import read_metrics
@@ -58,7 +58,7 @@ class Configuration:
     """Jobs that only differ in their seed."""
 
     chosen: dict[str, str]
-    jobs: list[Standing]
+    jobs: list[JobState]
     figures: dict[str, Figure]
     """Figures over the finished jobs."""
 
@@ -73,17 +73,17 @@ class Comparison:
     keys: list[str]
     """Settings that differ, without the seed."""
     configurations: list[Configuration]
-    jobs: list[Standing]
+    jobs: list[JobState]
     results: list[dict[str, float]]
     """Figures of each job; empty for one that is not finished."""
 
 
-def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
+def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
     """Return the results by configuration; raises ConfigError for a metric that no job has."""
-    jobs = standings(sweep, record)
+    jobs = job_states(sweep, record)
     figures = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
     shown = _metrics(record, metrics, figures)
-    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying(record)]
+    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying_settings(record)]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, values in enumerate(chosen):
         groups.setdefault(tuple(values.items()), []).append(number)
@@ -135,7 +135,7 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         [
             *(one.chosen.get(key, "–") for key in comparison.keys),
             *(str(one.figures.get(name, "")) for name in comparison.metrics),
-            f"{counted(one.jobs)} ({', '.join(job.job.folder for job in one.jobs)})",
+            f"{status_counts(one.jobs)} ({', '.join(job.job.folder for job in one.jobs)})",
         ]
         for one in comparison.configurations
     ]
@@ -147,7 +147,7 @@ def print_table(comparison: Comparison) -> None:
     head, body = rows(comparison)
     seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
     explained = "mean ± standard deviation over the seeds, " if seeds else ""
-    table = Table(title=f"{explained}{counted(comparison.jobs)}", title_justify="left")
+    table = Table(title=f"{explained}{status_counts(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
         table.add_column(name, justify=justify, no_wrap=True)
