@@ -1,15 +1,15 @@
-"""The `agenttrain` command: verbs, overrides, and what can be refused before anything heavy.
+"""The `agenttrain` command: its verbs and overrides, and the checks before anything heavy starts.
 
 A command is composed and checked first, so that a mistake costs a second and leaves no folder;
-then Hydra takes over, makes the run folder (or those of a sweep) and calls `_launch`. Nothing here
-imports torch before that.
+then Hydra takes over, makes the run folder (or those of a sweep) and calls `_launch`. Nothing in
+this module imports torch before that.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +20,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from agenttrain.commands.arguments import help_text
-from agenttrain.commands.check import certify_files, check, check_files
+from agenttrain.commands.check import certify, check, check_files
 from agenttrain.commands.records import replay, rescore, view
 from agenttrain.commands.settings import settings
 from agenttrain.commands.slurm.submit import submit
 from agenttrain.commands.sweep import command as cli_sweep
 from agenttrain.commands.sweep.compare import compare
+from agenttrain.commands.sweep.config import objective_problems
 from agenttrain.commands.sweep.expand import expand
 from agenttrain.commands.sweep.process import end_with_sweep
 from agenttrain.commands.sweep.record import is_job
@@ -86,24 +87,24 @@ from agenttrain.utils.model_path import PARTS, SIZES
 from agenttrain.utils.output import lost_output, protect
 
 RUNNING_VERBS = ("train", "sft", "eval")
-"""Those whose runs a sweep may have."""
+"""Verbs that a sweep can run."""
 SHORT_ANSWERS = {"--help", "-h", "--version"}
 """Options that print and run nothing, whatever the verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code (`utils/exit_codes.py`)."""
+    """Run a command; return its exit code (`utils/exit_codes.py`)."""
     protect()
     end_with_sweep()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # As `python -m` does, so that `_target_: my_tools.find` works beside one's own files; last, so
-    # that no file there hides an installed package.
+    # As with `python -m`, `_target_: my_tools.find` finds the user's modules in the current folder.
+    # It comes last, so that no file there hides an installed package.
     sys.path.append(os.getcwd())
-    # A run's results are in its folder; another verb's are what it prints.
+    # The results of a run are in its folder; those of the other verbs are what they print.
     prints = SHORT_ANSWERS & set(arguments) or split_verb(arguments)[0] not in RUNNING_VERBS
     if started_by_others() and prints and os.environ["RANK"] != "0":
         return DONE
-    code = _do(arguments)
+    code = _dispatch(arguments)
     if started_by_others() and not prints:
         leave(code)
     if lost := lost_output():
@@ -113,10 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _do(arguments: list[str]) -> int:
-    verb, rest = split_verb(arguments)
-    if verb == "templates":
-        return _templates(rest)
+def _dispatch(arguments: list[str]) -> int:
+    """Call the verb's function, and print the errors that it raises."""
+    verb, words = split_verb(arguments)
+    if verb == "templates":  # before --help: the verb has its own
+        from agenttrain.commands.templates import main as templates  # imports tokenizers
+
+        return templates(words)
     if {"--help", "-h"} & set(arguments):
         print(help_text())
         return 0
@@ -124,20 +128,24 @@ def _do(arguments: list[str]) -> int:
         print(f"agenttrain {version('agenttrain')}")
         return 0
     try:
-        own = {
+        if verb == "export":
+            from agenttrain.commands.export import main as export
+
+            return export(words)
+        if verb == "submit":
+            return submit(words, compose_all, certify)
+        command = {
             "settings": settings,
             "view": view,
             "tools": _tools,
             "data": _data,
-            "export": _export,
             "replay": replay,
             "rescore": rescore,
             "compare": compare,
-            "submit": _submit,
             "plan": _plan,
         }.get(verb)
-        if own is not None:
-            return own(rest)
+        if command is not None:
+            return command(words)
         if started_by_others() and verb in RUNNING_VERBS:
             return as_rank(lambda: run(arguments), verb)
         return run(arguments)
@@ -152,14 +160,18 @@ def _do(arguments: list[str]) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb of a command line that composes settings; return the exit code.
 
-    Raises ConfigError. It is what each worker of a run calls.
+    Each worker of a run calls it with the launcher's command line. Raises ConfigError.
     """
     command = parse(arguments)
     if command.shows is not None:
-        return _show(command)
+        if command.shows != "other":
+            # Compose first: Hydra's own errors would be harder to read than ours.
+            with hydra_session(command.source):
+                compose_raw(command.overrides, command.source)
+        return _hand_over(command)
     with hydra_session(command.source):
         if command.sweep and command.saved is not None:
-            return cli_sweep.go_on(command, _compose_one)
+            return cli_sweep.resume(command, _compose_one)
         runs = compose_all(command)
         check_files(runs)
         check_processes(command, runs)
@@ -176,17 +188,21 @@ def run(arguments: Sequence[str]) -> int:
         return _check(command, runs, problems)
     folder = assigned_folder()
     if folder is not None:
-        return _start(command, runs[0], folder)
+        return _launch(command, runs[0], folder, announce=False)
     if command.saved is not None:
-        return _go_on(command, command.saved, runs[0])
+        return _continue_run(command, command.saved, runs[0])
     if is_later_node(runs[0].config.distributed):
-        return _start(command, runs[0], Path())
+        return _launch(command, runs[0], Path(), announce=False)
     return _hand_over(command)
 
 
-def _check(command: Command, runs: Sequence[Composed], problems: list[str]) -> int:
-    """Check what a run is made of, and raise everything that a run would be refused for here."""
-    problems = [*problems, *_taken_folder(command)]
+def _check(command: Command, runs: Sequence[Composed], problems: Sequence[str]) -> int:
+    """Check the parts of each run; raise their problems together with the machine's and those of
+    the run folder."""
+    problems = list(problems)
+    folder = None if command.saved or command.sweep else named_folder(command.overrides)
+    if folder is not None and _holds_run(folder):
+        problems.append(str(_taken(folder)))
     try:
         code = check(command, runs)
     except ConfigError as error:
@@ -196,27 +212,12 @@ def _check(command: Command, runs: Sequence[Composed], problems: list[str]) -> i
     return code
 
 
-def _taken_folder(command: Command) -> Iterator[str]:
-    """The refusal of a new run in a folder that holds one."""
-    folder = None if command.saved or command.sweep else named_folder(command.overrides)
-    if folder is not None and _holds_run(folder):
-        yield str(_taken(folder))
-
-
-def _show(command: Command) -> int:
-    """Let Hydra print; a configuration that does not compose is told in our words first."""
-    if command.shows != "other":
-        with hydra_session(command.source):
-            compose_raw(command.overrides, command.source)
-    return _hand_over(command)
-
-
 def compose_all(command: Command) -> list[Composed]:
-    """The checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
+    """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
     overrides, source = command.overrides, command.source
     if command.saved is not None:
-        composed = _load(command, command.saved)
-        # A plan runs no code of the run's, so that nobody was asked for trust in it.
+        composed = _load_saved(command, command.saved)
+        # A plan runs none of the run's code: the user has not been asked to trust it.
         validate(composed.config, code=() if command.verb == "plan" else SECTIONS)
         check_verb(command.verb, overrides)
         check_test_rows(command.verb, composed.config)
@@ -232,23 +233,31 @@ def compose_all(command: Command) -> list[Composed]:
         except ConfigError as error:
             raise ConfigError(f"in the run {' '.join(combination)}\n{error}") from error
     if command.verb in RUNNING_VERBS:
-        cli_sweep.check_objective(command.verb, runs)
+        problems = dict.fromkeys(
+            text for run in runs for text in objective_problems(command.verb, run.config)
+        )
+        if problems:
+            raise ConfigError("\n".join(problems))
     return runs
 
 
-def _load(command: Command, saved: Path) -> Composed:
+def _load_saved(command: Command, saved: Path) -> Composed:
+    """Compose the settings of a saved run, with the command's changes."""
+    source, trust = command.source, command.trust
     if command.auto:
-        return resumed_as_begun(saved, open_keys(command.overrides), command.source)
-    changes = [text for text in command.overrides if not _names_eval_folder(text, command)]
+        return resumed_as_begun(saved, open_keys(command.overrides), source)
     if command.verb == "eval":
-        return evaluated(saved, open_keys(changes), command.source, trust=command.trust)
+        # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
+        changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
+        return evaluated(saved, open_keys(changes), source, trust=trust)
     runs = (ENGINE,) if command.verb == "plan" else SECTIONS
-    return resumed(saved, open_keys(changes), command.source, trust=command.trust, runs=runs)
+    return resumed(saved, open_keys(command.overrides), source, trust=trust, runs=runs)
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
+    """Compose and check one new run."""
     if not command.sweep:
-        cli_sweep.refuse_without_m(overrides)
+        cli_sweep.check_outside_sweep(overrides)
     composed = compose_run(overrides, command.source)
     check_new(composed.config)
     validate(composed.config, SIZES if command.verb == "plan" else tuple(PARTS))
@@ -260,42 +269,33 @@ def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
     return composed
 
 
-def _names_eval_folder(text: str, command: Command) -> bool:
-    return command.verb == "eval" and text.startswith(RUN_DIR)
-
-
-def _go_on(command: Command, saved: Path, composed: Composed) -> int:
-    """Resume or evaluate a run; Hydra would make a folder of its own and is left out."""
-    if command.verb != "eval":
-        done = finished_steps(saved)
-        if done is not None and done >= composed.config.steps:
-            print(_finished(command.verb, saved, done, composed))
-            return 0
+def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
+    """Resume or evaluate a run. Hydra is left out, because it would make a folder of its own."""
+    if command.verb == "eval":
+        folder = run_of(saved).parent / f"{datetime.now():{TIMESTAMP}}_eval"
+        for text in command.overrides:
+            if text.startswith(RUN_DIR):
+                folder = Path(text.removeprefix(RUN_DIR))
+        if _holds_run(folder):
+            raise _taken(folder)
+        check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
+        return _launch(command, composed, folder)
+    done = finished_steps(saved)
+    if done is None or done < composed.config.steps:
         remedy = "make it writable, or copy the run and resume the copy"
         check_writable(saved, f"resume={saved}", remedy)
         return _launch(command, composed, saved)
-    run = run_of(saved)
-    named = [t.removeprefix(RUN_DIR) for t in command.overrides if _names_eval_folder(t, command)]
-    default = run.parent / f"{datetime.now():{TIMESTAMP}}_eval"
-    folder = Path(named[-1]) if named else default
-    if _holds_run(folder):
-        raise _taken(folder)
-    check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
-    return _launch(command, composed, folder)
-
-
-def _finished(verb: str, saved: Path, done: int, composed: Composed) -> str:
-    text = (
+    print(
         f"{saved}: finished after {done} steps; for more of them: "
-        f"agenttrain {resuming(verb)}resume={quote(str(saved))} steps={2 * done}"
+        f"agenttrain {resuming(command.verb)}resume={quote(str(saved))} steps={2 * done}"
     )
     schedule = composed.config.optimizer.schedule
     if schedule is not Schedule.constant:
-        text += (
-            f"\n(optimizer.schedule={schedule} ended at a learning rate near 0; over more steps "
-            "it jumps back up)"
+        print(
+            f"(optimizer.schedule={schedule} ended at a learning rate near 0; over more steps it "
+            "jumps back up)"
         )
-    return text
+    return 0
 
 
 def _holds_run(folder: Path) -> bool:
@@ -312,14 +312,14 @@ def _taken(folder: Path) -> ConfigError:
 def _hand_over(command: Command) -> int:
     """Let Hydra make the folder and call back for the run, or print."""
     codes: list[int] = []
-    refused: list[ConfigError] = []
+    refusals: list[ConfigError] = []
     begun: list[bool] = []
 
     def job(raw: DictConfig) -> None:
         begun.append(True)
         folder = Path(HydraConfig.get().runtime.output_dir)
         composed = convert(raw)
-        if _holds_run(folder) and command.auto:  # another node has begun it meanwhile
+        if _holds_run(folder) and command.auto:  # another node has begun it in the meantime
             composed.config.resume = str(folder)
         try:
             if _holds_run(folder) and composed.config.resume is None:
@@ -327,11 +327,12 @@ def _hand_over(command: Command) -> int:
             check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
             codes.append(_launch(command, composed, folder))
         except ConfigError as error:
-            refused.append(error)  # raised after Hydra, which would announce an error of its own
+            # Raised after Hydra has returned: it would print an error message of its own.
+            refusals.append(error)
 
     register()
-    # Errors in the configuration have been told; what Hydra meets from here on is a bug, and its
-    # shortened traceback would hide where.
+    # Errors in the configuration have been reported by now. What Hydra meets from here on is a
+    # bug, and its shortened traceback would hide the place.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     # Options last: `--info` would take an override behind it for its argument.
     sys.argv = ["agenttrain", *command.overrides, *command.options]
@@ -349,72 +350,54 @@ def _hand_over(command: Command) -> int:
             f"{RUN_DIR}{error.filename}: the run's folder cannot be made: {error.strerror}; name "
             f"another one: {RUN_DIR}…"
         ) from error
-    if refused:
-        raise refused[0]
+    if refusals:
+        raise refusals[0]
     return max(codes, default=0)
 
 
-def _only(command: Command, one: str) -> Composed:
-    """The settings of a command that is about one run."""
+def _compose_single(command: Command, purpose: str) -> Composed:
+    """Compose the settings of a command about one run; `purpose` begins the error about -m."""
     if command.sweep:
-        raise ConfigError(f"{one}; leave -m out")
+        raise ConfigError(f"{purpose}; leave -m out")
     with hydra_session(command.source):
         (composed,) = compose_all(command)
     return composed
 
 
 def _data(arguments: Sequence[str]) -> int:
-    """`data [--rows N] [overrides]`: the rows as the model will see them."""
+    """Run `data [--rows N] [overrides]`: print the rows as the model will see them."""
     from agenttrain.commands import data as show_data
 
     options, overrides = show_data.parse(arguments)
-    composed = _only(parse(overrides), "data -m: shows the rows of one run")
+    composed = _compose_single(parse(overrides), "data -m: shows the rows of one run")
     return show_data.show(composed.config, options)
 
 
-def _submit(arguments: Sequence[str]) -> int:
-    """`submit [--dry-run] [--no-check] [overrides]`: the run as a job of SLURM's."""
-    return submit(arguments, compose_all, certify_files)
-
-
 def _plan(arguments: Sequence[str]) -> int:
-    """`plan [--gpu-memory-gb 80] [--devices 8] [overrides]`: memory per GPU, from config.json."""
+    """Run `plan [--gpu-memory-gb 80] [--devices 8] [overrides]`: print the memory per GPU, from
+    config.json."""
     from agenttrain.commands.plan import command as planning
 
     options, overrides = planning.parse(arguments)
-    composed = _only(parse(["plan", *overrides]), "plan -m: plans one run")
+    composed = _compose_single(parse(["plan", *overrides]), "plan -m: plans one run")
     admit_engine(composed)
     return planning.show(composed.config, options)
 
 
 def _tools(arguments: Sequence[str]) -> int:
-    """`tools [--row N] [--task ID] [--call NAME JSON] [--json] [overrides]`: what the model can
-    call, and a try."""
+    """Run `tools [--row N] [--task ID] [--call NAME JSON] [--json] [overrides]`: print the model's
+    tools, or call them."""
     from agenttrain.commands import tools as show_tools
 
     options, overrides = show_tools.parse(arguments)
-    composed = _only(parse(overrides), "tools -m: shows the tools of one run")
+    composed = _compose_single(parse(overrides), "tools -m: shows the tools of one run")
     return show_tools.show(composed.config, options)
 
 
-def _templates(arguments: Sequence[str]) -> int:
-    from agenttrain.commands.templates import main  # tokenizers come with it
-
-    return main(arguments)
-
-
-def _export(arguments: Sequence[str]) -> int:
-    from agenttrain.commands.export import main
-
-    return main(arguments)
-
-
-def _launch(command: Command, composed: Composed, folder: Path) -> int:
-    print(f"{command.verb} in {folder}", flush=True)
-    return _start(command, composed, folder)
-
-
-def _start(command: Command, composed: Composed, folder: Path) -> int:
+def _launch(command: Command, composed: Composed, folder: Path, *, announce: bool = True) -> int:
+    """Start a composed command in its folder. `announce` is False where another process prints."""
+    if announce:
+        print(f"{command.verb} in {folder}", flush=True)
     sweep = command.saved is None and is_job(folder)
     return start(command, composed, folder, program="agenttrain.cli", sweep=sweep)
 

@@ -1,6 +1,6 @@
 """Arguments of the verbs that take a folder, and the text of `agenttrain --help`.
 
-Such a verb has a few words of its own: `replay <run> step=3 rollout=ID`.
+Such a verb has a few `key=value` words of its own: `replay <run> step=3 rollout=ID`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agenttrain.utils.files import conf_folder, list_groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCommand:
-    """A verb's folder and words, as typed."""
+    """Folder and words of a verb, as typed."""
 
     folder: Path
     words: dict[str, str]
@@ -27,7 +27,7 @@ class FolderCommand:
     """Settings: the other words."""
 
     def step(self, usage: str) -> int | None:
-        """Return the value of `step=`; raises ConfigError for one that is no number."""
+        """Return the value of `step=`; raises ConfigError if it is not a number."""
         text = self.words.get("step")
         if text is not None and not text.isdecimal():
             raise ConfigError(f"step={text}: is no step's number; {usage}")
@@ -35,7 +35,7 @@ class FolderCommand:
 
 
 def parse_folder(arguments: Sequence[str], keys: Sequence[str], usage: str) -> FolderCommand:
-    """Parse the arguments; the verb takes `keys`. Raises ConfigError, quoting `usage`."""
+    """Parse the arguments of a verb with the words `keys`. Raises ConfigError, quoting `usage`."""
     folders = [word for word in arguments if "=" not in word]
     if len(folders) != 1 or folders[0].startswith("-"):
         raise ConfigError(usage)
@@ -63,9 +63,9 @@ verbs
 {verbs}
 
 settings
-  group=option                 choose a part: algorithm=rloo, tools=[calculator,final_answer]
+  group=option                 choose an option: algorithm=rloo, tools=[calculator,final_answer]
   group.key=value              change one setting: optimizer.lr=1e-4, algorithm.group_size=16
-  resume=<run folder>          go on; what may change:
+  resume=<run folder>          resume a run; these may change:
 {resumable}
   hydra.run.dir=<folder>       name the run folder (default outputs/<experiment>/<date>_<time>)
 
@@ -74,17 +74,17 @@ groups and their options
 
 options
   -m                           one run per combination: agenttrain -m seed=1,2 algorithm=grpo,rloo
-  -m resume=<sweep folder>     run what is unfinished of a sweep
+  -m resume=<sweep folder>     run the unfinished jobs of a sweep
   --config-dir <folder>        add a folder of your own groups, e.g. <folder>/experiment/mine.yaml
   --cfg job                    print the composed configuration (--info, --hydra-help: see Hydra)
   --version
 
 examples
   agenttrain                                         train the bundled agent
-  agenttrain debug=tiny                              the same in seconds: does it work here?
+  agenttrain debug=tiny                              the same in seconds, as a test of this machine
   agenttrain experiment=calculator algorithm=rloo    another task, another algorithm
-  agenttrain check algorithm.group_size=16           what would that be?
-  agenttrain plan --gpu-memory-gb 80 model=folder model.path=my_model    does it fit? what would?
+  agenttrain check algorithm.group_size=16           print that run, and check it
+  agenttrain plan --gpu-memory-gb 80 model=folder model.path=my_model    does it fit?
   agenttrain sft experiment=shop_warmstart           rebuild the bundled agent from demonstrations
   agenttrain eval run=outputs/shop/<run> data.test.split=test_phrasing eval.samples=4
   agenttrain data --rows 5 data=file data.path=rows.jsonl data.test_fraction=0.1   see the prompts
@@ -95,8 +95,8 @@ examples
   agenttrain export outputs/shop/<run> to=my_agent   the trained model, to be served
   agenttrain experiment=none model.path=my_model tools=[] tools.find._target_=my_tools.find
 
-Your own modules are found in the current folder. `agenttrain settings` prints every setting with
-its meaning and default; the groups are in {conf}
+Your own modules are imported from the current folder. `agenttrain settings` prints every setting
+with its meaning and default; the groups are in {conf}
 """
 
 
@@ -104,7 +104,7 @@ INDENT = " " * 31
 
 
 def help_text() -> str:
-    """Return the text of --help."""
+    """Return the text of `--help`."""
     conf = conf_folder()
     return HELP.format(
         verbs="\n".join(f"  {name:<10} {text}" for name, text in VERBS.items()),

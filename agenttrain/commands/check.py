@@ -1,8 +1,8 @@
-"""`agenttrain check`, and what it has in common with `agenttrain submit`: files and templates."""
+"""`agenttrain check`, and the checks of files and templates that `agenttrain submit` makes too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agenttrain.settings.command_line import Command
@@ -13,20 +13,30 @@ from agenttrain.types import ConfigError
 from agenttrain.utils.model_path import BUNDLED
 
 BUNDLED_EXPERIMENTS = ("shop", "calculator")
-"""Their settings suit the tiny bundled models."""
+"""Experiments whose settings suit the tiny bundled models."""
 DEFAULT_EXPERIMENT = "shop"
-"""The default of train.yaml."""
+"""Default of train.yaml."""
 
 
 def check(command: Command, runs: Sequence[Composed]) -> int:
-    """Print the runs, each template's certificate once. Exit code 1 for a refused one."""
+    """Print the runs and each template's certificate. Return exit code 1 if one did not pass."""
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
-    if hint := _hint(command, runs):
-        print(f"\n{hint}", flush=True)
-    passed = _certify_all(runs)
+    # Warn if the bundled agent's settings would train another model.
+    names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
+    experiment = names[-1] if names else DEFAULT_EXPERIMENT
+    bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)
+    other_source = command.source.name != "train" or command.saved is not None
+    if not (bundled or other_source) and experiment in BUNDLED_EXPERIMENTS:
+        print(
+            "\nnote: steps, optimizer.lr, rollout.max_turn_tokens and others are the bundled "
+            f"agent's settings\n      (experiment={experiment}); add experiment=none for a model "
+            "of your own",
+            flush=True,
+        )
+    passed = certify(runs)
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
     if notes:
-        import torch  # only here: a wrong setting is answered before
+        import torch  # only now: wrong settings are reported without waiting for the import
 
         if torch.cuda.is_available():
             print("\n" + "\n".join(notes), flush=True)
@@ -34,15 +44,12 @@ def check(command: Command, runs: Sequence[Composed]) -> int:
 
 
 def check_files(runs: Sequence[Composed]) -> None:
-    """Refuse a template or response schema of the user's that cannot be read, before the rest."""
+    """Raise ConfigError for a template or response schema of the user that cannot be read."""
     templates = {run.config.chat_template.path for run in runs} - {None}
     schemas = {run.config.response_schema.path for run in runs} - {None}
     if not templates and not schemas:
         return
-    from agenttrain.chat.loading import (
-        read_spec,
-        read_template,  # only here: tokenizers come with it
-    )
+    from agenttrain.chat.loading import read_spec, read_template  # imports tokenizers
     from agenttrain.types import AgenttrainError
 
     try:
@@ -54,12 +61,6 @@ def check_files(runs: Sequence[Composed]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def certify_files(runs: Sequence[Composed]) -> bool:
-    """Print each template's certificate; whether all passed. Raises ConfigError."""
-    check_files(runs)
-    return _certify_all(runs)
-
-
 CERTIFIED = (
     *("model", "chat_template", "response_schema", "tools", "stop_tools", "environment"),
     *("data", "reward"),
@@ -67,10 +68,13 @@ CERTIFIED = (
 """Sections that the certificate, the rows and their prompts depend on."""
 
 
-def _certify_all(runs: Sequence[Composed]) -> bool:
-    """Print each template's certificate once, and check what every run is made of, as it does
-    itself before it loads weights; whether all certificates passed. Raises ConfigError."""
-    # Tokenizers and torch come with these.
+def certify(runs: Sequence[Composed]) -> bool:
+    """Print each template's certificate once; return True if all passed.
+
+    Checks the parts of every run as the run does before it loads weights. Raises ConfigError.
+    """
+    check_files(runs)
+    # These import tokenizers and torch.
     from agenttrain.runs.fingerprints import check_resumed
     from agenttrain.runs.loading import verify_model
     from agenttrain.runs.setup import Components, complete, overlong_notes
@@ -82,45 +86,28 @@ def _certify_all(runs: Sequence[Composed]) -> bool:
         structured = config.rollout.structured_calls
         key = repr([structured, *(getattr(config, part) for part in CERTIFIED)])
         others = [config.engine, config.eval, config.training, config.optimizer.name]
-        whole = repr([key, *others, config.tasks_per_step, config.resume])
+        run_key = repr([key, *others, config.tasks_per_step, config.resume])
         try:
             first = key not in shown
             if first:
                 verify_model(config)
                 shown[key] = Components(config)
                 print("\n" + "\n".join(shown[key].certificate.lines()), flush=True)
-            if not shown[key].certificate.passed or whole in checked:
+            if not shown[key].certificate.passed or run_key in checked:
                 continue
-            checked.add(whole)
+            checked.add(run_key)
             components = shown[key].with_config(config)
             complete(components)
             if first:
-                notes = (*components.tasks.notes, *overlong_notes(components))
-                print("\n".join((_prompts(components.prompt_lengths), *notes)))
+                prompts = "; ".join(
+                    f"the first {len(sizes)} of {section} have {min(sizes)} to {max(sizes)} tokens"
+                    for section, sizes in components.prompt_lengths.items()
+                    if sizes
+                )
+                print(f"prompts        {prompts or 'given by the environment'}")
+                for note in (*components.tasks.notes, *overlong_notes(components)):
+                    print(note)
             check_resumed(components)
         except (AgenttrainError, OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
     return all(components.certificate.passed for components in shown.values())
-
-
-def _prompts(lengths: Mapping[str, Sequence[int]]) -> str:
-    parts = [
-        f"the first {len(tokens)} of {key} have {min(tokens)} to {max(tokens)} tokens"
-        for key, tokens in lengths.items()
-        if tokens
-    ]
-    return f"prompts        {'; '.join(parts) or 'given by the environment'}"
-
-
-def _hint(command: Command, runs: Sequence[Composed]) -> str | None:
-    """Return advice where the bundled agent's settings would train a model of the user's."""
-    names = [t.partition("=")[2] for t in command.overrides if t.startswith("experiment=")]
-    experiment = names[-1] if names else DEFAULT_EXPERIMENT
-    bundled = all(run.config.model.path.startswith(BUNDLED) for run in runs)
-    theirs = command.source.name != "train" or command.saved is not None
-    if bundled or theirs or experiment not in BUNDLED_EXPERIMENTS:
-        return None
-    return (
-        f"note: steps, optimizer.lr, rollout.max_turn_tokens and others are the bundled agent's "
-        f"settings\n      (experiment={experiment}); add experiment=none for a model of your own"
-    )

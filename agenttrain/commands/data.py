@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NoReturn
 
-from agenttrain.data.build import Splits, column_names
+from agenttrain.data.build import column_names
 from agenttrain.data.tasks import COLUMN_SAMPLE, TaskSource
 from agenttrain.rollout.episode import end_episode, start_episode
 from agenttrain.runs.setup import Components, context_of
@@ -21,7 +20,7 @@ from agenttrain.utils.seeds import derive_seed
 MEASURED = 500
 """Prompts whose tokens are counted, from the first row on."""
 SHOWN = 2
-"""Prompts that are printed when nobody says how many."""
+"""Prompts that are printed by default."""
 PERCENTILES = (50, 90, 99)
 TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: "object"}
 
@@ -37,33 +36,38 @@ class DataOptions:
 def parse(arguments: Sequence[str]) -> tuple[DataOptions, list[str]]:
     """Take ``--rows N`` out of the arguments."""
     parser = argparse.ArgumentParser(prog="agenttrain data", allow_abbrev=False, add_help=False)
-    parser.add_argument("--rows", type=int, default=SHOWN)
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.add_argument("--rows", nargs="?", default=str(SHOWN))
     parsed, overrides = parser.parse_known_args(list(arguments))
-    if parsed.rows < 0:
-        _refuse("")
-    return DataOptions(rows=parsed.rows), overrides
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
+    if parsed.rows is None or not parsed.rows.isdecimal():
+        raise ConfigError("--rows: give a number of prompts to print, 0 or more: --rows 5")
+    return DataOptions(rows=int(parsed.rows)), overrides
 
 
 def show(config: RunConfig, options: DataOptions) -> int:
-    """Print the rows. Exit code 1 when the run would refuse them; raises ConfigError.
+    """Print the rows; return exit code 1 if the run could not start with them.
 
-    A run refuses a template without its certificate and a reward without its columns.
+    A run does not start with a template that fails its certificate, or if columns of a reward are
+    missing. Raises ConfigError.
     """
     try:
         components = Components(config)
         certificate, tasks = components.certificate, components.tasks
-        rewards = components.rubric.columns
+        columns = components.rubric.columns
         for line in _summary(components, context_of(config)):
             print(line)
-        reward_lines = list(_rewards(rewards, tasks))
+        known = {key: column_names(source) for key, source in tasks.by_key.items()}
+        missing, reward_lines = False, []
+        for reward, names in columns.items():
+            if not names:
+                reward_lines.append(f"reward.{reward}  needs no column")
+            for name in names:
+                absent = [key for key in known if name not in known[key]]
+                place = f"in {' and '.join(absent)}: MISSING" if absent else "found"
+                reward_lines.append(f"reward.{reward}  column {name} {place}")
+                missing = missing or bool(absent)
         print("\n".join(reward_lines))
         shown = tasks.train.tasks(0, min(options.rows, len(tasks.train)))
-        for task in asyncio.run(_begun(shown, components)):
+        for task in asyncio.run(_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
             later = "".join(f"\n(later) {text}" for text in task.user_turns)
             rule = f"── task {task.task_id}, {len(ids)} tokens "
@@ -72,31 +76,34 @@ def show(config: RunConfig, options: DataOptions) -> int:
     except (AgenttrainError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if not certificate.passed:
-        print("\nthe chat template is refused: agenttrain check says why", file=sys.stderr)
-    refused = any(line.endswith("MISSING") for line in reward_lines)
-    return int(refused or not certificate.passed)
+        print(
+            "\nthe chat template fails its certificate: agenttrain check prints the reasons",
+            file=sys.stderr,
+        )
+    return int(missing or not certificate.passed)
 
 
-async def _begun(tasks: Sequence[Task], components: Components) -> list[Task]:
-    """Return the tasks with the prompts that their rollouts begin with: an environment's reset may
-    give a part of them, or all.
+async def _with_prompts(tasks: Sequence[Task], components: Components) -> list[Task]:
+    """Return the tasks with the prompts that their rollouts begin with: a part of them, or all, may
+    come from an environment's reset.
 
-    Raises ToolUnavailable where it fails, or where nobody asks anything.
+    Raises ToolUnavailable if the reset fails, or if there is no prompt at all.
     """
-    begun, seed = [], components.config.seed
+    started, seed = [], components.config.seed
     try:
         for task in tasks:
             rollout = Rollout(task=task, rollout_id=f"data-{task.task_id}")
             seeds = {"seed": derive_seed(seed, task.task_id), "group_seed": derive_seed(seed)}
             episode = await start_episode(rollout, components.environments, **seeds)
-            begun.append(rollout.task)
+            started.append(rollout.task)
             await end_episode(rollout, episode)
     finally:
         await components.aclose()
-    return begun
+    return started
 
 
 def _summary(components: Components, context: int | None) -> Iterator[str]:
+    """Yield the numbers of rows, their columns and the lengths of their prompts."""
     config, tasks = components.config, components.tasks
     yield from tasks.notes
     for key, source in tasks.by_key.items():
@@ -116,17 +123,18 @@ def _summary(components: Components, context: int | None) -> Iterator[str]:
 
 
 def _lengths(source: TaskSource, components: Components, context: int | None) -> Iterator[str]:
+    """Yield the prompts' tokens, and the rows that do not fit into the context."""
     first = source.tasks(0, min(len(source), MEASURED))
     lengths = sorted(len(components.prompt_ids(task)) for task in first if task.messages)
     if not lengths:
         yield "  prompts are given by the environment's reset"
         return
     resets = any(kind.has_reset for kind in components.environments.kinds.values())
-    ranks = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
-    spread = "  ".join(f"p{p} {length}" for p, length in ranks.items())
-    of = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
-    of += ", without what the environment's reset adds" if resets else ""
-    yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{of}"
+    percentiles = {p: lengths[ceil(p / 100 * len(lengths)) - 1] for p in PERCENTILES}
+    spread = "  ".join(f"p{p} {length}" for p, length in percentiles.items())
+    note = "" if len(first) == len(source) else f", of the first {len(first):,} rows"
+    note += ", without what the environment's reset adds" if resets else ""
+    yield f"  prompt tokens  min {lengths[0]}  {spread}  max {lengths[-1]}{note}"
     if context is None:
         return
     overlong = sum(length >= context for length in lengths)
@@ -137,14 +145,3 @@ def _lengths(source: TaskSource, components: Components, context: int | None) ->
         yield "            out; shorten them, or raise engine.max_context"
     if tight:
         yield f"  tight  {tight} of {len(first):,} leave less than rollout.max_turn_tokens={room}"
-
-
-def _rewards(rewards: Mapping[str, Sequence[str]], tasks: Splits) -> Iterator[str]:
-    known: dict[str, Any] = {key: column_names(source) for key, source in tasks.by_key.items()}
-    for reward, names in rewards.items():
-        if not names:
-            yield f"reward.{reward}  needs no column"
-        for name in names:
-            absent = [key for key, columns in known.items() if name not in columns]
-            where = f"in {' and '.join(absent)}: MISSING" if absent else "found"
-            yield f"reward.{reward}  column {name} {where}"

@@ -1,4 +1,4 @@
-"""A checkpoint as a plain model folder: weights, configuration, tokenizer, nothing of training."""
+"""`agenttrain export`: a checkpoint as a plain model folder: weights, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATEST = Path("checkpoints", "latest")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`agenttrain export`; raises ConfigError."""
+    """Run `export`; return the exit code. Raises ConfigError."""
     options = dict(word.split("=", 1) for word in arguments if "=" in word)
     folders = [word for word in arguments if "=" not in word]
     unknown = [name for name in options if name not in ("to", "dtype")]
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
 def export(checkpoint: Path, folder: Path, dtype: str = "auto") -> None:
     """Write the model of `checkpoint` to `folder`, for transformers, vLLM and others to load.
 
-    Adapters are merged into their base model. The tokenizer comes with the chat template that the
-    run trained with. `dtype`: `auto` (as saved), `float32`, `bfloat16` or `float16`. Raises
-    CheckpointError for a checkpoint that is not whole.
+    Adapters are merged into their base model. The tokenizer has the chat template that the run
+    was trained with. `dtype`: `auto` (as saved), `float32`, `bfloat16` or `float16`. Raises
+    CheckpointError for an incomplete checkpoint.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

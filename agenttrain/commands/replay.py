@@ -92,7 +92,11 @@ def replay_rollouts(
             "now; a replay needs the rows that the run had"
         )
     if step == EVALUATED:
-        tasks = {name: _as_evaluated(task, components) for name, task in tasks.items()}
+        environments = components.environments
+        for name, task in tasks.items():
+            methods = environments.toolbox_of(environments.kind_of(task))
+            declared = (*components.toolbox.names, *methods.names)
+            tasks[name] = restricted(task, config.eval.tools, declared)
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
     differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
     return _print_all(records, differences, step)
@@ -123,19 +127,21 @@ def _demonstrations(components: Components, records: Sequence[Record]) -> list[s
 def _print_all(records: Sequence[Record], differences: Sequence[str | None], step: int) -> int:
     """Print the outcome of each rollout. Return exit code 0 if all are identical, else 1."""
     for record, difference in zip(records, differences, strict=True):
-        print(difference or _identical(record))
+        if difference is not None:
+            print(difference)
+            continue
+        tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
+        stop, note = record["stop_reason"], ""
+        if stop in UNREPEATABLE:
+            note = f" up to its end by {stop}"
+        print(
+            f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, messages, stop "
+            f"reason {stop} ({len(completions(record))} turns, {len(record['tool_calls'])} calls)"
+        )
     same = sum(difference is None for difference in differences)
     if len(records) > 1:
         print(f"{same} of {len(records)} rollouts of step {step} replay to identical ids")
     return int(same < len(records))
-
-
-def _as_evaluated(task: Task, components: Components) -> Task:
-    """Return the task with the tools that `eval.tools` allows."""
-    environments = components.environments
-    methods = environments.toolbox_of(environments.kind_of(task))
-    declared = (*components.toolbox.names, *methods.names)
-    return restricted(task, components.config.eval.tools, declared)
 
 
 async def _replay_all(
@@ -202,29 +208,21 @@ def difference(
     where = f"rollout {record['rollout_id']}: DIFFERS"
     recorded, replayed = record["trajectories"], made["trajectories"]
     for before, after in zip(recorded, replayed, strict=False):
-        if text := _trajectory_difference(before, after, decode, made.get("error")):
-            return where + text
+        if before["token_ids"] != after["token_ids"]:
+            return where + _token_difference(before, after, decode, made.get("error"))
+        if _mask(before) != _mask(after):
+            return f"{where}: the ids are the same, the mask is not"
+        old, new = before["messages"], after["messages"]
+        for index, (was, now) in enumerate(zip(old, new, strict=False)):
+            if was != now:
+                return f"{where} in message {index}\n  recorded  {was}\n  replayed  {now}"
+        if len(old) != len(new):
+            return f"{where}: {len(old)} messages were recorded, {len(new)} replayed"
     if len(recorded) != len(replayed):
         return f"{where}: {len(recorded)} trajectories were recorded, {len(replayed)} replayed"
     stops = record["stop_reason"], made["stop_reason"]
     if stops[0] != stops[1] and stops[0] not in UNREPEATABLE:
         return f"{where}: stop reason {stops[0]} was recorded, {stops[1]} replayed"
-    return None
-
-
-def _trajectory_difference(
-    record: Record, made: Record, decode: Callable[[Sequence[int]], str], error: str | None
-) -> str | None:
-    if record["token_ids"] != made["token_ids"]:
-        return _token_difference(record, made, decode, error)
-    if _mask(record) != _mask(made):
-        return ": the ids are the same, the mask is not"
-    old, new = record["messages"], made["messages"]
-    for index, (before, after) in enumerate(zip(old, new, strict=False)):
-        if before != after:
-            return f" in message {index}\n  recorded  {before}\n  replayed  {after}"
-    if len(old) != len(new):
-        return f": {len(old)} messages were recorded, {len(new)} replayed"
     return None
 
 
@@ -262,18 +260,6 @@ def _mask(record: Record) -> list[tuple[int, int]]:
         else:
             mask.append((span["start"], span["end"]))
     return mask
-
-
-def _identical(record: Record) -> str:
-    tokens = sum(len(trajectory["token_ids"]) for trajectory in record["trajectories"])
-    note = ""
-    if record["stop_reason"] in UNREPEATABLE:
-        note = f" up to its end by {record['stop_reason']}"
-    return (
-        f"rollout {record['rollout_id']}: identical{note}: {tokens} ids, mask, "
-        f"messages, stop reason {record['stop_reason']} ({len(completions(record))} turns, "
-        f"{len(record['tool_calls'])} calls)"
-    )
 
 
 def recorded_tools(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from agenttrain.algorithms.loss import Averages
 from agenttrain.commands.recorded import recorded_rubric, recorded_tasks, step_records
@@ -30,7 +29,7 @@ def replay_crash(config: RunConfig, bundle: Path) -> int:
     crash = json.loads((bundle / "crash.json").read_text(encoding="utf-8"))
     print(f"recorded  {crash['error']}")
     try:
-        STAGES[crash["stage"]](config, bundle, crash)
+        _repeat(crash["stage"], config, bundle, crash["step"])
     except (NotFinite, RewardError) as error:
         print(f"replayed  {error}")
         same = list(error.culprits) == crash["culprits"]
@@ -55,41 +54,25 @@ def _rollouts(bundle: Path, step: int, tasks: Mapping[str, Task]) -> list[Rollou
     ]
 
 
-def _logprobs(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    check_logprobs(_rollouts(bundle, crash["step"], {}))
-
-
-def _reward(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    records = step_records(bundle, crash["step"], f"replay {bundle}")
-    tasks = recorded_tasks(config, Components(config).tasks, records, crash["step"])
-    rubric = recorded_rubric(config, bundle, records, tasks.values())
-    asyncio.run(rubric.score(_rollouts(bundle, crash["step"], tasks)))
-
-
-def _weights(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    check_weights(_policy(config, bundle).model, f"step {crash['step']}")
-
-
-def _update(config: RunConfig, bundle: Path, crash: dict[str, Any]) -> None:
-    policy = _policy(config, bundle)
-    sequences = read_batch(bundle, _rollouts(bundle, crash["step"], {}))
+def _repeat(stage: str, config: RunConfig, bundle: Path, step: int) -> None:
+    """Repeat a stage of a step; raises the error that it fails with."""
+    if stage == "logprobs":
+        check_logprobs(_rollouts(bundle, step, {}))
+        return
+    if stage == "reward":
+        records = step_records(bundle, step, f"replay {bundle}")
+        tasks = recorded_tasks(config, Components(config).tasks, records, step)
+        rubric = recorded_rubric(config, bundle, records, tasks.values())
+        asyncio.run(rubric.score(_rollouts(bundle, step, tasks)))
+        return
+    # The policy as it was before the stage that failed.
+    policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
+    Checkpoints(bundle / "checkpoints", tokenizer=None, keep=1).load_latest(policy)
+    if stage == "weights":
+        check_weights(policy.model, f"step {step}")
+        return
+    sequences = read_batch(bundle, _rollouts(bundle, step, {}))
     with policy.ready():
         minibatch = policy.minibatch(sequences)
         if minibatch is not None:
             update_once(policy, minibatch, Averages())
-
-
-def _policy(config: RunConfig, bundle: Path) -> Any:
-    """Return the policy as it was before the failed stage."""
-    policy = make_policy(config, config.algorithm, temperature=config.rollout.temperature)
-    Checkpoints(bundle / "checkpoints", tokenizer=None, keep=1).load_latest(policy)
-    return policy
-
-
-STAGES: Mapping[str, Callable[[RunConfig, Path, dict[str, Any]], None]] = {
-    "weights": _weights,
-    "logprobs": _logprobs,
-    "reward": _reward,
-    "update": _update,
-}
-"""Stage that failed -> function that repeats it."""

@@ -16,7 +16,6 @@ from agenttrain.commands.recorded import (
     step_records,
     written_steps,
 )
-from agenttrain.rewards.rubric import Rubric
 from agenttrain.rollout.collector import may_be_scored
 from agenttrain.runs.setup import Components, chat_of
 from agenttrain.settings.run_config import RunConfig
@@ -68,10 +67,17 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
     # Scoring needs no tools, so none is built or started.
     chat = chat_of(config, components.tokenizer, tools=bool(config.tools or config.environment))
+    read = [(name, column) for name, columns in rubric.columns.items() for column in columns]
     rows: list[Rescored] = []
     for number, records in recorded.items():
         known = tasks[number]
-        _check_columns(rubric, [r for r in records if r["rollout_id"] not in known], command)
+        lost = [record["task_id"] for record in records if record["rollout_id"] not in known]
+        if lost and read:
+            name, column = read[0]
+            raise ConfigError(
+                f"{command}: reward.{name} reads the column {column}, and task {lost[0]} with its "
+                "recorded prompt is not in the data now; give the data that the run had"
+            )
         for record in records:
             task = known.get(record["rollout_id"]) or Task(task_id=record["task_id"], messages=())
             old, new = (read_rollout(record, task, chat.stop_token_ids) for _ in range(2))
@@ -83,17 +89,6 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
         write_atomically(to, "".join(row.line() for row in rows))
         print(f"written to {to}")
     return 0
-
-
-def _check_columns(rubric: Rubric, lost: Sequence[dict], command: str) -> None:
-    """Refuse a reward that reads columns of a row which the data no longer has."""
-    needed = [(name, column) for name, names in rubric.columns.items() for column in names]
-    if lost and needed:
-        name, column = needed[0]
-        raise ConfigError(
-            f"{command}: reward.{name} reads the column {column}, and task {lost[0]['task_id']} "
-            "with its recorded prompt is not in the data now; give the data that the run had"
-        )
 
 
 def report(rows: Sequence[Rescored]) -> Iterator[str]:

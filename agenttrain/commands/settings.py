@@ -114,23 +114,22 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def all_settings() -> Iterator[Setting]:
-    """Yield every setting, in the order of `RunConfig`."""
-    yield from _of_class(RunConfig, "")
+def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
+    """Yield every setting of a class, and of the sections below it, in their order.
 
-
-def _of_class(cls: type, prefix: str) -> Iterator[Setting]:
+    `prefix` is that of the keys: ``algorithm.`` for `AlgorithmConfig`.
+    """
     hints = get_type_hints(cls)
     for field in fields(cls):
         key = prefix + field.name
         if key in choices():
             yield from _of_choices(key, _description(cls, field.name))
         elif is_dataclass(hints[field.name]):
-            yield from _of_class(hints[field.name], f"{key}.")
+            yield from all_settings(hints[field.name], f"{key}.")
         else:
             yield _setting(cls, field, hints[field.name], key)
             if cls is RunConfig and key in SETTINGS_BESIDE:
-                yield from _of_class(SETTINGS_BESIDE[key], f"{key}.<name>.")
+                yield from all_settings(SETTINGS_BESIDE[key], f"{key}.<name>.")
 
 
 def _of_choices(section: str, description: str) -> Iterator[Setting]:
@@ -168,7 +167,11 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
     default = getattr(made, "default", made)  # pydantic leaves its own description of a field
     if info is not None:
         default = info.get_default(call_default_factory=True)
-    text = "" if default == "???" else _default(default)
+    if isinstance(default, Mapping):
+        parts = ", ".join(f"{name}: {shown(part)}" for name, part in default.items())
+        text = f"{{{parts}}}"
+    else:
+        text = "" if default == "???" else shown(plain(default))
     bounds = [
         f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
         for part in (info.metadata if info is not None else ())
@@ -176,7 +179,16 @@ def _setting(cls: type, field: Field[Any], hint: Any, key: str) -> Setting:
         if (bound := getattr(part, name, None)) is not None
     ]
     kind = ", ".join([_type(hint), *bounds])
-    description = " ".join(part for part in (_description(cls, field.name), _members(hint)) if part)
+    # The values of an enum follow with their own texts: "`sum`: …; `mean`: …".
+    enums = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+    members = "; ".join(
+        f"`{member.value}`: {about.rstrip('.')}"
+        for enum in enums
+        if issubclass(enum, Enum)
+        for member in enum
+        if (about := _field_texts(enum).get(member.name))
+    )
+    description = " ".join(part for part in (_description(cls, field.name), members) if part)
     return Setting(key=key, type=kind, default=text, description=description)
 
 
@@ -205,24 +217,6 @@ def _field_texts(cls: type) -> Mapping[str, str]:
     return texts
 
 
-def _members(hint: Any) -> str:
-    """Return the values of an enum with the texts under them: "``sum``: …; ``mean``: …"."""
-    kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
-    enums = [kind for kind in kinds if issubclass(kind, Enum)]
-    return "; ".join(
-        f"`{member.value}`: {text.rstrip('.')}"
-        for kind in enums
-        for member in kind
-        if (text := _field_texts(kind).get(member.name))
-    )
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {shown(part)}" for key, part in value.items()) + "}"
-    return shown(plain(value))
-
-
 def _type(hint: Any) -> str:
     """Return a type in words: ``int | None`` -> "whole number or null"."""
     parts = [part for part in get_args(hint) if part is not NoneType]
@@ -245,10 +239,10 @@ def json_schema() -> dict[str, Any]:
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
-    references, whole = TypeAdapter.json_schemas(
+    references, schemas = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter[Any](cls)) for name, cls in classes.items()]
     )
-    definitions = whole["$defs"]
+    definitions = schemas["$defs"]
     for definition in definitions.values():
         definition.pop("required", None)
         for name, part in definition.get("properties", {}).items():

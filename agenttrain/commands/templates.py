@@ -1,9 +1,9 @@
 """`agenttrain templates`: the table of known families, or the certificate of a tokenizer.
 
-`docs/reference/families.md` shows the table too. It certifies stock templates with small
-tokenizers. The templates are those that the test dependency `trl` carries as data (it is read, not
-imported), and for Mistral those that `mistral_common` makes. For families whose templates come with
-no package there are templates of ours that write the same turns (`OWN`).
+The table is also in `docs/reference/families.md`. It certifies stock templates with small
+tokenizers. The templates are data files of the test dependency `trl`, which are read without an
+import, and for Mistral those that `mistral_common` generates. For families whose templates are in
+no package, `OWN` has templates that write the same turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from agenttrain.chat.certificate import REASONING_PROBES, Certificate, certify
-from agenttrain.chat.chat import Chat
 from agenttrain.chat.config import ChatTemplateConfig, ResponseSchemaConfig
 from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
@@ -31,28 +30,28 @@ from agenttrain.chat.loading import load_chat
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
 OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
-"""Options that say how a tokenizer is certified."""
+"""Options for the certificate of a tokenizer."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the verb. Exit code: 0, 1 for a template that is refused, 2 for one that cannot be read.
+    """Run the verb. Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
 
     Example: ``agenttrain templates my_model --chat-template hermes``
     """
     parser = argparse.ArgumentParser(
         prog="agenttrain templates", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="of a tokenizer, to certify it")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder of a tokenizer to certify")
     parser.add_argument("--chat-template", metavar="NAME", help="as in chat_template=… (auto)")
     parser.add_argument("--path", metavar="FILE", help="as in chat_template.path=…: a Jinja file")
     parser.add_argument("--response-schema", metavar="NAME", help="as in response_schema=… (auto)")
     parser.add_argument("--schema-path", metavar="FILE", help="as in response_schema.path=…: YAML")
     parser.add_argument("--no-tools", action="store_true", help="certify training without tools")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is found here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     options = parser.parse_args(list(arguments))
     try:
-        _check(options)
+        _check_options(options)
         if options.folder is not None:
             return _certify(options)
         table = rows()
@@ -71,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ChatError for what can be known to be wrong before anything is certified."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ChatError for options that are wrong, before anything is certified."""
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ChatError(
             f"--json {options.json}: there is no folder {options.json.parent}; make it, or name "
@@ -88,7 +87,7 @@ def _check(options: argparse.Namespace) -> None:
         return
     if options.folder.is_file():
         raise ChatError(
-            f"{options.folder}: is a file; a template is tried with the tokenizer that it is for: "
+            f"{options.folder}: is a file; a template is certified with its tokenizer: "
             f"agenttrain templates <tokenizer folder> --path {options.folder}"
         )
     if not options.folder.is_dir():
@@ -100,6 +99,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _certify(options: argparse.Namespace) -> int:
+    """Print the certificate of a tokenizer's template; return the exit code."""
     from transformers import AutoTokenizer
 
     name = options.chat_template or ("file" if options.path else "auto")
@@ -126,9 +126,9 @@ def _certify(options: argparse.Namespace) -> int:
 
 UNKNOWN = "not run: the original comes with the test extra"
 RECORD = Path(__file__).with_name("templates.json")
-"""The table as it was when its date and versions were written: `scripts/certify_templates`."""
+"""The shipped table, with its date and versions; `scripts/certify_templates` writes it."""
 PACKAGES = ("transformers", "trl", "mistral_common")
-"""Whose versions say which stock templates were certified, and by what they were rendered."""
+"""Packages that contain or render the stock templates; the table has their versions."""
 COLUMNS = {
     "family": "`chat_template=`",
     "models": "models",
@@ -141,21 +141,25 @@ COLUMNS = {
 }
 
 
-def _tool(name: str, **types: str) -> dict:
-    properties = {key: {"type": kind} for key, kind in types.items()}
-    function = {
-        "name": name,
-        "description": f"The tool {name}.",
-        "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+EXAMPLE_TOOLS: tuple[dict, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"The tool {name}.",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in types.items()},
+                "required": list(types),
+            },
+        },
     }
-    return {"type": "function", "function": function}
-
-
-EXAMPLE_TOOLS = (
-    _tool("add", a="integer", b="number"),
-    _tool("search", query="string", exact="boolean", fields="array", options="object"),
+    for name, types in {
+        "add": {"a": "integer", "b": "number"},
+        "search": {"query": "string", "exact": "boolean", "fields": "array", "options": "object"},
+    }.items()
 )
-"""Tools to certify a family with when no run's own are at hand."""
+"""Tools to certify a family with, where there is no run that has tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ class TableRow:
     models: str
     tools: bool
     prefix_preserving: bool | None
-    """The stock template renders past turns always the same; None where it is not at hand."""
+    """True if the stock template never changes past turns; None if it is not installed."""
     fix: str
     """Changes of the fix; empty: none."""
     parser: str
@@ -174,11 +178,11 @@ class TableRow:
     """Fate of past reasoning: kept, dropped, `kept by the fix`, or none."""
     certificate: str
     certified: str | None = None
-    """When and with which versions, where that was not now but in the table that is shipped."""
+    """Date and versions of a row of the shipped table; None: certified now."""
 
 
 def rows() -> list[TableRow]:
-    """All known families, by name: certified now, or as shipped where a template is missing."""
+    """Return all known families by name: certified now, or as shipped if a template is missing."""
     shipped = recorded()
     return [
         shipped[name]
@@ -190,7 +194,7 @@ def rows() -> list[TableRow]:
 
 @cache
 def recorded() -> dict[str, TableRow]:
-    """The shipped table, by family."""
+    """Return the shipped table, by family."""
     shipped = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {"rows": []}
     versions = ", ".join(f"{name} {text}" for name, text in shipped.get("versions", {}).items())
     certified = f"{shipped.get('date')} with {versions}"
@@ -198,8 +202,10 @@ def recorded() -> dict[str, TableRow]:
 
 
 def record() -> None:
-    """Certify all families and write the table to be shipped. Raises ChatError without the stock
-    templates."""
+    """Certify all families and write the table to be shipped.
+
+    Raises ChatError if a stock template is missing.
+    """
     for name, family in families().items():
         for source in _sources(family):
             if original(source) is None:
@@ -214,6 +220,7 @@ def record() -> None:
 
 
 def _row(name: str, family: Family) -> TableRow:
+    """Certify a family with its stock templates."""
     certificates: list[Certificate] = []
     reasoning: dict[str, None] = {}
     for source, owner in _sources(family).items():
@@ -225,7 +232,11 @@ def _row(name: str, family: Family) -> TableRow:
         chat = load_chat(tokenizer, template, ResponseSchemaConfig())
         certificate = certify(chat, EXAMPLE_TOOLS if family.tools else ())
         certificates.append(certificate)
-        reasoning[_reasoning_of(chat, certificate)] = None
+        probes = [p for p in certificate.probes if p.name in REASONING_PROBES]
+        fate = "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
+        if any("leaves out reasoning" in probe.reason for probe in probes):
+            fate = "dropped"
+        reasoning[fate if chat.renders_reasoning else "none"] = None
     changes = dict.fromkeys(change for c in certificates for change in c.changes)
     why = dict.fromkeys(edit.why for edit in (family.fixes or ((),))[0] if edit.why)
     status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
@@ -244,21 +255,14 @@ def _row(name: str, family: Family) -> TableRow:
 
 
 def _sources(family: Family) -> dict[str, Family]:
-    """The templates to certify a family with, and whose they are. One without marks is for any
-    template: it is tried on those that have no tools."""
+    """Map the templates to certify a family with to the families that they belong to.
+
+    A family without marks suits any template: it is certified with the templates without tools.
+    """
     if family.marks:
         return dict.fromkeys(family.originals, family)
     others = [other for other in families().values() if not other.tools]
     return {source: other for other in others for source in other.originals}
-
-
-def _reasoning_of(chat: Chat, certificate: Certificate) -> str:
-    if not chat.renders_reasoning:
-        return "none"
-    probes = [p for p in certificate.probes if p.name in REASONING_PROBES]
-    if any("leaves out reasoning" in probe.reason for probe in probes):
-        return "dropped"
-    return "kept by the fix" if any(p.status is Status.fixed for p in probes) else "kept"
 
 
 def markdown(table: Sequence[TableRow]) -> str:
@@ -271,7 +275,7 @@ def markdown(table: Sequence[TableRow]) -> str:
 
 
 def plain(table: Sequence[TableRow]) -> str:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     heads = {
         "family": "family",
         "tools": "tools",
@@ -291,12 +295,13 @@ def plain(table: Sequence[TableRow]) -> str:
 
 
 def _cell(value: object) -> str:
+    """Return a field of a row as text."""
     words = {True: "yes", False: "no", None: "?", "": "–"}
     return words.get(value, str(value)) if isinstance(value, bool | str | None) else str(value)
 
 
 def to_json(table: Sequence[TableRow]) -> str:
-    """The table as a list of objects, of the fields of `TableRow` but `models`."""
+    """Return the table as a list of JSON objects: the fields of `TableRow` without `models`."""
     families = [{k: v for k, v in asdict(row).items() if k != "models"} for row in table]
     return json.dumps(families, indent=2, ensure_ascii=False) + "\n"
 
@@ -305,7 +310,7 @@ TRL = "trl"
 TEMPLATES = "chat_templates"
 MISTRAL = "mistral_common:"
 OWN = {
-    # A turn begins on a new line; without a system message there is one of the model's.
+    # A turn begins on a new line; if there is no system message, the model adds its own.
     "own:dbrx": (
         "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' }}"
         "{%- endif %}{%- for message in messages %}{{- '' if loop.first else '\n' }}"
@@ -319,11 +324,11 @@ OWN = {
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
     ),
 }
-"""By the names that families know them by."""
+"""Templates by their names in `originals` of the families."""
 
 
 def originals_folder() -> Path | None:
-    """The folder of the stock templates; None when they are not installed."""
+    """Return the folder of the stock templates; None if they are not installed."""
     package = find_spec(TRL)
     folders = list(package.submodule_search_locations or ()) if package else []
     folder = Path(folders[0]) / TEMPLATES if folders else None
@@ -331,8 +336,8 @@ def originals_folder() -> Path | None:
 
 
 def original(name: str) -> str | None:
-    """The source of a stock template, e.g. of `qwen3`, `mistral_common:v7` or `own:dbrx`; None
-    where it is not installed."""
+    """Return the text of a stock template, e.g. `qwen3`, `mistral_common:v7` or `own:dbrx`; None if
+    it is not installed."""
     if name in OWN:
         return OWN[name]
     folder = originals_folder()
@@ -365,7 +370,7 @@ def original(name: str) -> str | None:
 
 @cache
 def small_tokenizer(family: Family) -> Any:
-    """A tokenizer of single bytes with the family's control tokens: enough to try a template."""
+    """Return a tokenizer of single bytes with the family's control tokens, to try a template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

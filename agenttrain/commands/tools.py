@@ -45,14 +45,9 @@ class ToolsOptions:
     calls: tuple[ToolCall, ...]
     as_json: bool
     row: int | None = None
-    """A row of the training data, from 0: its tools are shown, and calls are made for it."""
+    """Row of the training data, from 0: its tools are printed, and calls are made for it."""
     task_id: str | None = None
-    """The same row by its id."""
-
-    @property
-    def names_a_row(self) -> bool:
-        """True if there is one of the two."""
-        return self.row is not None or self.task_id is not None
+    """Id of the row, instead of its number."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
@@ -70,24 +65,34 @@ def parse(arguments: Sequence[str]) -> tuple[ToolsOptions, list[str]]:
 
     parser.error = refuse  # type: ignore[method-assign]
     parsed, overrides = parser.parse_known_args(list(arguments))
-    calls = tuple(
-        ToolCall(id=f"call_{number}", name=name, arguments=_arguments(name, text))
-        for number, (name, text) in enumerate(parsed.call)
-    )
-    if parsed.row is not None and parsed.task is not None and parsed.task is not None:
+    calls = []
+    for number, (name, text) in enumerate(parsed.call):
+        try:
+            call_arguments = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"--call {name} {text}: is not JSON: {error}; quote it for the shell, e.g. --call "
+                f"{name} '{{\"a\": 1}}'"
+            ) from error
+        if not isinstance(call_arguments, dict):
+            problem = "must be an object of arguments, e.g. {}"
+            raise ConfigError(f"--call {name} {text}: {problem}")
+        calls.append(ToolCall(id=f"call_{number}", name=name, arguments=call_arguments))
+    if parsed.row is not None and parsed.task is not None:
         raise ConfigError(f"--row {parsed.row} --task {parsed.task}: name the row once")
     if parsed.row is not None and not (parsed.row.isascii() and parsed.row.isdecimal()):
         raise ConfigError(f"--row {parsed.row}: give the number of a row, from 0: --row 3")
     row = None if parsed.row is None else int(parsed.row)
-    return ToolsOptions(calls=calls, as_json=parsed.json, row=row, task_id=parsed.task), overrides
+    options = ToolsOptions(calls=tuple(calls), as_json=parsed.json, row=row, task_id=parsed.task)
+    return options, overrides
 
 
 def show(config: RunConfig, options: ToolsOptions) -> int:
-    """Print the tools, or call those asked for. Exit code 1 when a call has an error.
+    """Print the tools, or the results of calls. Return exit code 1 if a call has an error.
 
-    Where the options name a row of data.train, the tools are those that its model sees; calls are
-    made for it, or else for the first row. Raises ConfigError for tools that cannot be built, and
-    for rows and calls that are not there.
+    If the options name a row of data.train, its tools are printed, and calls are made for it;
+    otherwise calls are made for the first row. Raises ConfigError for tools that cannot be built,
+    and for rows and tools that do not exist.
     """
     try:
         components = Components(config)
@@ -114,7 +119,12 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
         print(json.dumps({"tools": listed, "calls": calls}, indent=2, ensure_ascii=False))
     elif options.calls:
         for result in results:
-            _print_result(console, result)
+            arguments = json.dumps(result.call.arguments, ensure_ascii=False)
+            console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
+            console.print(_inset(Text(result.content)))
+            outcome = f"error: {result.error}" if result.error else "no error"
+            style = "red" if result.error else "dim"
+            console.print(_inset(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
     else:
         for environment, described in tools.items():
             if environment is not None:
@@ -126,29 +136,16 @@ def show(config: RunConfig, options: ToolsOptions) -> int:
     return int(any(result.error for result in results))
 
 
-def _arguments(name: str, text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--call {name} {text}: is not JSON: {error}; quote it for the shell, e.g. --call "
-            f"{name} '{{\"a\": 1}}'"
-        ) from error
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"--call {name} {text}: must be an object of arguments, e.g. {{}}")
-    return arguments
-
-
 async def _try(
     components: Components, options: ToolsOptions
 ) -> tuple[RowTools | None, list[ToolResult]]:
-    """Return the tools of the row that was named, if one was, and the results of the calls."""
+    """Return the tools of the named row, None without one, and the results of the calls."""
+    named = options.row is not None or options.task_id is not None
     try:
-        if not options.calls and not options.names_a_row:
+        if not options.calls and not named:
             return None, []
         toolbox, environments = components.toolbox, components.environments
-        task = _chosen(options, components.train_tasks)
-        named = options.names_a_row
+        task = _row(options, components.train_tasks)
         tools_of = f"row {task.task_id}" if named else "the first row"
         results = await _call(toolbox, environments, options.calls, task, tools_of)
         return RowTools(task, toolbox, environments) if named else None, results
@@ -156,8 +153,8 @@ async def _try(
         await components.aclose()
 
 
-def _chosen(options: ToolsOptions, rows: TaskSource) -> Task:
-    """Return the row that was named, else the first one that training draws."""
+def _row(options: ToolsOptions, rows: TaskSource) -> Task:
+    """Return the named row, else the first one that training takes."""
     if options.row is not None:
         if options.row >= len(rows):
             raise ValueError(f"--row {options.row}: data.train has {len(rows):,} rows, from 0 on")
@@ -187,7 +184,7 @@ async def _call(
 ) -> list[ToolResult]:
     """Make the calls one after the other, as in the turns of one rollout of the task.
 
-    `tools_of` names the row in an error.
+    `tools_of` is the name of the row for an error.
     """
     known = RowTools(task, toolbox, environments).names
     for call in calls:
@@ -218,7 +215,7 @@ async def _call(
 
 
 def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
-    """Return each tool as plain data."""
+    """Return the tools as plain data."""
     schemas = tools.schemas() if isinstance(tools, Toolbox) else tools.schemas
     names = [schema["function"]["name"] for schema in schemas]
     return [
@@ -233,13 +230,14 @@ def _described(tools: Toolbox | RowTools) -> list[dict[str, Any]]:
 
 
 def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
+    """Print a tool's schema and limits, and a call as an example."""
     limits = {name: value for name, value in tool["limits"].items() if value not in (None, [])}
     title = Text.assemble((tool["name"], "bold cyan"), ("  stop tool", "magenta"))
     console.print(title if tool["stop_tool"] else Text(tool["name"], "bold cyan"))
     console.print(_inset(JSON.from_data(tool["schema"], ensure_ascii=False)))
     limited = ", ".join(f"{name} {value}" for name, value in limits.items())
     console.print(_inset(Text(limited, "dim")))
-    # A value for each argument that is required, as far as a type says one.
+    # A value for each required argument, by its type.
     parameters = tool["schema"]["function"].get("parameters", {})
     properties = parameters.get("properties", {})
     values = {name: _example(properties.get(name, {})) for name in parameters.get("required", ())}
@@ -248,6 +246,7 @@ def _print_tool(console: Console, tool: Mapping[str, Any]) -> None:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
+    """Return a value that fits a JSON schema."""
     if schema.get("enum"):
         return schema["enum"][0]
     if schema.get("type") == "array":
@@ -258,16 +257,6 @@ def _example(schema: Mapping[str, Any]) -> Any:
     return EXAMPLES.get(str(schema.get("type")), "…")
 
 
-def _print_result(console: Console, result: ToolResult) -> None:
-    arguments = json.dumps(result.call.arguments, ensure_ascii=False)
-    console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
-    console.print(_inset(Text(result.content)))
-    error = f"error: {result.error}" if result.error else "no error"
-    style = "red" if result.error else "dim"
-    console.print(
-        Padding(Text(f"{result.seconds:.3f} s, {error}", style), (0, 0, 1, 2), expand=False)
-    )
-
-
-def _inset(shown: Text | JSON, below: int = 0) -> Padding:
-    return Padding(shown, (0, 0, below, 2), expand=False)
+def _inset(content: Text | JSON, below: int = 0) -> Padding:
+    """Return the content indented, with `below` empty lines after it."""
+    return Padding(content, (0, 0, below, 2), expand=False)

@@ -1,4 +1,4 @@
-"""Settings of a run's processes, and what they cannot be."""
+"""Settings of a run's processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class DistributedName(StrEnum):
     """Ways in which the processes of a run share the policy."""
 
     single = "single"
-    """There is one."""
+    """One process."""
     ddp = "ddp"
-    """Each holds all of it; gradients are averaged."""
+    """Each process holds the whole policy; gradients are averaged."""
     fsdp2 = "fsdp2"
-    """Each holds a part of every weight, of its gradient and of the optimizer."""
+    """Each process holds a part of every weight, of its gradient and of the optimizer's state."""
 
 
 @dataclass(config=SETTINGS)
 class DistributedConfig:
-    """The processes of a run, on one node or several. Their number changes what a run does no more
-    than rounding."""
+    """The processes of a run, on one node or several. Their number changes the results no more than
+    rounding does."""
 
     name: DistributedName = DistributedName.single
-    """One process, or the way in which several share the policy."""
+    """One process, or the way in which several processes share the policy."""
     processes: Whole | None = Field(default=None, ge=1)
     """Processes of each node; None: one per GPU."""
     nodes: Whole = Field(default=1, ge=1)
@@ -73,11 +73,13 @@ class DistributedConfig:
                 f"distributed.nodes={self.nodes}: where do the nodes meet? add "
                 "distributed.rendezvous=<first node's name>:29500"
             )
-        elif not is_endpoint(self.rendezvous):
-            yield (
-                f"distributed.rendezvous={self.rendezvous}: must be a host and a port, e.g. "
-                "node1:29500"
-            )
+        else:
+            host, _, port = self.rendezvous.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) < 65536):
+                yield (
+                    f"distributed.rendezvous={self.rendezvous}: must be a host and a port, e.g. "
+                    "node1:29500"
+                )
         if self.node_rank is not None and self.node_rank >= self.nodes:
             yield (
                 f"distributed.node_rank={self.node_rank}: distributed.nodes={self.nodes} are "
@@ -86,15 +88,6 @@ class DistributedConfig:
 
 
 def several_processes(section: DistributedConfig) -> bool:
-    """Return whether a run has more than one process, or may have: one per GPU."""
+    """Return True if a run has several processes, or may have: by default there is one per GPU."""
     several = section.nodes > 1 or section.processes != 1
     return several and section.name is not DistributedName.single
-
-
-def is_endpoint(text: str) -> bool:
-    """Return whether a text is `host:port`.
-
-    Example: ``node1:29500`` is one, ``node1`` is none.
-    """
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536

@@ -1,7 +1,7 @@
 """A run in several processes: one worker per device, on one node or several.
 
-The launcher composes and checks, as each worker does again; from then on it only watches, passes
-signals on, and reports which worker was the first to go.
+The launcher composes and checks the settings, as each worker does again. From then on it only
+watches the workers, passes signals on, and reports which worker stopped first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agenttrain.launch.processes import (
     resolve,
 )
 from agenttrain.launch.rendezvous import NotMet, meet
-from agenttrain.launch.worker import TOLD
+from agenttrain.launch.worker import SIGNAL_FILE
 from agenttrain.launch.workers import PASSED_ON, WorkerEnd, Workers
 from agenttrain.settings.command_line import Command, resuming
 from agenttrain.settings.compose import Composed
@@ -51,7 +51,7 @@ from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, REFUSED, STALLED, T
 ELASTIC = (signal.SIGQUIT,)
 """Signals that elastic's agent handles by itself: it stops."""
 UNFINISHED = ("running", "interrupted", "failed", None)
-"""Statuses that summary.json may hold for a run that a process did not survive."""
+"""Statuses that summary.json may hold when a process of the run has died."""
 WHY = {
     FAILED: "failed",
     REFUSED: "refused to start",
@@ -62,12 +62,12 @@ WHY = {
 def run_workers(command: Command, composed: Composed, folder: Path, program: str) -> int:
     """Run a command in as many processes as the settings say; return the exit code.
 
-    Raises ConfigError where this machine cannot run as many.
+    Raises ConfigError if this machine cannot run as many.
     """
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
     shared = WorkerCommand(
-        # The user has let the saved run's code run already, where that was asked.
+        # The launcher has asked the user already whether a saved run's code may run.
         arguments=[*command.arguments, *([TRUSTED] if command.saved is not None else [])],
         program=program,
         verb=command.verb,
@@ -77,7 +77,7 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
     with tempfile.TemporaryDirectory(prefix="agenttrain-") as name:
         exchange = Path(name)
         try:
-            with _environment(section, processes, exchange):
+            with _prepared(section, processes, exchange):
                 spec = WorkerSpec(
                     role="worker",
                     local_world_size=processes,
@@ -89,18 +89,17 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 )
                 workers = Workers(
                     lambda ended: f"{_named(ended)} of node {node} {_how(ended)}",
-                    (exchange / TOLD).write_text,
+                    (exchange / SIGNAL_FILE).write_text,
                     spec=spec,
                     logs_specs=DefaultLogsSpecs(log_dir=str(exchange)),
                 )
                 # Elastic's own report of a failed worker; `_verdict` prints ours.
                 logging.getLogger(MultiprocessContext.__module__).setLevel(logging.CRITICAL)
-                with _signals_restored():
-                    try:
-                        workers.listen()
-                        workers.run()
-                    except SignalException as error:
-                        workers.asked.append(error.sigval)
+                try:
+                    workers.listen()
+                    workers.run()
+                except SignalException as error:
+                    workers.received.append(error.sigval)
         except (NotMet, DistNetworkError, DistStoreError) as error:
             print(f"agenttrain: {error}", file=sys.stderr)
             return FAILED
@@ -108,8 +107,9 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
 
 
 @contextmanager
-def _environment(section: DistributedConfig, processes: int, exchange: Path) -> Iterator[None]:
-    """Set the variables that the workers inherit, until they have ended."""
+def _prepared(section: DistributedConfig, processes: int, exchange: Path) -> Iterator[None]:
+    """Set the environment variables that the workers inherit; at the end restore the environment
+    and this process's signal handlers."""
     share = max(len(os.sched_getaffinity(0)) // processes, 1)
     wanted = {"OMP_NUM_THREADS": str(share), **QUIET}
     if section.nodes == 1:
@@ -117,45 +117,37 @@ def _environment(section: DistributedConfig, processes: int, exchange: Path) -> 
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     added[EXCHANGE] = str(exchange)
     os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Undo what the workers make of this process's signals."""
     handlers = {number: signal.getsignal(number) for number in (*PASSED_ON, *ELASTIC)}
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            with suppress(ValueError):
+            with suppress(ValueError):  # not in the main thread
                 signal.signal(number, handler)
+        for name in added:
+            del os.environ[name]
 
 
 def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:
-    """Return the run's exit code; print and record what the first rank could not."""
+    """Return the run's exit code; print and record what the first rank could not report itself."""
 
     def when(ended: WorkerEnd) -> tuple[bool, bool, float]:
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
-    # The cause of several that went together: the first to go that did not go for another's sake.
+    # Of workers that ended together, the cause is the first one that did not end for a peer's sake.
     first = min(workers.early, key=when, default=None)
-    if first is None and workers.far is None:  # they were done, or were asked to stop
+    if first is None and workers.other_node is None:  # they finished, or were asked to stop
         lowest = min(workers.ended, default=None)
         code = workers.ended[lowest].code if lowest is not None else INTERRUPTED
         if code in (INTERRUPTED, TERMINATED) or code < 0:
-            code = INTERRUPTED if signal.SIGINT in workers.asked else TERMINATED
+            code = INTERRUPTED if signal.SIGINT in workers.received else TERMINATED
             if first_node:
                 _record(folder, {"running": "interrupted"})
         return code
     crash: dict[str, Any] = {}
     if first is None:
-        message = str(workers.far)
+        message = str(workers.other_node)
     else:
         crash = read_crash(exchange, first.rank)
         if first.code == REFUSED and crash:
@@ -163,11 +155,11 @@ def _verdict(workers: Workers, exchange: Path, verb: str, folder: Path, *, first
         for line in crash.get("trace", "").splitlines():
             print(f"rank {first.rank}: {line}", file=sys.stderr)
         message = f"{_named(first)} {_how(first, folder, crash.get('error'))}"
-    for rank in workers.silent:
+    for rank in workers.killed:
         pid = workers.ended[rank].pid
         message += f"; rank {rank} (process {pid}) did not answer and was killed"
-    says_it_itself = first is not None and first.rank == 0 and first.code > 0
-    if not says_it_itself or crash.get("of_peer") or workers.silent:
+    reports_itself = first is not None and first.rank == 0 and first.code > 0
+    if not reports_itself or crash.get("of_peer") or workers.killed:
         again = f"agenttrain {resuming(verb)}resume={quote(str(folder))}"
         remedy = "" if verb == "eval" else f". To go on: {again}"
         print(f"agenttrain: {message}; the other processes were stopped{remedy}", file=sys.stderr)
@@ -192,7 +184,7 @@ def _how(ended: WorkerEnd, folder: Path | None = None, error: str | None = None)
 
 
 def _record(folder: Path, statuses: dict[str | None, str], error: str | None = None) -> None:
-    """Change the status that the first rank left, where it had not the time to."""
+    """Change the status in summary.json that the first rank had no time to change."""
     status = read_summary(folder).get("status")
     if status in statuses:
         with suppress(OSError):

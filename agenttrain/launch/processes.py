@@ -1,8 +1,8 @@
-"""The processes of a run: how many there are, who started them, and what a launcher hears of them.
+"""The processes of a run: their number, the program that started them, and their crash files.
 
-They come from `launcher.py`, or from torchrun and its like, which say so in the environment
-(RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the exchange, for
-crash files, which say why a rank stopped.
+They are started by `launcher.py`, or by torchrun and similar programs, which describe them in the
+environment (RANK, WORLD_SIZE, MASTER_ADDR, …). A launcher and its workers share a folder, the
+exchange. A rank that fails writes the reason into a crash file there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from agenttrain.utils.exit_codes import FAILED, INTERRUPTED, PREEMPTED, REFUSED,
 from agenttrain.utils.signals import StopRequest
 
 EXCHANGE = "AGENTTRAIN_EXCHANGE"
-"""Environment: the folder where a launcher and its workers leave each other files."""
+"""Environment variable: the folder in which a launcher and its workers exchange files."""
 CRASH = "crash-{rank}.json"
-"""File of the exchange: why a rank could not go on."""
+"""File of the exchange: the error that stopped a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,23 +49,24 @@ class WorkerCommand:
 
 
 worker_command: WorkerCommand | None = None
-"""Set in a worker of the launcher; what a worker starts is none."""
+"""Set in a worker of the launcher. Processes that a worker starts are not workers."""
 
 
 def write_crash(exchange: Path, rank: str, error: BaseException) -> None:
-    """Write why a rank cannot go on, for the launcher to report."""
-    from agenttrain.training.world import PeerFailed  # only here: torch comes with it
+    """Write the error that stopped a rank, for the launcher to report."""
+    from agenttrain.training.world import PeerFailed  # imports torch
 
+    line, trace = described(error)
     record = {
-        **{"time": time.time(), "error": in_a_line(error), "trace": trace(error)},
+        **{"time": time.time(), "error": line, "trace": trace},
         "of_peer": isinstance(error, PeerFailed),
     }
     (exchange / CRASH.format(rank=rank)).write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
-    """Read the crash that a rank recorded: `time`, `error` in a line, `trace`, and `of_peer` where
-    another rank caused it; empty where it recorded nothing."""
+    """Return the crash that a rank recorded: `time`, `error` in a line, `trace`, and `of_peer`,
+    True if another rank caused it. Empty if the rank recorded nothing."""
     try:
         crash: dict[str, Any] = json.loads((exchange / CRASH.format(rank=rank)).read_text())
     except (OSError, ValueError):
@@ -73,27 +74,27 @@ def read_crash(exchange: Path, rank: int) -> dict[str, Any]:
     return crash
 
 
-def in_a_line(error: BaseException) -> str:
-    """``ValueError: what it says``; of a ConfigError only that, which says it all."""
+def described(error: BaseException) -> tuple[str, str]:
+    """Return an error in a line, and its traceback.
+
+    The line is ``ValueError: message``, or only the message of a ConfigError. The traceback is
+    empty for errors of the user's settings, files or data: it would only point into this package.
+    """
+    line = f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, ConfigError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def trace(error: BaseException) -> str:
-    """The traceback of an error that is nobody's mistake but ours; empty for others."""
+        line = str(error)
     if isinstance(error, AgenttrainError | ValueError | OSError):
-        return ""
-    return "".join(traceback.format_exception(error))
+        return line, ""
+    return line, "".join(traceback.format_exception(error))
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of a process that this stopped."""
+    """Return the exit code of a process that the error stopped."""
     return REFUSED if isinstance(error, ConfigError) else FAILED
 
 
 def stop_code(stop: StopRequest, verb: str) -> int:
-    """The exit code of a process that was interrupted before there was anything to save."""
+    """Return the exit code of a process that was interrupted before it had anything to save."""
     if not stop.at_once:
         return INTERRUPTED
     return TERMINATED if stop.insisted or verb == "eval" else PREEMPTED
@@ -102,26 +103,27 @@ def stop_code(stop: StopRequest, verb: str) -> int:
 RUNS = ("train", "sft", "eval")
 """Verbs that start processes."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Environment: every wait for another process that takes its time would be two warnings."""
+"""Environment variables: without them every long wait for another process prints two warnings."""
 FOREIGN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-"""Decisions of accelerate's launcher that would override ours; distributed=fsdp2 replaces them."""
+"""Variables of accelerate's launcher that would override our settings; distributed=fsdp2 replaces
+them."""
 
 
 def started_by_others(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if torchrun or one of its like started this process as one of several."""
+    """Return True if torchrun or a similar program started this process as one of several."""
     several = int(environment.get("WORLD_SIZE", "1")) > 1 and "RANK" in environment
     return several and EXCHANGE not in environment
 
 
 def is_rank() -> bool:
-    """Return True in one of the processes that share a run, whoever started them."""
+    """Return True in one of the processes that share a run, whichever program started them."""
     return worker_command is not None or started_by_others()
 
 
 def assigned_folder() -> Path | None:
-    """Return the folder of a rank's run where another process has made it; None: this one does.
+    """Return the folder of a rank's run if another process has made it, else None.
 
-    Of ranks after the first it is the current one: they are sent the name later.
+    Ranks after the first get the current folder: the first one sends them the name later.
     """
     if not is_rank():
         return None
@@ -131,7 +133,8 @@ def assigned_folder() -> Path | None:
 
 
 def check_processes(command: Command, runs: Sequence[Composed]) -> None:
-    """Raise ConfigError for a run that cannot have the processes that it asks for, or is in."""
+    """Raise ConfigError for a run whose processes cannot be started, or differ from those that were
+    started already."""
     if started_by_others() and command.sweep:
         raise ConfigError(
             "-m: the processes of torchrun are there once, and a sweep starts some for each run; "
@@ -159,9 +162,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
 
 
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
-    """Fit the settings to the processes that there are; raises ConfigError for a contradiction.
+    """Fit the settings to the processes that were started; raises ConfigError for a contradiction.
 
-    `typed` are the user's overrides: what only a saved run says may differ.
+    `typed` are the user's overrides. Settings that come from a saved run may differ.
     """
     section = composed.config.distributed
     world = int(os.environ["WORLD_SIZE"])
@@ -177,7 +180,8 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
-    # As `agenttrain resume=` would start them itself: what starts more nodes is not ours to keep.
+    # Record what `agenttrain resume=` needs to start the run by itself: torchrun's nodes are left
+    # out.
     section.processes, section.nodes = local, 1
     section.rendezvous = section.node_rank = None
     composed.plain["distributed"].update(
@@ -186,7 +190,8 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
 
 
 def foreign_problems(mixed_precision: str) -> Iterator[str]:
-    """List settings of accelerate's launcher that the run has otherwise, with ours to use."""
+    """Yield settings of accelerate's launcher that contradict the run's, with the settings to use
+    instead."""
     for variable in FOREIGN:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
             yield f"{variable}={os.environ[variable]}: say distributed=fsdp2 instead"
@@ -203,7 +208,7 @@ def foreign_problems(mixed_precision: str) -> Iterator[str]:
 
 
 OWN = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
-"""Settings that torchrun and its like have decided already."""
+"""Settings that are decided once torchrun or a similar program has started the processes."""
 
 
 def resolve(section: DistributedConfig) -> int:
@@ -215,8 +220,8 @@ def resolve(section: DistributedConfig) -> int:
 
 
 def count_gpus() -> int:
-    """Count this machine's GPUs; torch, which takes seconds to import, is asked only where a driver
-    is: CUDA's, or AMD's."""
+    """Count this machine's GPUs. torch, which takes seconds to import, is only imported if there is
+    a driver: CUDA's or AMD's."""
     if "torch" not in sys.modules:
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -229,7 +234,7 @@ def count_gpus() -> int:
 
 
 def node_rank(section: DistributedConfig) -> int:
-    """Return this machine's number; raises ConfigError where nothing says it."""
+    """Return this machine's number; raises ConfigError if it is neither set nor in SLURM_NODEID."""
     if section.nodes == 1:
         return 0
     if section.node_rank is not None:
@@ -249,6 +254,6 @@ def node_rank(section: DistributedConfig) -> int:
 
 def is_later_node(section: DistributedConfig) -> bool:
     """Return True if another node has the run folder and the terminal."""
-    if started_by_others():  # their first rank has both, whichever machine it is on
+    if started_by_others():  # then the first rank has both, whichever machine it is on
         return False
     return section.name is not DistributedName.single and node_rank(section) > 0

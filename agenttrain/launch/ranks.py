@@ -1,8 +1,8 @@
-"""One rank of a run: it composes its own command line, and all ranks compare what they have.
+"""One rank of a run: it composes its own command line, and all ranks compare the results.
 
-Composing is deterministic, so only the run folder, which is named by a clock, goes round. What
-differs nevertheless (another command line, another node's files, another version) is refused on
-every rank before weights are loaded.
+Composing is deterministic, so the first rank only has to send the run folder, whose name contains
+the time. If the settings differ nevertheless (another command line, other files on a node, another
+version), every rank stops with an error before weights are loaded.
 """
 
 from __future__ import annotations
@@ -29,78 +29,52 @@ from agenttrain.utils.exit_codes import DONE
 OF_NODE = ("processes", "rendezvous", "node_rank")
 """Settings of `distributed` that may differ from node to node."""
 SHOWN = 3
-"""Differences that are named; one cause may have many."""
+"""Differences that an error lists; one cause may have many."""
 
 
-class Refused(ConfigError):
-    """Not all ranks can run the same; raised on every rank with the same message."""
+class Disagreement(ConfigError):
+    """Raised on every rank, with the same message, if not all ranks can run the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Run that a rank proposes."""
+    """The run that a rank proposes."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """All that must be the same on every rank; empty: nothing is to be run."""
+    """Settings that must be the same on every rank; empty: there is nothing to run."""
     folder: str = ""
     resumes: bool = False
-    """True if there is a run in the folder already, which goes on."""
+    """True if the folder holds a run, which is resumed."""
     problem: str | None = None
-    """The reason why this rank cannot run it."""
-
-    @classmethod
-    def of(cls, command: Command, composed: Composed, folder: Path) -> Proposal:
-        """The proposal to run a command with the settings that it composes to."""
-        config, plain = composed.config, composed.plain
-        sections = {name: value for name, value in plain.items() if name != "distributed"}
-        section = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
-        settings = {
-            **sections,
-            "distributed": section,
-            # The folder of resume=auto is the first rank's: another node may not see yet that a run
-            # is in it.
-            "resume": "auto" if command.auto else config.resume,
-            "resume_changed": [str(part) for part in config.resume_changed],
-            "verb": command.verb,
-            "agenttrain": version("agenttrain"),
-        }
-        return cls(settings=settings, folder=str(folder), resumes=config.resume is not None)
-
-    def differs_from(self, first: Proposal) -> str | None:
-        """Return what this rank has otherwise than the first; None if it has the same.
-
-        Example: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
-        """
-        if not first.settings:
-            return None
-        both = list(differences(first.settings, self.settings))
-        if not both:
-            return None
-        more = f" and {len(both) - SHOWN} more" if len(both) > SHOWN else ""
-        ours = " ".join(f"{key}={own}" for key, _, own in both[:SHOWN])
-        theirs = " ".join(f"{key}={other}" for key, other, _ in both[:SHOWN])
-        return (
-            f"{ours}{more}: the first rank has {theirs}; start every rank with the same command "
-            "line, the same files and the same version of agenttrain"
-        )
+    """The error of this rank, if it cannot run it."""
 
 
 def agree(world: World, own: Proposal) -> Proposal:
     """Return the first rank's proposal.
 
-    Raises Refused on every rank unless all can run the same.
+    Raises Disagreement on every rank unless all can run the same.
+
+    Example: ``optimizer.lr=0.1: the first rank has optimizer.lr=0.2; start every rank with …``
     """
     first = world.broadcast(own, "the settings")
     problem = own.problem
-    if problem is None and first.problem is None:
-        problem = own.differs_from(first)
+    if problem is None and first.problem is None and first.settings:
+        different = list(differences(first.settings, own.settings))
+        if different:
+            more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+            ours = " ".join(f"{key}={value}" for key, _, value in different[:SHOWN])
+            theirs = " ".join(f"{key}={value}" for key, value, _ in different[:SHOWN])
+            problem = (
+                f"{ours}{more}: the first rank has {theirs}; start every rank with the same "
+                "command line, the same files and the same version of agenttrain"
+            )
     problems = world.gather([(problem, socket.gethostname())], "the settings")
-    named = {text for text, _ in problems if text is not None}
-    if not named:
+    distinct = {text for text, _ in problems if text is not None}
+    if not distinct:
         return first
-    if named == {first.problem}:  # of all ranks, or of the folder, which is the first one's
-        raise Refused(str(first.problem))
-    raise Refused(
+    if distinct == {first.problem}:  # every rank has it, or it is about the first one's folder
+        raise Disagreement(str(first.problem))
+    raise Disagreement(
         "\n".join(
             f"rank {rank} on {host}: {text}"
             for rank, (text, host) in enumerate(problems)
@@ -110,13 +84,29 @@ def agree(world: World, own: Proposal) -> Proposal:
 
 
 def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> int:
-    """Do this rank's share of a command; raises what stops it, besides errors of the run on the
-    first rank."""
-    world = World.start(timeout_s=composed.config.distributed.timeout_s)
-    first = agree(world, Proposal.of(command, composed, folder))
+    """Do this rank's share of a command and return its exit code.
+
+    Raises the error that stops it, except for errors of the run on the first rank.
+    """
+    config, plain = composed.config, composed.plain
+    world = World.start(timeout_s=config.distributed.timeout_s)
+    sections = {name: value for name, value in plain.items() if name != "distributed"}
+    section = {k: v for k, v in plain["distributed"].items() if k not in OF_NODE}
+    settings = {
+        **sections,
+        "distributed": section,
+        # With resume=auto the first rank's folder counts: another node may not see yet that it
+        # holds a run.
+        "resume": "auto" if command.auto else config.resume,
+        "resume_changed": [str(part) for part in config.resume_changed],
+        "verb": command.verb,
+        "agenttrain": version("agenttrain"),
+    }
+    resumes = config.resume is not None
+    first = agree(world, Proposal(settings=settings, folder=str(folder), resumes=resumes))
     if not first.settings:
         return DONE
-    composed.config.resume = first.folder if first.resumes else None
+    config.resume = first.folder if first.resumes else None
     if not world.is_main:
         redirect(Path(first.folder) / "logs" / f"rank-{world.rank}.log")
         faulthandler.enable()
@@ -124,8 +114,8 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
 
     return Run(
         verb=command.verb,
-        config=composed.config,
-        plain=composed.plain,
+        config=config,
+        plain=plain,
         folder=Path(first.folder),
         sweep=sweep,
         world=world,
@@ -133,12 +123,12 @@ def run(command: Command, composed: Composed, folder: Path, *, sweep: bool) -> i
 
 
 def share(command: Callable[[], int]) -> int:
-    """Run a command that composes and comes to `run`; return its exit code.
+    """Run a command that composes settings and calls `run`; return its exit code.
 
-    Where it does not come so far the other ranks, which wait for this one, get to know why.
+    If it ends before it calls `run`, the other ranks, which wait for this one, get its error.
     """
     if os.environ["RANK"] != "0":
-        redirect(Path(os.devnull))  # the first rank prints what all of them compose
+        redirect(Path(os.devnull))  # the first rank prints for all of them
     try:
         code = command()
     except ConfigError as error:
@@ -151,7 +141,7 @@ def share(command: Callable[[], int]) -> int:
 
 
 def redirect(path: Path) -> None:
-    """Append all that this process prints from now on, by libraries in C too, to a file."""
+    """Append the output of this process from now on to a file, that of C libraries included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

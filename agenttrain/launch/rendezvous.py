@@ -1,10 +1,11 @@
-"""Where the launchers of all nodes meet before they start anything."""
+"""Rendezvous of the launchers of all nodes, before they start their workers."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore
@@ -17,71 +18,87 @@ from torch.distributed.elastic.rendezvous import (
 from agenttrain.launch.config import DistributedConfig
 from agenttrain.types import AgenttrainError
 
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 TRY_S = 5.0
 """One attempt to reach the first node."""
 POLL_S = 0.2
-TELL_S = 30.0
-"""Between two lines about who is missing."""
+PRINT_S = 30.0
+"""Seconds between two lines about missing nodes."""
 
 
 class NotMet(AgenttrainError):
-    """Not every node came; the message names those that are missing."""
+    """Not every node came in time; the message names the missing ones."""
 
 
+@dataclass(frozen=True, eq=False)
 class Meeting(RendezvousHandler):
-    """Rendezvous for elastic's agent, which starts this node's workers: a store, and who is who."""
+    """Rendezvous for elastic's agent, which starts this node's workers: a store, and the numbers of
+    this node and of all."""
 
-    def __init__(self, store: TCPStore, host: str, node: int, nodes: int) -> None:
-        """`store` is the first node's, at `host`."""
-        self._store, self._host, self._node, self._nodes = store, host, node, nodes
+    store: TCPStore
+    """The first node's."""
+    host: str
+    """Name of the first node."""
+    node: int
+    nodes: int
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and this node's number: everybody is here."""
-        where = RendezvousStoreInfo(self._host, self._store.port)
-        store = PrefixStore(self.get_run_id(), self._store)
-        return RendezvousInfo(store, self._node, self._nodes, where)
+        """Return the store and this node's number; all nodes have come already."""
+        address = RendezvousStoreInfo(self.host, self.store.port)
+        store = PrefixStore(self.get_run_id(), self.store)
+        return RendezvousInfo(store, self.node, self.nodes, address)
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers meet at the same one."""
+        """Return True: the workers use the agents' store."""
         return True
 
     def get_backend(self) -> str:
-        """Its name in elastic's events."""
+        """Return the name of this rendezvous in elastic's events."""
         return "agenttrain"
 
     def get_run_id(self) -> str:
-        """Before every key of the agents."""
+        """Return the prefix of the agents' keys."""
         return "agenttrain"
 
     def is_closed(self) -> bool:
-        """Never: nobody comes later."""
+        """Return False: there is no second rendezvous to close."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing is left to close."""
+        """Do nothing: there is nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """None: nobody comes later."""
+        """Return 0: no node comes later."""
         return 0
 
     def shutdown(self) -> bool:
-        """Return True, it is over: the store goes with this object."""
+        """Return True: the store ends with this object."""
         return True
 
 
 def meet(section: DistributedConfig, node: int) -> Meeting:
-    """Return the meeting of all nodes, once they are there; of one node alone, at a free port.
+    """Wait for all nodes and return their meeting; a single node takes a free port.
 
     Raises NotMet after `timeout_s`.
     """
     if section.rendezvous is None:
-        return Meeting(TCPStore(HERE, 0, 1, True, multi_tenant=True), HERE, node, 1)
+        return Meeting(TCPStore(LOCALHOST, 0, 1, True, multi_tenant=True), LOCALHOST, node, 1)
     host, _, text = section.rendezvous.rpartition(":")
     port = int(text)
-    if node > 0:
-        _wait_for_listener(host, port, section, node)
+    deadline = time.monotonic() + section.timeout_s
+    reachable = node == 0
+    # Wait until the first node listens: torch's own wait ignores signals, and prints a lot.
+    while not reachable:
+        try:
+            socket.create_connection((host, port), timeout=TRY_S).close()
+            reachable = True
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise NotMet(
+                    f"distributed.rendezvous={host}:{port}: node {node} cannot reach it: {error}"
+                ) from error
+            time.sleep(POLL_S)
     try:
         store = TCPStore(
             *(host, port, section.nodes, node == 0, timedelta(seconds=section.timeout_s)),
@@ -98,33 +115,19 @@ def meet(section: DistributedConfig, node: int) -> Meeting:
     return Meeting(store, host, node, section.nodes)
 
 
-def _wait_for_listener(host: str, port: int, section: DistributedConfig, node: int) -> None:
-    """Wait until the first node listens: torch's own wait hears no signals, and is loud."""
-    deadline = time.monotonic() + section.timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=TRY_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise NotMet(
-                    f"distributed.rendezvous={host}:{port}: node {node} cannot reach it: {error}"
-                ) from error
-            time.sleep(POLL_S)
-
-
 def _wait_for_all(store: TCPStore, section: DistributedConfig, node: int) -> None:
+    """Announce this node in the store, and wait until all the others have."""
     store.set(f"node/{node}", socket.gethostname())
     deadline = time.monotonic() + section.timeout_s
-    print_at = time.monotonic() + TELL_S
+    print_at = time.monotonic() + PRINT_S
     while missing := [n for n in range(section.nodes) if not store.check([f"node/{n}"])]:
-        who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        nodes = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         if time.monotonic() > deadline:
             raise NotMet(
-                f"distributed.nodes={section.nodes}: {who} did not come to {section.rendezvous} "
+                f"distributed.nodes={section.nodes}: {nodes} did not come to {section.rendezvous} "
                 f"within {section.timeout_s:g} s (distributed.timeout_s)"
             )
         if time.monotonic() > print_at:
-            print_at += TELL_S
-            print(f"node {node} waits for {who} at {section.rendezvous}", file=sys.stderr)
+            print_at += PRINT_S
+            print(f"node {node} waits for {nodes} at {section.rendezvous}", file=sys.stderr)
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
 """Start of a checked command: in this process, in several workers, or as one rank of a run.
 
-Modules that need torch are imported last, so that a command that is refused never loads it.
+Modules that need torch are imported last, so that a command that fails its checks never loads it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from agenttrain.launch.processes import (
     QUIET,
     adopt,
     code_of,
-    in_a_line,
+    described,
     is_rank,
     started_by_others,
     stop_code,
-    trace,
 )
 from agenttrain.settings.command_line import Command
 from agenttrain.settings.compose import Composed, complete_objective
@@ -30,8 +29,8 @@ from agenttrain.utils.output import unfailing
 from agenttrain.utils.signals import listening
 
 LAST_S = 1.0
-"""Seconds that the other ranks of a refused run wait before they exit: torchrun ends all ranks once
-one has ended, and the first rank has to print the reason."""
+"""Seconds that the other ranks wait before they exit if the ranks do not agree: torchrun ends all
+ranks once one has ended, and the first rank has to print the reason."""
 
 
 def start(
@@ -73,14 +72,14 @@ def start(
 def as_rank(command: Callable[[], int], verb: str) -> int:
     """Run a command in one of the processes that torchrun started; return the exit code.
 
-    Raises ConfigError on the first rank; the others print what stopped them alone.
+    Raises ConfigError on the first rank. Another rank prints an error that only it has.
     """
     rank = int(os.environ["RANK"])
     os.environ.update(QUIET)
-    terminal = unfailing(os.dup(2))  # where stderr leads now
+    terminal = unfailing(os.dup(2))  # stderr is redirected later
     with listening() as stop:
         try:
-            from agenttrain.launch.ranks import Refused, share
+            from agenttrain.launch.ranks import Disagreement, share
 
             return share(command)
         except KeyboardInterrupt:
@@ -88,9 +87,10 @@ def as_rank(command: Callable[[], int], verb: str) -> int:
         except Exception as error:
             if rank == 0 and isinstance(error, ConfigError):
                 raise
-            if isinstance(error, Refused):
+            if isinstance(error, Disagreement):
                 time.sleep(LAST_S)
             else:
-                for line in (trace(error) or in_a_line(error)).splitlines():
-                    print(f"rank {rank}: {line}", file=terminal, flush=True)
+                line, trace = described(error)
+                for text in (trace or line).splitlines():
+                    print(f"rank {rank}: {text}", file=terminal, flush=True)
             return code_of(error)

@@ -1,7 +1,7 @@
 """One worker of `launcher.py`: it runs the launcher's command line as one rank.
 
-The first rank has the terminal; the others write into <run>/logs/rank-<rank>.log. What stops one of
-them goes to the terminal all the same.
+The first rank prints to the terminal, the others to <run>/logs/rank-<rank>.log. An error that stops
+any of them is printed to the terminal.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from agenttrain.utils.exit_codes import DONE
 from agenttrain.utils.output import protect
 from agenttrain.utils.signals import listening
 
-TOLD = "signal.txt"
-"""File of the exchange: which signal the launcher passes on, always as the same one."""
+SIGNAL_FILE = "signal.txt"
+"""File of the exchange: name of the signal that the launcher received. Workers are sent SIGUSR1 or
+SIGINT instead."""
 RECORD_S = 2.0
-"""Seconds for a rank whose launcher is gone, and the store with it, to record in summary.json that
-the run failed."""
+"""Seconds for a rank to record in summary.json that the run failed, once its launcher is gone, and
+the store with it."""
 
 
 def main() -> int:
-    """Run a worker's life; return its exit code."""
+    """Run a worker from start to end; return its exit code."""
     protect()
     exchange = Path(os.environ["AGENTTRAIN_EXCHANGE"])
 
-    def signal_passed_on() -> str | None:
+    def received_signal() -> str | None:
         try:
-            return (exchange / TOLD).read_text()
+            return (exchange / SIGNAL_FILE).read_text()
         except OSError:
             return None
 
-    # Nobody would pass signals on, or notice a dead rank.
+    # Without the launcher nothing passes signals on or notices a dead rank.
     end_with_parent("the launcher of this process is gone: it stops", after_s=RECORD_S)
-    with listening() as stop:  # before anything is imported that takes its time
-        stop.passed_on = signal_passed_on
+    with listening() as stop:  # before the slow imports
+        stop.passed_on = received_signal
         try:
             from agenttrain.launch import processes
 
@@ -62,11 +63,12 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """End the process with an exit code that nothing can change any more.
+    """End the process at once, so that nothing changes its exit code.
 
-    The threads of a process group whose other members are gone may abort the interpreter's end.
+    Threads of a process group whose other members are gone may abort the interpreter's shutdown.
     """
-    if code == DONE:  # else a signal may have cut the import of torch short: it takes no second one
+    # Otherwise a signal may have interrupted the import of torch, which cannot be repeated.
+    if code == DONE:
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -1,5 +1,5 @@
-"""The workers of one node under torch elastic's agent: signals reach all of them, and the first
-that ends before its time ends the others.
+"""The workers of one node under torch elastic's agent: signals reach all of them, and the first one
+that ends too early stops the others.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from agenttrain.utils.signals import Insistence, leave_terminal
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_S = 15.0
-"""Seconds until workers that were told to stop are killed."""
+"""Seconds until workers that were asked to stop are killed."""
 AGAIN_S = 3.0
 """Seconds until a worker that still runs when another has stopped is signalled again: it may wait
-for that other one, and asyncio takes only the second Ctrl-C to heart."""
+for the other one, and asyncio only stops a waiting task at the second Ctrl-C."""
 SETTLE_S = 120.0
-"""Seconds for the others, once a worker has ended as asked: one may still be writing."""
-TELL_S = 3.0
-"""Seconds for the others to report the same mistake, before they are told to stop."""
-LOOK_S = 1.0
+"""Seconds for the others once a worker has saved and left: one may still be writing."""
+REPORT_S = 3.0
+"""Seconds for the others to report the same error, before they are asked to stop."""
+CHECK_S = 1.0
 """Seconds between two checks of the other nodes."""
 KEY = "agenttrain/failed"
-"""Key in the store of all nodes: what made one of them stop."""
-FAR = "the node of the first rank is gone"
+"""Key in the store of all nodes: the failure that made one of them stop."""
+FIRST_NODE_GONE = "the node of the first rank is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,78 +44,74 @@ class WorkerEnd:
     rank: int
     pid: int
     code: int
-    """Exit code, or less than 0: minus the signal that killed it."""
-
-    @property
-    def as_asked(self) -> bool:
-        """True if it did what it was started for, or saved its work and left."""
-        return self.code in (DONE, PREEMPTED)
+    """Exit code; if a signal killed it, minus the signal's number."""
 
 
 class Workers(LocalElasticAgent):
-    """Elastic's agent, which starts them, and this, which decides when they are to stop."""
+    """Elastic's agent, which starts the workers, and the decisions when they have to stop."""
 
     def __init__(
-        self, describe: Callable[[WorkerEnd], str], told: Callable[[str], object], **arguments: Any
+        self,
+        describe: Callable[[WorkerEnd], str],
+        announce: Callable[[str], object],
+        **arguments: Any,
     ) -> None:
-        """Take `describe`, which says to other nodes how a worker of this one ended, and `told`,
-        which gives the workers the signal that they are about to get another for; the other
-        arguments are elastic's."""
+        """Describe with `describe` to other nodes how a worker of this one ended. `announce` gets
+        the name of the signal that the launcher received, before the workers are sent another. The
+        other arguments are elastic's."""
         super().__init__(**arguments)
-        self.asked: list[signal.Signals] = []
-        """Signals that the launcher got."""
+        self.received: list[signal.Signals] = []
+        """Signals that the launcher received."""
         self.early: list[WorkerEnd] = []
-        """Workers that ended before anybody told them to, and were not done."""
-        self.silent: list[int] = []
-        """Ranks that did not end when they were told to, and were killed."""
-        self.far: str | None = None
+        """Workers that ended unasked, without having finished."""
+        self.killed: list[int] = []
+        """Ranks that did not end when they were asked to, and were killed."""
+        self.other_node: str | None = None
         """The reason why another node stopped."""
         self.ended: dict[int, WorkerEnd] = {}
         self._describe = describe
-        self._announce = told
+        self._announce = announce
         self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
         self._terms = Insistence()
-        self._is_urgent = False
+        self._forwarded = signal.SIGUSR1
+        """Signal forwarded to workers; SIGINT after Ctrl-C or a second SIGTERM. Never SIGTERM: a
+        scheduler that signals the whole job has already sent one, and workers treat a second one as
+        'stop without saving'."""
         self._alone = True
         self._pids: dict[int, int] = {}
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._again_at: float | None = None
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     def listen(self) -> None:
-        """Have the signals of this process passed on; a SIGHUP that nohup ignores is not."""
+        """Pass on the signals of this process, except a SIGHUP that nohup ignores."""
         for number in PASSED_ON:
-            deaf = number == signal.SIGHUP and not self._hears_hangup
-            with suppress(ValueError):  # in a thread, where signals are somebody else's
-                signal.signal(number, signal.SIG_IGN if deaf else self.pass_on)
+            ignored = number == signal.SIGHUP and not self._hears_hangup
+            with suppress(ValueError):  # only the main thread may handle signals
+                signal.signal(number, signal.SIG_IGN if ignored else self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Tell every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
-        asked = signal.Signals(number)
-        self.asked.append(asked)
-        insists = asked is signal.SIGTERM and self._terms.arrive()
-        self._is_urgent = self._is_urgent or insists or asked is signal.SIGINT
+        """Signal every worker; after Ctrl-C or a second SIGTERM they have to be quick."""
+        received = signal.Signals(number)
+        self.received.append(received)
+        insists = received is signal.SIGTERM and self._terms.arrive()
+        if insists or received is signal.SIGINT:
+            self._forwarded = signal.SIGINT
         leave_terminal()
         with suppress(OSError):
-            self._announce(self.asked[0].name)
-        if self._is_urgent:
+            self._announce(self.received[0].name)
+        if self._forwarded is signal.SIGINT:
             self._stop_soon()
-        self._signal(self._told)
-
-    @property
-    def _told(self) -> signal.Signals:
-        """Signal forwarded to workers. Never SIGTERM: a scheduler that signals the whole job has
-        already sent one, and workers treat a second SIGTERM as 'stop without saving'."""
-        return signal.SIGINT if self._is_urgent else signal.SIGUSR1
+        self._signal(self._forwarded)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self._alone = worker_group.group_world_size == 1
         self._pids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
-        self.listen()  # the agent has just made them its own
-        if self.asked:  # before there was anyone to tell
-            self._signal(self._told)
+        self.listen()  # the agent has just installed its own handlers
+        if self.received:  # before the workers were started
+            self._signal(self._forwarded)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -130,68 +126,67 @@ class Workers(LocalElasticAgent):
             self._again_at = now + AGAIN_S
             self._signal(signal.SIGINT)
         if self._kill_at is not None and now >= self._kill_at:
-            self.silent = [rank for rank in self._pids if rank not in self.ended] or self.silent
+            self.killed = [rank for rank in self._pids if rank not in self.ended] or self.killed
             self._signal(signal.SIGKILL)
         if len(self.ended) < len(self._pids):
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _reap(self) -> None:
-        """Record the workers that have ended; the exit status stays for the agent."""
+        """Record the workers that have ended, and decide whether the others have to stop."""
         new = []
         for rank, pid in self._pids.items():
             if rank in self.ended:
                 continue
-            # WNOWAIT: it can be asked for again.
+            # WNOWAIT leaves the exit status for the agent.
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 exited = status.si_code == os.CLD_EXITED
                 code = status.si_status if exited else -status.si_status
                 self.ended[rank] = WorkerEnd(rank=rank, pid=pid, code=code)
                 new.append(self.ended[rank])
-        early = [ended for ended in new if not ended.as_asked]
+        # Not those that finished, or saved their work and left.
+        early = [ended for ended in new if ended.code not in (DONE, PREEMPTED)]
         if self._stop_at is not None or self._kill_at is not None:
-            if self._stop_at is not None:  # nobody has been told yet: they ended by themselves
+            if self._stop_at is not None:  # none has been signalled yet: they ended by themselves
                 self.early += early
             return
-        # These codes are of workers that heard the launcher's signal, if at once.
+        # Exit codes of workers that obeyed the launcher's signal at once.
         by_signal = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
-        if early and not (self.asked and all(ended.code in by_signal for ended in early)):
+        if early and not (self.received and all(ended.code in by_signal for ended in early)):
             self.early += early
             killed = any(ended.code < 0 for ended in early)
-            self._stop_at = time.monotonic() + (0 if killed else TELL_S)
-        elif early:  # without that one the others get nowhere
+            self._stop_at = time.monotonic() + (0 if killed else REPORT_S)
+        elif early:  # the others would wait for it in vain
             self._stop_soon()
         elif any(ended.code == PREEMPTED for ended in new):
-            self._kill_by(SETTLE_S)
+            self._kill_at = time.monotonic() + SETTLE_S
 
     def _exchange_failures(self, store: Any) -> None:
         """Publish this node's failure to the other nodes, and stop for one of theirs."""
         now = time.monotonic()
-        if self._alone or now < self._look_at or self.far:
+        if self._alone or now < self._check_at or self.other_node:
             return
-        self._look_at = now + LOOK_S
+        self._check_at = now + CHECK_S
         try:
             if self.early:
                 store.set(KEY, self._describe(self.early[0]))
-                self._look_at = float("inf")
+                self._check_at = float("inf")
             elif store.check([KEY]):
-                self.far = store.get(KEY).decode()
+                self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):
-            self.far = FAR
-        if self.far and self._stop_at is None and self._kill_at is None:
+            self.other_node = FIRST_NODE_GONE
+        if self.other_node and self._stop_at is None and self._kill_at is None:
             self._stop_at = now
 
     def _stop_soon(self) -> None:
-        self._again_at = time.monotonic() + AGAIN_S
-        self._kill_by(STOP_S)
-
-    def _kill_by(self, seconds: float) -> None:
-        at = time.monotonic() + seconds
-        self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
+        """Set the times at which the running workers are signalled again, and killed."""
+        now = time.monotonic()
+        self._again_at = now + AGAIN_S
+        self._kill_at = now + STOP_S if self._kill_at is None else min(now + STOP_S, self._kill_at)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal every worker that runs; SIGKILL goes to what it started in its session too."""
+        """Signal every running worker; SIGKILL also goes to the processes of its session."""
         send = os.killpg if number is signal.SIGKILL else os.kill
         for rank, pid in self._pids.items():
             if rank not in self.ended:

@@ -200,9 +200,10 @@ def test_the_bundled_model_in_words(capsys):
     assert "model       bundled:shop: Qwen3ForCausalLM, 650,176 weights" in told
     assert "rollouts    128 per step, 10,240 in all" in told
     assert "fits: 6." in told
-    assert "of the host's memory nothing is known: say it, --host-memory-gb 512" in told
+    assert "the host's memory is not known; give its size: --host-memory-gb 512" in told
     assert cli.main(["plan"]) == 0
-    assert "whether it fits: say how large a GPU is" in capsys.readouterr().out
+    line = "whether it fits depends on the GPUs; give their size: --gpu-memory-gb 80"
+    assert line in capsys.readouterr().out
 
 
 def test_without_a_gpu_the_machines_memory_is_what_counts(capsys, short):
@@ -360,7 +361,7 @@ def test_nothing_is_known_that_helps(capsys, short):
         ]
     )
     assert code == 1
-    assert "nothing known here makes it fit" in capsys.readouterr().out
+    assert "no known setting makes it fit; the smallest plan is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

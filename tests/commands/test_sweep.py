@@ -26,18 +26,18 @@ from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
     TrialSearch,
-    counted,
     is_job,
-    quoted,
+    job_state,
+    job_states,
+    quote_path,
     read_record,
-    standing,
-    standings,
-    varying,
+    status_counts,
+    varying_settings,
     write_record,
 )
-from agenttrain.commands.sweep.run import divided, note, trials
+from agenttrain.commands.sweep.run import divide_machine, record_end, trials
 from agenttrain.commands.sweep.search import Trial, corners, next_trial
-from agenttrain.commands.sweep.table import compared
+from agenttrain.commands.sweep.table import compare_jobs
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.tracking.run_folder import update_summary
 from agenttrain.types import ConfigError
@@ -139,7 +139,10 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("-m optimizer.lr=tag(lg,interval(1,2)) sweep.trials=1", "the tag 'lg' means nothing"),
         ("-m steps=tag(log,choice(1,2)) sweep.trials=1", "the tag log is for interval(…)"),
         ("-m steps=interval(1,2) sweep.trials=1", "steps=1."),
-        ("-m sweep=optuna sweep.trials=null", "sweep.sampler=tpe: searches until when?"),
+        (
+            "-m sweep=optuna sweep.trials=null",
+            "sweep.sampler=tpe: needs a number of trials; add",
+        ),
         ("-m sweep=optuna sweep.objective=null", "sweep.sampler=tpe chooses by it"),
         ("-m sweep=optuna sweep.runs=['steps=1']", "cannot be combined with sweep.sampler=tpe"),
         ("-m sweep=optuna sweep.sampler=gp", "expected one of: random, tpe"),
@@ -164,7 +167,7 @@ def test_every_example_composes(option: str, capsys: pytest.CaptureFixture[str])
         ("compare nope --plot x.jpg", "--plot x.jpg: give a name that ends in .png"),
         ("compare nope --jsn", "--jsn: no such option (did you mean '--json'?)"),
         ("compare nope --json --markdown", "compare: give a sweep's folder"),
-        ("compare nope --plot", "--plot: where to?"),
+        ("compare nope --plot", "--plot: needs the name of a file; compare: give"),
         ("compare nope --plot nowhere/x.svg", "--plot nowhere/x.svg: "),
         ('-m sweep.runs=["algorithm=\'grpo"]', "sweep.runs: algorithm='grpo: No closing quota"),
     ],
@@ -297,18 +300,18 @@ def test_jobs_at_a_time_divide_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert divided("train", 1, [one], lambda: 8) == [{}]
-    assert divided("train", 2, [one], lambda: 1) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert divided("train", 2, [two], lambda: 0) == [{"OMP_NUM_THREADS": "2"}] * 2
-    gpus = [share["CUDA_VISIBLE_DEVICES"] for share in divided("train", 2, [one], lambda: 4)]
+    assert divide_machine("train", 1, [one], lambda: 8) == [{}]
+    assert divide_machine("train", 2, [one], lambda: 1) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert divide_machine("train", 2, [two], lambda: 0) == [{"OMP_NUM_THREADS": "2"}] * 2
+    gpus = [share["CUDA_VISIBLE_DEVICES"] for share in divide_machine("train", 2, [one], lambda: 4)]
     assert gpus == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert divided("train", 4, [one], lambda: 4)[2] == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert divide_machine("train", 4, [one], lambda: 4)[2] == {"CUDA_VISIBLE_DEVICES": "6"}
     with pytest.raises(ConfigError, match=r"=3: 4 GPUs cannot be divided.*take 2 or 4"):
-        divided("train", 3, [one], lambda: 4)
+        divide_machine("train", 3, [one], lambda: 4)
     with pytest.raises(ConfigError, match=r"each job has 1 of 4 GPUs\ndistributed\.processes=2"):
-        divided("train", 4, [two], lambda: 4)
+        divide_machine("train", 4, [two], lambda: 4)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -328,7 +331,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_record(tmp_path / "s").search == SEARCH and read_record(tmp_path / "s").own
     arguments = record.arguments(tmp_path / "s", record.jobs[0], "steps=3")
     assert arguments[:6] == ["sft", "--config-name", "mine", "seed=0", "data.path='a b'", "steps=3"]
-    assert arguments[6] == f"hydra.run.dir={quoted(tmp_path / 's' / '0')}"
+    assert arguments[6] == f"hydra.run.dir={quote_path(tmp_path / 's' / '0')}"
     assert is_job(tmp_path / "s" / "0") and not is_job(tmp_path / "s" / "2")
     assert not is_job(tmp_path / "0")
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
@@ -339,12 +342,12 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_what_varies_is_what_differs_or_is_not_everywhere() -> None:
     jobs = [["steps=2", "seed=0"], ["steps=2", "seed=1", "++tools.sql.timeout_s=5"]]
     record = SweepRecord(verb="train", jobs=[SweepJob(folder="", overrides=o) for o in jobs])
-    assert varying(record) == [{"seed": "0"}, {"seed": "1", "tools.sql.timeout_s": "5"}]
+    assert varying_settings(record) == [{"seed": "0"}, {"seed": "1", "tools.sql.timeout_s": "5"}]
 
 
 def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
     record = read_record(sweep)
-    told = [(job.status, job.unfinished) for job in standings(sweep, record)]
+    told = [(job.status, job.unfinished) for job in job_states(sweep, record)]
     assert told == [
         ("finished", False),
         ("failed", True),
@@ -355,35 +358,35 @@ def test_jobs_stand_as_their_folders_say(sweep: Path) -> None:
     update_summary(sweep / "3", status="preempted")
     with (sweep / "2" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = standings(sweep, record)
+        found = job_states(sweep, record)
     assert [job.status for job in found[2:]] == ["running", "preempted"]
     assert not found[2].unfinished and found[3].unfinished
-    assert counted(found) == "1 finished, 1 failed, 1 preempted, 1 running"
+    assert status_counts(found) == "1 finished, 1 failed, 1 preempted, 1 running"
 
 
 def test_a_job_that_cannot_tell_how_it_ended_is_told_of(tmp_path: Path) -> None:
     job = SweepJob(folder="0", overrides=[])
     ended = JobEnd(code=137, last_words="Killed")
-    note(tmp_path, ended, signalled=False)
-    found = standing(tmp_path, job)
+    record_end(tmp_path, ended, signalled=False)
+    found = job_state(tmp_path, job)
     assert (found.status, found.error) == ("failed", "exit code 137: Killed")
     update_summary(tmp_path, status="preempted", error=None)
-    note(tmp_path, ended, signalled=False)
-    assert standing(tmp_path, job).status == "preempted"  # its own word stands
+    record_end(tmp_path, ended, signalled=False)
+    assert job_state(tmp_path, job).status == "preempted"  # its own word stands
     update_summary(tmp_path, status="running")
-    note(tmp_path, JobEnd(code=130, last_words=""), signalled=True)
-    assert standing(tmp_path, job).status == "interrupted"
+    record_end(tmp_path, JobEnd(code=130, last_words=""), signalled=True)
+    assert job_state(tmp_path, job).status == "interrupted"
 
 
 def test_figures_are_the_mean_of_the_seeds_that_finished(sweep: Path) -> None:
     finish(sweep / "1", 1.0)
-    found = compared(sweep, read_record(sweep), [])
+    found = compare_jobs(sweep, read_record(sweep), [])
     assert found.keys == ["optimizer.lr"] and found.metrics[0] == "eval/pass@1"
     figures = [one.figures.get("eval/pass@1") for one in found.configurations]
     # 0.5 and 1.0: mean 0.75, variance (0.25² + 0.25²) / 1 = 0.125, whose root is 0.354
     assert str(figures[0]) == "0.75 ± 0.35" and figures[0] is not None and figures[0].n == 2
     assert figures[1] is None
-    assert compared(sweep, read_record(sweep), ["reward"]).results[0]["reward"] == 0.5
+    assert compare_jobs(sweep, read_record(sweep), ["reward"]).results[0]["reward"] == 0.5
 
 
 def test_compare_tells_results_and_how_to_go_on(
@@ -467,7 +470,7 @@ def test_compare_for_other_programs(sweep: Path, capsys: pytest.CaptureFixture[s
 
 def test_an_unknown_figure_is_refused(sweep: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval/pas@1: no finished job .*did you mean 'eval/pass"):
-        compared(sweep, read_record(sweep), ["eval/pas@1"])
+        compare_jobs(sweep, read_record(sweep), ["eval/pas@1"])
 
 
 def test_compares_arguments() -> None:
@@ -485,7 +488,7 @@ def test_a_curve_is_averaged_over_steps() -> None:
 def test_the_picture_is_of_the_kind_that_its_name_says(sweep: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'agenttrain[sweep]'")
     finish(sweep / "2", 0.25)
-    found = compared(sweep, read_record(sweep), [])
+    found = compare_jobs(sweep, read_record(sweep), [])
     beginnings = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF", "html": b"<!doctype html>"}
     for kind, beginning in beginnings.items():
         path = tmp_path / f"picture.{kind}"

@@ -21,8 +21,8 @@ from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
     TrialSearch,
+    job_states,
     read_record,
-    standings,
     write_record,
 )
 from agenttrain.commands.sweep.run import trials
@@ -97,7 +97,7 @@ def test_a_sweep_stops_at_a_failure_and_its_unfinished_jobs_run_later(tmp_path: 
     assert "job 1: failed: " in done.stdout and "the judge is broken" in done.stderr
     assert "1 failed, 1 never started" in done.stdout
     assert "agenttrain -m resume=s\n" in done.stdout
-    jobs = standings(tmp_path / "s", read_record(tmp_path / "s"))
+    jobs = job_states(tmp_path / "s", read_record(tmp_path / "s"))
     assert [job.status for job in jobs] == ["failed", "never started"]
     assert "the judge is broken" in str(jobs[0].error)
 
@@ -239,7 +239,7 @@ def test_a_search_runs_trials_side_by_side_and_goes_on_after_failures(tmp_path: 
         (("good", "2"), False),
         (("good", "3"), False),
     ]
-    for job in standings(tmp_path / "s", record):
+    for job in job_states(tmp_path / "s", record):
         output = (job.folder / "output.txt").read_text()
         assert ("the judge is broken" in output) == (job.status == "failed")
 

@@ -1,4 +1,4 @@
-"""`agenttrain plan`: will the run fit, and if not, which setting makes it fit."""
+"""`agenttrain plan`: print a run's memory, and the settings that make a run fit if it does not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from agenttrain.commands.plan.estimate import GIB, MemoryEstimate, PlannedHardware
 from agenttrain.commands.plan.remedies import Planner, Remedy
@@ -18,7 +18,7 @@ from agenttrain.settings.run_config import RunConfig
 from agenttrain.types import ConfigError
 
 PROMPT = 1024
-"""Tokens of a prompt when nobody says how many."""
+"""Default of --prompt-tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class PlanOptions:
 
     machine: PlannedHardware
     devices: int | None
-    """GPUs, if it was said."""
+    """`--devices`."""
     prompt_tokens: int
     as_json: bool
 
@@ -60,10 +60,10 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
             raise ConfigError(f"{name} {value:g}: must be more than 0")
     if parsed.cpu and parsed.gpu_memory_gb is not None:
         raise ConfigError(
-            "--gpu-memory-gb: has no effect with --cpu; say --host-memory-gb, or leave it out for "
+            "--gpu-memory-gb: has no effect with --cpu; give --host-memory-gb, or leave it out for "
             "this machine's"
         )
-    gpus = []  # bytes of each of this machine's
+    gpus = []  # bytes of each of this machine's GPUs
     if not parsed.cpu:
         import torch
 
@@ -73,10 +73,11 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     host = None if parsed.host_memory_gb is None else int(parsed.host_memory_gb * GIB)
     devices = parsed.devices or len(gpus) or 1
     if parsed.cpu:
-        machine = PlannedHardware(devices=devices, memory=host or _memory_here(), kind="cpu")
+        machine = PlannedHardware(devices=devices, memory=host or _own_memory(), kind="cpu")
     else:
-        if host is None and gpus and given is None:  # a GPU that is only named stands elsewhere
-            host = _memory_here()
+        # With --gpu-memory-gb the run is for another machine, whose memory is not this one's.
+        if host is None and gpus and given is None:
+            host = _own_memory()
         memory = min(gpus, default=None) if given is None else given
         machine = PlannedHardware(devices=devices, memory=memory, host=host)
     return PlanOptions(
@@ -87,8 +88,8 @@ def parse(arguments: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     ), overrides
 
 
-def _memory_here() -> int:
-    """Return the bytes of this machine's memory, or of its container's share."""
+def _own_memory() -> int:
+    """Return the bytes of this machine's memory, or of the container's share of it."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
@@ -100,70 +101,70 @@ def _memory_here() -> int:
 
 
 def show(config: RunConfig, options: PlanOptions) -> int:
-    """Print the plan. Exit code 1 where the run does not fit; raises ConfigError."""
-    section, asked = config.distributed, options.devices
-    if section.name is DistributedName.single and (asked or 1) > 1:
+    """Print the plan; return exit code 1 if the run does not fit. Raises ConfigError."""
+    section, devices = config.distributed, options.devices
+    if section.name is DistributedName.single and (devices or 1) > 1:
         raise ConfigError(
-            f"--devices {asked}: distributed=single is one process; add distributed=ddp or "
+            f"--devices {devices}: distributed=single is one process; add distributed=ddp or "
             "distributed=fsdp2"
         )
     count = None if section.processes is None else section.processes * section.nodes
-    if asked is not None and count not in (None, asked):
+    if devices is not None and count not in (None, devices):
         raise ConfigError(
-            f"--devices {asked}: distributed.processes={section.processes} and "
+            f"--devices {devices}: distributed.processes={section.processes} and "
             f"distributed.nodes={section.nodes} are {count} of them; leave one out"
         )
     planner = Planner(config, options.machine, options.prompt_tokens)
-    made = planner.estimate()
+    memory = planner.estimate()
     fits = None if options.machine.memory is None else True
-    if made.excess:
+    if memory.excess:
         fits = False
     remedies = planner.remedies() if fits is False else []
-    if options.as_json:
-        print(json.dumps(_json(made, fits, remedies), indent=2))
-    else:
-        print("\n".join(_lines(config, planner, made, remedies)))
-    return 1 if fits is False else 0
-
-
-def _json(made: MemoryEstimate, fits: bool | None, remedies: Sequence[Remedy]) -> dict[str, Any]:
-    room = made.engine.room
-    return {
-        "devices": made.load.devices,
-        "gpu_bytes": made.machine.memory,
-        "host_bytes": made.machine.host,
-        "parts": [asdict(part) for part in made.parts],
-        "rollouts_bytes": made.at(When.rollouts),
-        "update_bytes": made.at(When.update),
-        "peak_bytes": made.peak,
-        "moments": {when: {"gpu": made.at(when), "host_node": made.host(when)} for when in When},
+    if not options.as_json:
+        print("\n".join(_lines(config, planner, memory, remedies)))
+        return 1 if fits is False else 0
+    load, room = memory.load, memory.engine.room
+    record = {
+        "devices": load.devices,
+        "gpu_bytes": memory.machine.memory,
+        "host_bytes": memory.machine.host,
+        "parts": [asdict(part) for part in memory.parts],
+        "rollouts_bytes": memory.at(When.rollouts),
+        "update_bytes": memory.at(When.update),
+        "peak_bytes": memory.peak,
+        "moments": {
+            when: {"gpu": memory.at(when), "host_node": memory.host(when)} for when in When
+        },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
         ],
         "tokens": {
-            "prompt": made.load.prompt,
-            "rollout": made.load.context,
-            "microbatch": made.load.packed,
-            "rollouts_in_flight": made.load.rows,
+            "prompt": load.prompt,
+            "rollout": load.context,
+            "microbatch": load.packed,
+            "rollouts_in_flight": load.rows,
         },
-        "arithmetic": asdict(made.load.arithmetic),
+        "arithmetic": asdict(load.arithmetic),
     }
+    print(json.dumps(record, indent=2))
+    return 1 if fits is False else 0
 
 
 def _lines(
-    config: RunConfig, planner: Planner, made: MemoryEstimate, remedies: Sequence[Remedy]
+    config: RunConfig, planner: Planner, memory: MemoryEstimate, remedies: Sequence[Remedy]
 ) -> Iterator[str]:
-    machine, load = made.machine, made.load
+    """Yield the plan as text."""
+    machine, load = memory.machine, memory.load
     sizes = planner.sizes(config.model)
     kind = type(sizes.model).__name__
     on_cpu, host = machine.kind == "cpu", machine.host
     device = "process on a CPU" if on_cpu else "GPU"
     size = ""
     if machine.memory is not None:
-        memory = f"{machine.memory / GIB:.1f} GiB"
-        size = f", the machine has {memory}" if on_cpu else f", {memory} each"
+        gib = f"{machine.memory / GIB:.1f} GiB"
+        size = f", the machine has {gib}" if on_cpu else f", {gib} each"
     beside = f", {host / GIB:.0f} GiB of memory beside" if host is not None else ""
     yield f"model       {config.model.path}: {kind}, {sizes.parameters:,} weights"
     yield (
@@ -177,19 +178,19 @@ def _lines(
     yield from load.arithmetic.lines()
     yield ""
     yield f"{'per process' if on_cpu else 'per GPU':<18}{'GiB':>8}"
-    for part in made.parts:
+    for part in memory.parts:
         if not part.on_host:
             yield _row(part)
     if not on_cpu:
         yield f"{'in host memory':<18}{'GiB':>8}  of a process"
-        for part in made.parts:
+        for part in memory.parts:
             if part.on_host:
                 yield _row(part)
     each, node = ("process", f"{load.local} of them") if on_cpu else ("GPU", "host of a node")
     yield f"{'moment':<18}{each:>8}  {node:>14}"
     for when, name in MOMENTS.items():
-        yield f"{name:<18}{made.at(when) / GIB:8.2f}  {made.host(when) / GIB:14.2f}"
-    yield from _verdict(made, remedies)
+        yield f"{name:<18}{memory.at(when) / GIB:8.2f}  {memory.host(when) / GIB:14.2f}"
+    yield from _verdict(memory, remedies)
     if not on_cpu and (note := float32_on_gpu(config)):
         yield note
 
@@ -204,6 +205,7 @@ MOMENTS = {
 
 
 def _row(part: MemoryItem) -> str:
+    """Return a part's line, with its moments if it is not there all the time."""
     missing, notes = [when for when in When if when not in part.when], []
     if len(part.when) <= len(missing):
         notes = [f"{', '.join(part.when)} only"]
@@ -214,34 +216,35 @@ def _row(part: MemoryItem) -> str:
     return f"{part.name:<18}{part.bytes / GIB:8.2f}  {part.why}{note}"
 
 
-def _verdict(made: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
+def _verdict(memory: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
+    """Yield the lines that say whether the run fits, and the settings that make it fit."""
     yield ""
-    machine, room = made.machine, made.engine.room
+    machine, room = memory.machine, memory.engine.room
     on_cpu, limit = machine.kind == "cpu", machine.memory
-    if made.excess:
+    if memory.excess:
         if room is not None and room.missing:
             yield (
                 f"DOES NOT START: the engine wants room for one sequence of {room.tokens:,} tokens "
                 f"(engine.max_context), {room.needs / GIB:.2f} GiB of keys and values, and has "
                 f"{room.has / GIB:.2f} GiB"
             )
-        if made.over:
+        if memory.over:
             assert limit is not None
-            most = made.largest_on_host if on_cpu else made.largest
-            taken = made.host(most) if on_cpu else made.peak
+            most = memory.largest_on_host if on_cpu else memory.largest
+            taken = memory.host(most) if on_cpu else memory.peak
             yield (
                 f"DOES NOT FIT: {taken / GIB:.2f} GiB of {limit / GIB:.2f}, the most "
                 f"{MOMENTS[most]}"
             )
-        if made.over_on_host:
+        if memory.over_on_host:
             assert machine.host is not None
-            most = made.largest_on_host
+            most = memory.largest_on_host
             yield (
-                f"DOES NOT FIT: {made.host(most) / GIB:.2f} GiB of a node's own "
+                f"DOES NOT FIT: {memory.host(most) / GIB:.2f} GiB of a node's own "
                 f"{machine.host / GIB:.2f}, the most {MOMENTS[most]}"
             )
         if not remedies[0].fits:
-            yield "nothing known here makes it fit; the smallest that was found is"
+            yield "no known setting makes it fit; the smallest plan is"
         elif len(remedies) > 1:
             yield "each of these makes it fit:"
         else:
@@ -250,9 +253,9 @@ def _verdict(made: MemoryEstimate, remedies: Sequence[Remedy]) -> Iterator[str]:
         for remedy in remedies:
             yield f"  {remedy.overrides:<{width}}  {remedy.peak / GIB:.2f} GiB"
     elif limit is None:
-        yield "whether it fits: say how large a GPU is, --gpu-memory-gb 80"
+        yield "whether it fits depends on the GPUs; give their size: --gpu-memory-gb 80"
     else:
-        spare = limit - (made.host(made.largest_on_host) if on_cpu else made.peak)
+        spare = limit - (memory.host(memory.largest_on_host) if on_cpu else memory.peak)
         yield f"fits: {spare / GIB:.2f} GiB to spare"
         if not on_cpu and machine.host is None:
-            yield "of the host's memory nothing is known: say it, --host-memory-gb 512"
+            yield "the host's memory is not known; give its size: --host-memory-gb 512"

@@ -1,8 +1,8 @@
-"""Bytes of a run, part by part, at each of its moments: of a GPU, and of a node's own memory.
+"""Memory of a run in bytes, part by part and moment by moment: of a GPU, and of a node.
 
 The model's `Sizes` are read from its config.json and traced without weights. With distributed=ddp
-everything is on every GPU; fsdp2 divides weights, gradients, optimizer state and reference by their
-number, and gathers one layer at a time. The engine says itself what it takes.
+everything is on every GPU. fsdp2 divides weights, gradients, optimizer state and reference by the
+number of GPUs, and gathers one layer at a time. The engine estimates its own memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from agenttrain.engines.memory import EngineLoad, EngineMemory, MemoryItem, When
 from agenttrain.engines.registry import spec_of
-from agenttrain.launch.config import DistributedConfig, DistributedName
+from agenttrain.launch.config import DistributedName
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.sizes import Arithmetic, arithmetic
 from agenttrain.training import sharding
-from agenttrain.training.config import ModelConfig, OptimizerConfig
+from agenttrain.training.config import ModelConfig
 from agenttrain.training.footprint import (
     LAYER_GRADIENTS,
     Saved,
-    Updating,
     cached_shapes,
     empty_model,
     head_bytes,
@@ -39,33 +38,33 @@ from agenttrain.utils.model_path import SIZES, model_folder
 
 GIB = 2**30
 BFLOAT16 = 2
-"""Bytes of a number in it."""
+"""Bytes of a bfloat16 number."""
 RESERVE = 3 * GIB // 2
 """Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
 PYTHON_ON_CPU, PYTHON_ON_GPU = GIB // 2, 3 * GIB
-"""In the host's memory: Python and its libraries. On a CPU 0.35 GiB as measured after the imports;
-beside a GPU assumed, CUDA's libraries and vLLM's included."""
+"""Python and its libraries in the host's memory. On a CPU 0.35 GiB were measured after the imports.
+The value beside a GPU is assumed; it includes the libraries of CUDA and vLLM."""
 GPUS_PER_NODE = 8
-"""Where nobody says how many processes a node has."""
+"""Processes of a node if `distributed.processes` is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedHardware:
-    """The hardware that the run is to run on."""
+    """The hardware that the run is planned for."""
 
     devices: int = 1
-    """GPUs, for a run that does not say how many processes it has."""
+    """GPUs, for a run without `distributed.processes`."""
     memory: int | None = None
-    """Bytes of a GPU, on a CPU of a node; None: not known, so nothing is said of what fits."""
+    """Bytes of a GPU; without GPUs, of a node. None: not known, and so is whether the run fits."""
     host: int | None = None
-    """Bytes of a node's own memory; None: not known, or `memory` is it."""
+    """Bytes of a node's own memory; None: not known, or the same as `memory`."""
     kind: str = "cuda"
-    """`cpu` has smaller tiles of logits, and everything in a node's own memory."""
+    """On `cpu` the tiles of logits are smaller, and everything is in the node's own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How many tokens there are at once, per GPU."""
+    """Numbers of processes, rollouts and tokens that are in memory at once."""
 
     arithmetic: Arithmetic
     devices: int
@@ -76,7 +75,7 @@ class Load:
     context: int
     """Most tokens of one rollout: prompt and completion, within the engine's context."""
     sampled: int
-    """The same for one that the engine holds: an evaluation may let its rollouts grow longer."""
+    """Most tokens of one rollout in the engine: those of an evaluation may be longer."""
     limit: int
     """The engine's context, to which rows of its cache may grow."""
     rows: int
@@ -96,7 +95,7 @@ class MemoryEstimate:
     """The engine's own estimate; its items are among the parts."""
 
     def at(self, when: When) -> int:
-        """Return the bytes of a GPU at a moment; on a CPU of a process."""
+        """Return the bytes of a GPU at a moment; without GPUs, of a process."""
         return sum(part.bytes for part in self.parts if when in part.when and not part.on_host)
 
     def host(self, when: When) -> int:
@@ -127,7 +126,7 @@ class MemoryEstimate:
 
     @property
     def over(self) -> int:
-        """Bytes that a GPU does not have, or a node that has no GPU."""
+        """Bytes beyond a GPU's memory; without GPUs, beyond the node's."""
         limit = self.machine.memory
         if self.machine.kind == "cpu":
             return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
@@ -135,55 +134,63 @@ class MemoryEstimate:
 
     @property
     def over_on_host(self) -> int:
-        """Bytes that a node with GPUs does not have beside them."""
+        """Bytes beyond the own memory of a node with GPUs."""
         limit = self.machine.host
         return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
 
     @property
     def excess(self) -> int:
-        """Bytes that are wanting anywhere; 0: nothing that is known speaks against the run."""
+        """Bytes missing in any memory; 0: the run fits, as far as the memories are known."""
         return self.over + self.over_on_host + (self.engine.room.missing if self.engine.room else 0)
 
 
 def estimate(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int
 ) -> MemoryEstimate:
-    """Estimate what each GPU and its host hold."""
+    """Estimate the memory of each GPU and of its host."""
     load = _load(config, sizes, machine, prompt_tokens)
     parts = [*_training(config, sizes, machine, load), *_files(config, sizes, machine, load)]
-    engine = _engine(config, sizes, machine, load)
+    on_gpu = machine.kind != "cpu"
+    engine_load = EngineLoad(
+        rows=load.rows,
+        prompt=load.prompt,
+        sampled=load.sampled,
+        limit=load.limit,
+        on_gpu=on_gpu,
+        memory=machine.memory,
+        taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
+        sharded=config.distributed.name is DistributedName.fsdp2,
+        adapters=config.model.lora.rank > 0,
+    )
+    engine = spec_of(config.engine).memory(config.engine, engine_load, sizes)
     parts += engine.items
-    if machine.kind == "cpu":
-        parts.append(
-            MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
-        )
-    else:
+    if on_gpu:
         parts.append(
             MemoryItem(name="reserve", bytes=RESERVE, why="context and workspaces: assumed")
         )
         why = "Python and its libraries: assumed"
         parts.append(MemoryItem(name="process", bytes=PYTHON_ON_GPU, why=why, on_host=True))
+    else:
+        parts.append(
+            MemoryItem(name="reserve", bytes=PYTHON_ON_CPU, why="Python and its libraries")
+        )
     return MemoryEstimate(parts=tuple(parts), load=load, machine=machine, engine=engine)
 
 
-def processes(config: DistributedConfig, machine: PlannedHardware) -> int:
-    """Return the number of processes on all nodes."""
-    if config.name is DistributedName.single:
-        return 1
-    return machine.devices if config.processes is None else config.processes * config.nodes
-
-
 def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_tokens: int) -> Load:
+    """Return how much is in memory at once."""
     sums = arithmetic(config)
-    wanted = prompt_tokens + config.rollout.max_completion_tokens
-    limit = config.engine.max_context or sizes.max_context or wanted
-    context = min(wanted, limit)
+    longest = prompt_tokens + config.rollout.max_completion_tokens
+    limit = config.engine.max_context or sizes.max_context or longest
+    context = min(longest, limit)
     evaluated = prompt_tokens + (config.eval.max_completion_tokens or 0)
-    longest = max(context, min(evaluated, limit)) if config.eval.questions else context
+    sampled = max(context, min(evaluated, limit)) if config.eval.questions else context
     distributed = config.distributed
-    devices = processes(distributed, machine)
-    local = 1
+    devices, local = 1, 1
     if distributed.name is not DistributedName.single:
+        devices = machine.devices
+        if distributed.processes is not None:
+            devices = distributed.processes * distributed.nodes
         local = distributed.processes or min(devices, GPUS_PER_NODE)
     # An evaluation's greedy rollouts come after its sampled ones.
     samples, greedy = config.eval.samples, config.eval.greedy
@@ -200,7 +207,7 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
         local=local,
         prompt=min(prompt_tokens, context),
         context=context,
-        sampled=longest,
+        sampled=sampled,
         limit=limit,
         rows=min(rows, ceil(at_once / devices)),
         packed=min(max(config.training.token_budget, context), update * context),
@@ -210,38 +217,41 @@ def _load(config: RunConfig, sizes: Sizes, machine: PlannedHardware, prompt_toke
 def _training(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
+    """Yield the parts of weights, gradients, optimizer and a microbatch."""
     distributed = config.distributed
     sharded, host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
     by, divided = (load.devices, f" / {load.devices}") if sharded else (1, "")
-    updating = sizes.updating(config.optimizer)
+    state = updating(sizes.model, config.optimizer)
     count = f"{sizes.parameters:,} x {config.model.dtype}{divided}"
     yield MemoryItem(name="weights", bytes=sizes.weights // by, why=count, on_host=host)
-    state = (updating.moments + updating.masters) // by
-    copies = " and float32 copies" if updating.masters else ""
+    numbers = (state.moments + state.masters) // by
+    copies = " and float32 copies" if state.masters else ""
     moments = f"{config.optimizer.name}: moments{copies}{divided}"
-    yield MemoryItem(name="optimizer", bytes=state, why=moments, on_host=host)
+    yield MemoryItem(name="optimizer", bytes=numbers, why=moments, on_host=host)
     if config.algorithm.beta > 0 and not config.model.lora.rank:
         reference = f"algorithm.beta={config.algorithm.beta:g}: a copy of the weights{divided}"
         yield MemoryItem(name="reference", bytes=sizes.weights // by, why=reference)
     yield MemoryItem(
         name="gradients",
-        bytes=updating.gradients // by,
-        why=("float32, and a microbatch's" if updating.masters else str(config.model.dtype))
-        + divided,
+        bytes=state.gradients // by,
+        why=("float32, and a microbatch's" if state.masters else str(config.model.dtype)) + divided,
         when=(When.update,),
         on_host=host,
     )
     if distributed.name is DistributedName.ddp:
+        trained = (p for p in sizes.model.parameters() if p.requires_grad)
+        copied = sum(p.numel() * p.element_size() for p in trained)
         why = "gradients once more, for the exchange"
-        yield MemoryItem(name="buckets", bytes=sizes.trained_bytes, why=why, when=(When.update,))
+        yield MemoryItem(name="buckets", bytes=copied, why=why, when=(When.update,))
     if sharded:
-        # The layer in use and the next one; what is in no layer stays gathered.
-        gathered = sizes.weights - sizes.all_layers + 2 * sizes.largest_layer
-        why = "embeddings, head and two layers, whole"
+        # The layer in use and the next one; weights outside of the layers stay gathered.
+        layers = [weight_bytes(layer) for layer in sharding.layers(sizes.model)]
+        gathered = sizes.weights - sum(layers) + 2 * max(layers)
+        why = "embeddings, head and two layers, unsharded"
         if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
             gathered, why = gathered * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
         yield MemoryItem(name="gathered", bytes=gathered, why=why, when=(When.update,))
-        why = "one weight whole, on its way to the files"
+        why = "one unsharded weight, while it is written"
         yield MemoryItem(
             name="weight", bytes=sizes.largest_weight, why=why, when=(When.checkpoint,)
         )
@@ -263,7 +273,7 @@ def _files(
             on_host=on_gpu,
         )
     if (sharded or on_gpu) and not config.model.lora.rank:
-        why = "the first process writes the weights whole"
+        why = "the first process writes all weights"
         yield MemoryItem(
             name="written weights",
             bytes=sizes.weights,
@@ -273,16 +283,17 @@ def _files(
             once=True,
         )
     if sharded:
-        updating = sizes.updating(config.optimizer)
-        state = (updating.moments + updating.masters) // load.devices
+        state = updating(sizes.model, config.optimizer)
+        written = (state.moments + state.masters) // load.devices
         why = "each process writes a copy of its part of the optimizer"
         when = (When.checkpoint,)
-        yield MemoryItem(name="written state", bytes=state, why=why, when=when, on_host=on_gpu)
+        yield MemoryItem(name="written state", bytes=written, why=why, when=when, on_host=on_gpu)
 
 
 def _microbatch(
     config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load
 ) -> Iterator[MemoryItem]:
+    """Yield the activations and logits of the largest microbatch."""
     training, tokens = config.training, f"{load.packed:,} tokens"
     saved = sizes.saved(load.packed, training.mixed_precision)
     head = head_bytes(
@@ -295,11 +306,11 @@ def _microbatch(
     why = f"logits up to {training.logits_budget_mb:,} MiB, tiles, the head's gradient"
     peak = MemoryItem(name="head", bytes=head, why=why, when=(When.update,))
     if training.gradient_checkpointing:
-        inputs = sizes.layers * load.packed * sizes.hidden
+        inputs = sizes.layers * load.packed * sizes.width * sizes.itemsize
         yield MemoryItem(
             name="activations", bytes=inputs, why=f"{tokens}: inputs of layers", when=(When.update,)
         )
-        # The head's share is gone when the layers are computed again.
+        # The head's memory is free again when the layers are recomputed.
         layer = round(saved / sizes.layers * LAYER_GRADIENTS)
         how = f"{tokens}, computed again, and gradients"
         again = MemoryItem(name="a layer", bytes=layer, why=how, when=(When.update,))
@@ -310,28 +321,12 @@ def _microbatch(
         yield peak
 
 
-def _engine(config: RunConfig, sizes: Sizes, machine: PlannedHardware, load: Load) -> EngineMemory:
-    on_gpu = machine.kind != "cpu"
-    needed = EngineLoad(
-        rows=load.rows,
-        prompt=load.prompt,
-        sampled=load.sampled,
-        limit=load.limit,
-        on_gpu=on_gpu,
-        memory=machine.memory,
-        taken=0 if on_gpu else sizes.weights + PYTHON_ON_CPU,
-        sharded=config.distributed.name is DistributedName.fsdp2,
-        adapters=config.model.lora.rank > 0,
-    )
-    return spec_of(config.engine).memory(config.engine, needed, sizes)
-
-
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Value = TypeVar("Value")
 
 
 class Sizes:
-    """A model without weights, and what was traced with it; equal questions are traced once.
+    """A model without weights and its traced sizes; each is computed once.
 
     Raises ConfigError for a model that transformers cannot build from its config.json, or run.
     """
@@ -340,20 +335,15 @@ class Sizes:
         self._path = config.path
         folder = model_folder(config.path, SIZES)
         dtype = getattr(torch, config.dtype)
-        self.model: PreTrainedModel = self._told(
+        self.model: PreTrainedModel = self._traced(
             lambda: empty_model(AutoConfig.from_pretrained(folder), dtype, config.lora)
         )
         self._saved = {name: Saved(self.model, dtype) for name, dtype in AUTOCAST.items()}
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers of all weights; tied ones count once."""
+        """Number of all weights; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters())
-
-    @cached_property
-    def trained_bytes(self) -> int:
-        """Bytes of the weights that are trained."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
 
     @cached_property
     def weights(self) -> int:
@@ -394,41 +384,23 @@ class Sizes:
         """Tokens of one sequence that the model's config allows, if it says so."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    @property
-    def hidden(self) -> int:
-        """Bytes of one token's hidden state."""
-        return self.width * self.itemsize
-
     @cached_property
     def layers(self) -> int:
         """Number of layers."""
         return len(sharding.layers(self.model))
 
     @cached_property
-    def largest_layer(self) -> int:
-        """Bytes of the largest layer's weights."""
-        return max(map(weight_bytes, sharding.layers(self.model)))
-
-    @cached_property
-    def all_layers(self) -> int:
-        """Bytes of the weights of all layers."""
-        return sum(map(weight_bytes, sharding.layers(self.model)))
-
-    @cached_property
     def token_cache(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        numbers = self._told(lambda: cached_shapes(self.model))
+        numbers = self._traced(lambda: cached_shapes(self.model))
         return sum(key + value for key, value in numbers) * self.model.dtype.itemsize
-
-    def updating(self, config: OptimizerConfig) -> Updating:
-        """Gradients and optimizer state."""
-        return updating(self.model, config)
 
     def saved(self, tokens: int, mixed_precision: str) -> int:
         """Bytes that a forward pass over `tokens` keeps for its backward pass."""
-        return self._told(lambda: self._saved[mixed_precision](tokens))
+        return self._traced(lambda: self._saved[mixed_precision](tokens))
 
-    def _told(self, make: Callable[[], Value]) -> Value:
+    def _traced(self, make: Callable[[], Value]) -> Value:
+        """Return `make()`; raises ConfigError if it fails."""
         try:
             return make()
         except Exception as error:

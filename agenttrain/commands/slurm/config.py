@@ -10,36 +10,37 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from agenttrain.types import ConfigError
 from agenttrain.utils.sections import SETTINGS, Whole, raise_problems
 
 TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 LONGEST_SIGNAL_S = 65535
-"""SLURM takes no more."""
+"""SLURM's limit."""
 RENDERED = {
     **{"job-name": "name", "partition": "partition", "account": "account", "qos": "qos"},
     **{"time": "time", "nodes": "nodes", "gpus-per-node": "gpus", "cpus-per-task": "cpus"},
     **{"mem": "memory", "array": "concurrent", "signal": "signal_s", "requeue": "max_requeues"},
 }
-"""Directive -> the setting that writes it."""
+"""Directives, mapped to the settings that write them."""
 FIXED = ("ntasks", "ntasks-per-node", "output", "open-mode", "chdir", "no-requeue")
 """Directives that submit writes as the job needs them."""
 
 
 @dataclass(config=SETTINGS)
 class SlurmConfig:
-    """A job of SLURM's: one task on each node, which starts the processes there."""
+    """A SLURM job with one task on each node, which starts the processes there."""
 
     name: str | None = None
-    """The job's; None: the experiment's."""
+    """Name of the job; None: the experiment's."""
     partition: str | None = None
-    """None: the cluster's default; so for account, qos and memory."""
+    """None: the cluster's default, as for account, qos and memory."""
     account: str | None = None
     """Account that the job is charged to."""
     qos: str | None = None
     """Quality of service."""
     time: str = "04:00:00"
-    """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs more is put
-    back into the queue and goes on."""
+    """Wall time, hours:minutes:seconds or days-hours:minutes:seconds. A run that needs
+    more is put back into the queue and resumed."""
     nodes: Whole = Field(default=1, ge=1)
     """Machines (`distributed.nodes`)."""
     gpus: Whole = Field(default=0, ge=0)
@@ -49,21 +50,21 @@ class SlurmConfig:
     memory: str | None = None
     """Memory of each node, e.g. 64G; 0: all of it."""
     concurrent: Whole | None = Field(default=None, ge=1)
-    """Jobs of a sweep at the same time; None: as many as the cluster gives."""
+    """Jobs of a sweep that run at the same time; None: as many as the cluster allows."""
     signal_s: Whole = Field(default=300, ge=1, le=LONGEST_SIGNAL_S)
-    """Seconds before the end of the wall time at which the run is told to save and to stop. SLURM
-    may be 60 early. Must be enough for one update and a checkpoint."""
+    """Seconds before the end of the wall time at which the run is asked to save and to stop. SLURM
+    may be 60 seconds early. Must be enough for one update and a checkpoint."""
     max_requeues: Whole = Field(default=100, ge=0)
     """How often one job may go back into the queue."""
     setup: list[str] | None = None
     """Lines of shell before the run, e.g. [module load cuda/12.8, source ~/venv/bin/activate].
     None: the Python that submits."""
     directives: list[str] = field(default_factory=list)
-    """More of sbatch's options, e.g. ['--constraint=h100', '--exclude=node7'], in quotes."""
+    """Further options of sbatch, e.g. ['--constraint=h100', '--exclude=node7'], in quotes."""
     srun: list[str] = field(default_factory=list)
-    """More of srun's options, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
+    """Further options of srun, e.g. ['--container-image=/shared/agenttrain.sqsh']."""
     offline: bool = True
-    """Nothing is asked of the Hugging Face hub: compute nodes often have no network."""
+    """Keep the Hugging Face libraries off the network, which compute nodes often lack."""
 
     @model_validator(mode="after")
     def _check(self) -> SlurmConfig:
@@ -101,7 +102,7 @@ class SlurmConfig:
 
 
 def wall_seconds(time: str) -> int | None:
-    """Return the seconds of SLURM's days-hours:minutes:seconds; None without a clear unit.
+    """Return the seconds of SLURM's days-hours:minutes:seconds; None if the unit is not clear.
 
     Example: ``"1-12:30:00"`` -> 131400, ``"04:00:00"`` -> 14400. ``"90"`` would be minutes to SLURM
     and seconds to a reader: None.
@@ -117,24 +118,26 @@ def wall_seconds(time: str) -> int | None:
     return 3600 * (first or 0) + 60 * second + third
 
 
-def submission_problems(config: Any) -> Iterator[str]:
-    """Yield what a job of these settings could not do."""
-    section: SlurmConfig = config.slurm
+def check_submission(config: Any, section: SlurmConfig) -> None:
+    """Raise ConfigError if a job with these settings cannot run the processes of `config`."""
+    problems = list[str]()
     name = config.distributed.name
     if name == "single":
         for key, value in (("gpus", section.gpus), ("nodes", section.nodes)):
             if value > 1:
-                yield (
+                problems.append(
                     f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "
                     f"distributed=fsdp2, or slurm.{key}=1"
                 )
     elif not section.gpus and config.distributed.processes is None:
-        yield (
+        problems.append(
             f"distributed={name}: how many processes on each node? add slurm.gpus=…, or without "
             "GPUs distributed.processes=…"
         )
     elif section.gpus and config.distributed.processes not in (None, section.gpus):
-        yield (
+        problems.append(
             f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
             f"slurm.gpus={section.gpus}; leave it out, or make them equal"
         )
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,6 +1,6 @@
 # From here on as `agenttrain submit` writes it.
-# Before the end of the wall time, and at a preemption, the run is told by a signal to save what it
-# did; it then ends with 75, and the job goes back into the queue and goes on in the same folder.
+# Before the end of the wall time, and at a preemption, a signal asks the run to save and to stop. It
+# ends with 75; the job then goes back into the queue, and resumes the run in the same folder.
 export PYTHONUNBUFFERED=1 SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 nodes=()
 if [ "$SLURM_NNODES" -gt 1 ]; then
@@ -10,17 +10,17 @@ if [ "$SLURM_NNODES" -gt 1 ]; then
 fi
 
 # USR1 for both: srun passes it on to every node, and would answer TERM by killing them.
-run= told=
-trap 'told=1; kill -s USR1 "$run" 2> /dev/null' USR1 TERM
-# A node that fails or is done leaves the others some minutes to save; then they are ended.
+run= stop=
+trap 'stop=1; kill -s USR1 "$run" 2> /dev/null' USR1 TERM
+# When a node fails or is done, the others have some minutes to save; then they are killed.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=300 "${srun[@]}" \
   python3 -m agenttrain.cli "${arguments[@]}" "${nodes[@]}" &
 run=$!
-[ -z "$told" ] || kill -s USR1 "$run" # which came before the run had a number
-# A signal ends `wait`, with a code of its own: the run's is that of a wait without one.
-while told=; wait "$run"; code=$?; [ -n "$told" ]; do :; done
+[ -z "$stop" ] || kill -s USR1 "$run" # the signal came before the run had a process id
+# A signal ends `wait` with a code of its own; the run's code is that of a `wait` without a signal.
+while stop=; wait "$run"; code=$?; [ -n "$stop" ]; do :; done
 
-# 138, 143: a signal that came before the run could listen, or that it had no time to obey.
+# 138, 143: the signal came before the run could handle it, or it had no time to save.
 case "$code" in 75 | 138 | 143) ;; *) exit "$code" ;; esac
 trap '' USR1 TERM
 # An array's own number would put all of its jobs back. A job that is not running any more has been

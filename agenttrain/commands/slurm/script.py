@@ -1,7 +1,7 @@
-"""The batch script of a job: its request to SLURM, its command, and how a stopped run goes on.
+"""The batch script of a job: its request to SLURM, its command, and how it resumes a run.
 
-`lint` asks sbatch whether it would take the script, `submit` gives it one, and `unshared` names
-paths that the job's machine may not see.
+`lint` lets sbatch check the script, `submit` submits it, and `unshared` names paths that the job's
+machines may not see.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobScript:
-    """The content of the script beside the settings."""
+    """Content of the script that is not in the settings."""
 
     name: str
-    """The job's, where the settings have none."""
+    """Name of the job if the settings have none."""
     folder: Path
-    """The run's, or the sweep's."""
+    """Folder of the run, or of the sweep."""
     workdir: Path
-    """Where the command was typed: relative paths and the user's modules are found from there."""
+    """Folder in which the command was typed, for relative paths and the user's modules."""
     jobs: Sequence[Sequence[str]]
-    """Arguments of `agenttrain` for each job of an array; of one job for a run."""
+    """Arguments of `agenttrain` for each job of an array; a run is one job."""
     array: bool = False
     python: Path
-    """The interpreter that submits."""
+    """Interpreter of `agenttrain submit`."""
 
     @property
     def path(self) -> Path:
@@ -51,42 +51,22 @@ class JobScript:
 
     @property
     def log(self) -> Path:
-        """Output file, with SLURM's %-signs: %j is the job's number, %A_%a an array's."""
+        """Output file with SLURM's placeholders: %j is the number of a job, %A_%a of an array's."""
         numbers = "%A_%a" if self.array else "%j"
         return Path(str(self.folder).replace("%", "%%")) / f"slurm-{numbers}.out"
 
 
 def core() -> str:
-    """Return the part that is the same in every script, those of scripts/slurm/ included."""
+    """Return the part that all scripts share, those of scripts/slurm/ included."""
     return (FOLDER / "core.sh").read_text(encoding="utf-8")
 
 
 def render(script: JobScript, settings: SlurmConfig) -> str:
     """Return the script's text."""
-    own_path = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
+    python_path = [f'export PATH={shlex.quote(str(script.python.parent))}:"$PATH"']
     offline = [f"export {' '.join(f'{name}=1' for name in OFFLINE)}"] if settings.offline else []
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"quote": shlex.quote, "words": shlex.join}
-    return environment.get_template("job.sbatch.jinja").render(
-        path=str(script.path),
-        directives=_directives(script, settings),
-        setup=[*(own_path if settings.setup is None else settings.setup), *offline],
-        max_requeues=settings.max_requeues,
-        srun=settings.srun,
-        single=not script.array,
-        jobs=script.jobs,
-        core=core(),
-    )
-
-
-def _directives(script: JobScript, settings: SlurmConfig) -> list[str]:
     throttle = "" if settings.concurrent is None else f"%{settings.concurrent}"
-    wanted = {
+    directives = {
         "job-name": settings.name or script.name,
         "partition": settings.partition,
         "account": settings.account,
@@ -103,8 +83,24 @@ def _directives(script: JobScript, settings: SlurmConfig) -> list[str]:
         "output": shlex.quote(str(script.log)),
         "open-mode": "append",
     }
-    given = [f"--{key}={value}" for key, value in wanted.items() if value is not None]
-    return [*given, "--requeue", *settings.directives]
+    options = [f"--{key}={value}" for key, value in directives.items() if value is not None]
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"quote": shlex.quote, "words": shlex.join}
+    return environment.get_template("job.sbatch.jinja").render(
+        path=str(script.path),
+        directives=[*options, "--requeue", *settings.directives],
+        setup=[*(python_path if settings.setup is None else settings.setup), *offline],
+        max_requeues=settings.max_requeues,
+        srun=settings.srun,
+        single=not script.array,
+        jobs=script.jobs,
+        core=core(),
+    )
 
 
 ABSENT = (
@@ -112,29 +108,29 @@ ABSENT = (
     "with agenttrain submit --dry-run …"
 )
 TIMEOUT_S = 120
-"""For a controller that does not answer."""
+"""Seconds to wait for the answer of sbatch."""
 NO_CLUSTER = (
     "Unable to contact slurm controller",
     "Could not establish a configuration source",
     "Socket timed out on send/recv operation",
 )
-"""Messages of sbatch (SLURM 22 to 25) about the cluster and not about the job."""
+"""Messages of sbatch (SLURM 22 to 25) about the cluster rather than the job."""
 
 
 class ClusterUnreachable(ConfigError):
-    """There is an sbatch here, and no controller that answers it."""
+    """This machine has sbatch, but no SLURM controller answers it."""
 
 
 def present() -> bool:
-    """Return True if this machine can submit."""
+    """Return True if this machine has sbatch."""
     return shutil.which("sbatch") is not None
 
 
 def lint(script: str) -> str:
-    """Ask SLURM about the script, e.g. "Job 7 to start at … on nodes n1 in partition low".
+    """Return SLURM's opinion of the script: "Job 7 to start at … on nodes n1 in partition low".
 
-    Raises ConfigError in SLURM's words for what it would refuse, ClusterUnreachable where it does
-    not get to see the script.
+    Raises ConfigError with SLURM's message if it would not accept the script, ClusterUnreachable if
+    it cannot check it.
     """
     done = _sbatch(["--test-only"], script)
     text = " ".join(line.removeprefix("sbatch: ") for line in done.stderr.split("\n")).strip()
@@ -152,15 +148,16 @@ def lint(script: str) -> str:
 
 
 def submit(path: Path) -> str:
-    """Submit the script; return the job's number. Raises ConfigError in SLURM's words."""
+    """Submit the script; return the job's number. Raises ConfigError with SLURM's message."""
     done = _sbatch(["--parsable", str(path)], None)
     if done.returncode != 0:
         raise ConfigError(f"submit: sbatch {path}: {done.stderr.strip()}")
-    number, _, _ = done.stdout.strip().partition(";")  # then the cluster, where there are several
+    number, _, _ = done.stdout.strip().partition(";")  # the cluster's name may follow
     return number
 
 
 def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
+    """Run sbatch; raises ConfigError if it is missing or does not answer."""
     if not present():
         raise ConfigError(ABSENT)
     command = ["sbatch", *arguments]
@@ -176,11 +173,11 @@ def _sbatch(arguments: list[str], script: str | None) -> subprocess.CompletedPro
 
 
 OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that a machine has for itself."""
+"""Folders that each machine has for itself."""
 
 
 def unshared(script: JobScript, configs: Sequence[RunConfig]) -> Iterator[str]:
-    """A line for each path that is probably this machine's own: nodes need what all can see."""
+    """Yield a line for each path that the nodes probably cannot see."""
     named = {
         "the run's folder": script.folder,
         "the working folder": script.workdir,

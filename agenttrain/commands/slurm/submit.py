@@ -1,8 +1,8 @@
-"""`agenttrain submit`: a run, or a sweep, as a job of SLURM's.
+"""`agenttrain submit`: a run, or a sweep, as a SLURM job.
 
-All problems are reported on the machine where the command is typed: those of settings, template,
-tools and data first, then SLURM's own with the script. The run's folder is named now, so that a job
-that goes back into the queue goes on in it.
+All problems are reported on the machine where the command is typed: first those of settings,
+template, tools and data, then those that SLURM finds in the script. The run's folder is named now,
+so that a job that goes back into the queue resumes the run in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from agenttrain.commands.slurm import script as sbatch
-from agenttrain.commands.slurm.config import SlurmConfig, submission_problems
+from agenttrain.commands.slurm.config import SlurmConfig, check_submission
 from agenttrain.commands.slurm.script import NAME, OFFLINE, JobScript, render, unshared
-from agenttrain.commands.sweep.command import new_sweep
+from agenttrain.commands.sweep.command import key_of, new_sweep
 from agenttrain.commands.sweep.config import OnFailedJob, Sampler, SweepConfig
 from agenttrain.commands.sweep.expand import expand
-from agenttrain.commands.sweep.record import RECORD, SweepRecord, quoted, write_record
+from agenttrain.commands.sweep.record import RECORD, SweepRecord, quote_path, write_record
 from agenttrain.settings.command_line import RUN_DIR, Command, parse
 from agenttrain.settings.compose import (
     Composed,
@@ -34,43 +34,44 @@ from agenttrain.settings.compose import (
     job_name,
     run_folder,
 )
-from agenttrain.settings.run_config import RunConfig
 from agenttrain.settings.trust import TRUSTED
 from agenttrain.types import ConfigError
 
 VERBS = ("train", "sft")
-"""Verbs that can be submitted: they go on where they have got to."""
+"""Verbs that can be submitted: they can be resumed."""
 OPTIONS = ("--dry-run", "--no-check")
 NODES = ("distributed.nodes", "distributed.rendezvous", "distributed.node_rank")
 CONFIG = "config.yaml"
-"""File of a run that has begun."""
+"""File of a run that has been started."""
 ANY_ENDPOINT = "first-node:29500"
-"""Stands for the rendezvous while settings are checked; the job knows its nodes."""
+"""Placeholder for the rendezvous while settings are checked; the job knows its nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """The typed command, taken apart."""
+    """The parts of the command as typed."""
 
     command: Command
-    """The run's."""
+    """Command of the run, without the settings of the job."""
     slurm: list[str]
-    """The overrides that are about the job."""
+    """Overrides of `slurm`: the settings of the job."""
     dry: bool
+    """`--dry-run`: print the script and submit nothing."""
     check: bool
+    """False with `--no-check`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """The job that is to be submitted."""
+    """The job to be submitted."""
 
     settings: SlurmConfig
     runs: list[Composed]
     script: JobScript
     record: SweepRecord | None
-    """None: one run, no sweep."""
+    """Record of the sweep; None: a single run."""
     saved: bool
-    """True if the run is there already."""
+    """True if the run exists already and is resumed."""
 
 
 def submit(
@@ -78,12 +79,15 @@ def submit(
     compose_all: Callable[[Command], list[Composed]],
     certify: Callable[[Sequence[Composed]], bool],
 ) -> int:
-    """Submit what the arguments ask for; 1 where a chat template is refused. Raises ConfigError."""
-    typed = _taken_apart(arguments)
+    """Submit a run or a sweep; return exit code 1 if a chat template fails its certificate.
+
+    Raises ConfigError.
+    """
+    typed = _parse(arguments)
     if not typed.dry and not sbatch.present():
         raise ConfigError(sbatch.ABSENT)
     with hydra_session(typed.command.source):
-        plan = _planned(typed, compose_all)
+        plan = _plan(typed, compose_all)
     folder = plan.script.folder
     if not plan.saved and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
@@ -94,7 +98,7 @@ def submit(
     if not typed.dry:
         check_writable(folder, f"{folder}", f"name another folder: {RUN_DIR}…")
     text = render(plan.script, plan.settings)
-    # A dry run's output is the script and nothing else: it can be kept in a file.
+    # The output of a dry run is only the script, so that it can be redirected to a file.
     with _offline(plan.settings.offline), redirect_stdout(sys.stderr if typed.dry else sys.stdout):
         if typed.check and not certify(plan.runs):
             return 1
@@ -119,8 +123,9 @@ def submit(
     return 0
 
 
-def _taken_apart(arguments: Sequence[str]) -> Submission:
-    slurm = [text for text in arguments if _section(text) == "slurm"]
+def _parse(arguments: Sequence[str]) -> Submission:
+    """Divide the arguments; raises ConfigError for a command that cannot be submitted."""
+    slurm = [text for text in arguments if key_of(text).partition(".")[0] == "slurm"]
     command = parse([text for text in arguments if text not in slurm and text not in OPTIONS])
     if command.verb not in VERBS:
         raise ConfigError(f"submit {command.verb}: only {' and '.join(VERBS)} can be submitted")
@@ -142,17 +147,13 @@ def _taken_apart(arguments: Sequence[str]) -> Submission:
     )
 
 
-def _section(text: str) -> str:
-    return text.lstrip("+~").partition("=")[0].partition(".")[0]
-
-
-def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
+def _plan(typed: Submission, compose_all: Callable[[Command], list[Composed]]) -> PlannedJob:
     """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
     command, source = typed.command, typed.command.source
     if command.saved is not None:
         settings = compose_run(typed.slurm, source).config.slurm
         runs = compose_all(command)
-        _refuse(runs[0].config, settings)
+        check_submission(runs[0].config, settings)
         folder = command.saved.absolute()
         trust = [TRUSTED] if command.trust else []
         started = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
@@ -163,15 +164,16 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         combinations = expand(command.overrides, source).runs
         combination = combinations[0]
         for text in command.overrides:
-            if _section(text) == "distributed" and any(text not in run for run in combinations):
+            varies = any(text not in run for run in combinations)
+            if varies and key_of(text).partition(".")[0] == "distributed":
                 raise ConfigError(f"{text}: all jobs of an array have the same processes")
     try:
         first = compose_run([*combination, *typed.slurm], source).config
     except ConfigError as error:
         run = f"in the run {' '.join(combination)}\n" if command.sweep else ""
         raise ConfigError(f"{run}{error}") from error
-    _refuse(first, first.slurm)
-    # One process per GPU of the job, unless it was said: this machine may have fewer.
+    check_submission(first, first.slurm)
+    # By default one process per GPU of the job: this machine may have fewer GPUs.
     gpus = first.slurm.gpus if first.distributed.name != "single" else 0
     if gpus and first.distributed.processes is None:
         processes = f"distributed.processes={gpus}"
@@ -182,7 +184,7 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
     runs = compose_all(replace(command, overrides=checked))
     name = job_name(combination, source)
     if command.sweep:
-        _refuse_sweep(runs[0].config.sweep)
+        _check_sweep(runs[0].config.sweep)
         folder, record = new_sweep(command, runs)
         folder = folder.absolute()
         jobs = [record.arguments(folder, job, "resume=auto") for job in record.jobs]
@@ -192,21 +194,14 @@ def _planned(typed: Submission, compose_all: Callable[[Command], list[Composed]]
         )
     folder = run_folder(command.overrides, source)
     words = [text for text in command.overrides if not text.startswith(RUN_DIR)]
-    place = ["resume=auto", f"{RUN_DIR}{quoted(folder)}"]
+    place = ["resume=auto", f"{RUN_DIR}{quote_path(folder)}"]
     arguments = [command.verb, *command.options, *words, *place]
     script = _script(folder, name, [arguments], array=False)
     return PlannedJob(settings=first.slurm, runs=runs, script=script, record=None, saved=False)
 
 
-def _refuse(config: RunConfig, settings: SlurmConfig) -> None:
-    """Raise ConfigError for a run that cannot be a job with these settings."""
-    config = replace(config, slurm=settings)
-    if problems := list(submission_problems(config)):
-        raise ConfigError("\n".join(problems))
-
-
-def _refuse_sweep(settings: SweepConfig) -> None:
-    """Raise ConfigError for settings of a sweep that an array cannot have."""
+def _check_sweep(settings: SweepConfig) -> None:
+    """Raise ConfigError for settings of a sweep that a job array does not support."""
     if settings.sampler is not Sampler.random:
         raise ConfigError(
             f"sweep.sampler={settings.sampler.value}: chooses a trial by the results of those "
@@ -226,7 +221,8 @@ def _refuse_sweep(settings: SweepConfig) -> None:
 
 
 def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bool) -> JobScript:
-    if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end a directive of SLURM's
+    """Return the script of these jobs; raises ConfigError for a folder that it cannot name."""
+    if not f"{folder}{Path.cwd()}".isprintable():  # a line break would end an #SBATCH line
         raise ConfigError(f"{str(folder)!r}: SLURM takes no such folder name; give another one")
     return JobScript(
         name=name,
@@ -240,7 +236,7 @@ def _script(folder: Path, name: str, jobs: Sequence[Sequence[str]], *, array: bo
 
 @contextmanager
 def _offline(wanted: bool) -> Iterator[None]:
-    """Be offline as on the compute nodes: a data set that is not in the cache is missed now."""
+    """Work offline like the compute nodes, so that a data set not in the cache is missed now."""
     before = {name: os.environ.get(name) for name in OFFLINE}
     if wanted:
         os.environ.update(dict.fromkeys(OFFLINE, "1"))

@@ -1,4 +1,4 @@
-"""`agenttrain -m …`: a new sweep, or one that goes on."""
+"""`agenttrain -m …`: start a new sweep, or resume one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, cast
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from agenttrain.commands.sweep.config import SweepConfig, objective_problems
-from agenttrain.commands.sweep.expand import expand, parse, written
+from agenttrain.commands.sweep.config import SweepConfig
+from agenttrain.commands.sweep.expand import expand, parse, trial_overrides
 from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
-    held,
+    hold_sweep,
     is_job,
     is_sweep,
+    job_states,
     read_record,
-    shown,
-    standings,
+    shell_command,
     write_record,
 )
-from agenttrain.commands.sweep.run import Sweep, concluded, divided, run
+from agenttrain.commands.sweep.run import Sweep, divide_machine, print_outcome, run
 from agenttrain.commands.sweep.search import check_space, corners
 from agenttrain.launch.processes import count_gpus
 from agenttrain.settings.checks import check_own_objective, check_structured, validate
@@ -39,41 +39,41 @@ from agenttrain.utils.sections import validated
 NUMBERED = "${hydra.job.num}"
 """Default of hydra.sweep.subdir."""
 CHANGEABLE = ("sweep.parallel", "sweep.on_failed_job", "sweep.trials")
-"""Settings of a sweep that `-m resume=` takes; the last one for a search."""
+"""Settings of a sweep that may change with `-m resume=`; `sweep.trials` only for a search."""
 
 
 def start(command: Command, runs: Sequence[Composed]) -> int:
-    """Record a new sweep, of runs that have been checked, and run it. Needs a `hydra_session`."""
+    """Record a new sweep of checked runs, and run it. Needs a `hydra_session`."""
     folder, record = new_sweep(command, runs)
     settings, configs = runs[0].config.sweep, [run.config for run in runs]
-    shares = divided(command.verb, settings.parallel, configs, count_gpus)
+    shares = divide_machine(command.verb, settings.parallel, configs, count_gpus)
     key = "hydra.sweep.dir="
     check_writable(folder, f"{key}{folder}", f"name another folder: {key}…")
     write_record(folder, record)
-    with held(folder):
+    with hold_sweep(folder):
         return run(Sweep(folder=folder, settings=settings, shares=shares))
 
 
 def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRecord]:
-    """Return folder and record of a sweep of checked runs.
+    """Return folder and record of a sweep of checked runs. Nothing is written.
 
-    Nothing is written. Raises ConfigError. Needs a `hydra_session`.
+    Raises ConfigError. Needs a `hydra_session`.
     """
     source = command.source
     expansion = expand(command.overrides, source)
     with explained(command.overrides, source.groups):
         parsed = OverridesParser.create().parse_overrides(command.overrides)
-    # Hydra's own settings among them.
+    # Includes Hydra's own settings.
     fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
     raw = compose_raw(fixed, source, with_hydra=True)
     folder = Path(raw.hydra.sweep.dir)
     if is_sweep(folder):
-        go_on = shown(["-m", f"resume={folder}"])
+        resume = shell_command(["-m", f"resume={folder}"])
         raise ConfigError(
-            f"hydra.sweep.dir={folder}: holds a sweep already; {go_on} runs what is unfinished of "
-            "it, another name starts a new one"
+            f"hydra.sweep.dir={folder}: holds a sweep already; {resume} runs its unfinished jobs, "
+            "another name starts a new one"
         )
-    # A job finds its YAML files from whatever folder it is started.
+    # An absolute path, because a job may be started in another folder.
     options = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
     options += ["--config-name", source.name] if source.name != "train" else []
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
@@ -95,32 +95,32 @@ def new_sweep(command: Command, runs: Sequence[Composed]) -> tuple[Path, SweepRe
     return folder, record
 
 
-def go_on(command: Command, compose: Callable[[Sequence[str], Command], Composed]) -> int:
-    """Run what is unfinished of a sweep; `compose` checks a new run. Needs a `hydra_session`."""
+def resume(command: Command, compose: Callable[[Sequence[str], Command], Composed]) -> int:
+    """Run the unfinished jobs of a sweep; `compose` checks a new run. Needs a `hydra_session`."""
     folder = command.saved
-    assert folder is not None, "go_on() is for resume="
+    assert folder is not None, "resume() needs resume="
     record = read_record(folder)
     check_writable(folder, f"resume={folder}", "make it writable")
-    with held(folder):
-        return _go_on(folder, record, command, compose)
+    with hold_sweep(folder):
+        return _resume_held(folder, record, command, compose)
 
 
-def _go_on(
+def _resume_held(
     folder: Path,
     record: SweepRecord,
     command: Command,
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
-    """Do `go_on`'s work while the sweep is held."""
-    named = [shown(record.arguments(folder, job)) for job in record.jobs] + record.shared
+    """Run the unfinished jobs while no other process can."""
+    named = [shell_command(record.arguments(folder, job)) for job in record.jobs] + record.shared
     if record.search is not None:
         named += [*record.search.space, *(text for one in record.search.repeats for text in one)]
     code = [] if record.own else named
     check_trusted(f"resume={folder}", code, trust=command.trust, what="its sweep.json")
-    of_sweep = [text for text in command.overrides if _key(text) in CHANGEABLE]
+    of_sweep = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in of_sweep]
     for text in changes:
-        if _key(text).partition(".")[0] not in RESUMABLE:
+        if key_of(text).partition(".")[0] not in RESUMABLE:
             raise ConfigError(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
@@ -129,9 +129,9 @@ def _go_on(
     raw = compose_raw([*shared, *of_sweep], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
     settings = validated(SweepConfig, section, "sweep")
-    if any(_key(text) == "sweep.trials" for text in of_sweep):
+    if any(key_of(text) == "sweep.trials" for text in of_sweep):
         record = _with_trials(folder, record, settings.trials or 0)
-    jobs = standings(folder, record)
+    jobs = job_states(folder, record)
     configs = []
     for one in jobs:
         if one.unfinished and (one.folder / "config.yaml").exists() and record.verb != "eval":
@@ -145,7 +145,7 @@ def _go_on(
             configs.append(compose([*recorded, *changes], command).config)
     if record.search is not None and record.lacks_trials:
         axes = {axis.get_key_element(): axis for axis in parse(record.search.space)}
-        example = [*written(axes, corners(axes)[0]), *record.search.repeats[0]]
+        example = [*trial_overrides(axes, corners(axes)[0]), *record.search.repeats[0]]
         configs.append(compose([*example, *changes], command).config)
     if not configs:
         if command.overrides:
@@ -153,13 +153,13 @@ def _go_on(
                 f"{command.overrides[0]}: no job of {folder} is unfinished; a finished one goes on "
                 f"alone: agenttrain resume={jobs[0].folder if jobs else '…'} steps=…"
             )
-        return concluded(folder, 0)
+        return print_outcome(folder, 0)
     sweep = Sweep(
         folder=folder,
         settings=settings,
-        shares=divided(record.verb, settings.parallel, configs, count_gpus),
+        shares=divide_machine(record.verb, settings.parallel, configs, count_gpus),
         changes=changes,
-        # All that is not bundled was agreed to above; the jobs have no terminal to ask on.
+        # The user has agreed to run all code above; the jobs have no terminal on which to ask.
         trust=True,
     )
     return run(sweep)
@@ -181,19 +181,13 @@ def _with_trials(folder: Path, record: SweepRecord, trials: int) -> SweepRecord:
     return record
 
 
-def _key(text: str) -> str:
+def key_of(text: str) -> str:
+    """Return the key of an override: ``++sweep.trials=5`` -> ``sweep.trials``."""
     return text.lstrip("+~").partition("=")[0]
 
 
-def check_objective(verb: str, runs: Sequence[Composed]) -> None:
-    """Raise ConfigError for an objective that the runs will not have."""
-    problems = dict.fromkeys(text for run in runs for text in objective_problems(verb, run.config))
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def refuse_without_m(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings of a sweep in a run that is none's job."""
+def check_outside_sweep(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings of a sweep in a run that is not a job of a sweep."""
     typed = [text for text in overrides if text.lstrip("+").startswith(("sweep=", "sweep."))]
     if not typed:
         return
@@ -204,7 +198,7 @@ def refuse_without_m(overrides: Sequence[str]) -> None:
 
 
 def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[SweepJob]:
-    """Return the jobs of a sweep whose runs are all known."""
+    """Return the jobs of a sweep without a search; raises ConfigError for their folders' names."""
     folders = []
     for number, overrides in enumerate(runs):
         if subdir == NUMBERED:
@@ -224,7 +218,7 @@ def _jobs(runs: Sequence[Sequence[str]], source: Source, subdir: str) -> list[Sw
 
 
 def _of_job(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without Hydra's settings that are about the sweep."""
+    """Return the overrides of a job: those of Hydra are about the sweep, except its search path."""
     about_sweep = [text for text in overrides if text.startswith(("hydra.", "hydra/"))]
     about_sweep = [text for text in about_sweep if not text.startswith("hydra.searchpath")]
     return [text for text in overrides if text not in about_sweep]

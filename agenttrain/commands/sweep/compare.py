@@ -17,17 +17,14 @@ from typing import Any
 from agenttrain.commands.sweep.record import (
     FINISHED,
     RUNNING,
-    Standing,
-    SweepRecord,
-    named,
     read_record,
-    shown,
+    settings_line,
+    shell_command,
 )
 from agenttrain.commands.sweep.table import (
     Comparison,
-    Configuration,
     as_json,
-    compared,
+    compare_jobs,
     curves,
     markdown,
     print_table,
@@ -46,7 +43,7 @@ OPTIONS = ("--plot", "--json", "--markdown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """The words of the command line, taken apart."""
+    """Parsed command line."""
 
     sweep: Path
     metrics: list[str]
@@ -59,12 +56,17 @@ def compare(arguments: Sequence[str]) -> int:
     """Print the sweep's table; exit code 0. Raises ConfigError."""
     typed = parse(arguments)
     if typed.plot is not None:
-        check(typed.plot)
+        if find_spec("matplotlib") is None:
+            raise ConfigError(
+                f"--plot {typed.plot}: needs matplotlib; pip install 'agenttrain[sweep]'"
+            )
+        if typed.plot.is_dir() or not typed.plot.parent.is_dir():
+            raise ConfigError(f"--plot {typed.plot}: name a file in an existing folder")
     record = read_record(typed.sweep)
-    comparison = compared(typed.sweep, record, typed.metrics)
+    comparison = compare_jobs(typed.sweep, record, typed.metrics)
     unfinished = any(job.unfinished for job in comparison.jobs)
     waiting = unfinished or record.lacks_trials
-    resume = shown(["-m", f"resume={typed.sweep}"]) if waiting else None
+    resume = shell_command(["-m", f"resume={typed.sweep}"]) if waiting else None
     if typed.form == "--json":
         print(json.dumps(finite(as_json(comparison, resume)), indent=1))
     elif typed.form == "--markdown":
@@ -76,8 +78,14 @@ def compare(arguments: Sequence[str]) -> int:
                 continue
             why = f": {job.error}" if job.error else ""
             print(f"{job.folder}  {job.status}{why}")
-            if job.status != RUNNING:
-                print(f"    {shown(alone(comparison.sweep, record, job))}")
+            if job.status == RUNNING:
+                continue
+            # The command that runs this job alone.
+            arguments = record.arguments(comparison.sweep, job.job)
+            if (job.folder / "config.yaml").exists() and record.verb != "eval":
+                verb = [] if record.verb == "train" else [record.verb]
+                arguments = [*verb, *record.options, f"resume={job.folder}"]
+            print(f"    {shell_command(arguments)}")
         if resume is not None:
             print(f"all that is missing: {resume}")
     if typed.plot is not None:
@@ -92,7 +100,7 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> CompareOptions:
-    """The words behind `compare`; raises ConfigError."""
+    """Parse the words behind `compare`; raises ConfigError."""
     words, plots, forms = list[str](), list[Path](), list[str]()
     left = iter(arguments)
     for text in left:
@@ -100,7 +108,7 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
         if option == "--plot":
             value = value if equals else next(left, "")
             if not value:
-                raise ConfigError(f"--plot: where to? {USAGE}")
+                raise ConfigError(f"--plot: needs the name of a file; {USAGE}")
             plots.append(Path(value))
         elif text in OPTIONS:
             forms.append(text)
@@ -111,7 +119,7 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
     if not words or len(forms) > 1 or len(plots) > 1:
         raise ConfigError(USAGE)
     for path in plots:
-        kind(path)
+        image_format(path)
     return CompareOptions(
         sweep=Path(words[0]),
         metrics=words[1:],
@@ -120,21 +128,13 @@ def parse(arguments: Sequence[str]) -> CompareOptions:
     )
 
 
-def alone(sweep: Path, record: SweepRecord, unfinished: Standing) -> list[str]:
-    """Return the arguments of `agenttrain` that run one unfinished job."""
-    if (unfinished.folder / "config.yaml").exists() and record.verb != "eval":
-        verb = [] if record.verb == "train" else [record.verb]
-        return [*verb, *record.options, f"resume={unfinished.folder}"]
-    return record.arguments(sweep, unfinished.job)
-
-
-KINDS = ("png", "svg", "pdf", "html")
+FORMATS = ("png", "svg", "pdf", "html")
 CURVES = ("reward", "loss")
 """The learning curve where no named metric has one: reinforcement learning's, then sft's."""
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999"),
 )
-"""Told apart by colour-blind readers too (Okabe and Ito)."""
+"""Colours that colour-blind readers can distinguish too (Okabe and Ito)."""
 WINDOW = 20
 """A curve is averaged over a WINDOW-th of its steps: a step's figure is noisy."""
 PER_LEGEND_LINE = 0.22
@@ -144,29 +144,19 @@ Rows = Sequence[Mapping[str, Any]]
 """Rows of a run's metrics.jsonl."""
 
 
-def kind(path: Path) -> str:
-    """The format that a file's name asks for; raises ConfigError for another."""
+def image_format(path: Path) -> str:
+    """Return the format of a file by its name; raises ConfigError for an unknown one."""
     suffix = path.suffix.removeprefix(".").lower()
-    if suffix not in KINDS:
-        raise ConfigError(f"--plot {path}: give a name that ends in .{', .'.join(KINDS)}")
+    if suffix not in FORMATS:
+        raise ConfigError(f"--plot {path}: give a name that ends in .{', .'.join(FORMATS)}")
     return suffix
 
 
-def check(path: Path) -> None:
-    """Raise ConfigError where `write` could not write a picture there."""
-    kind(path)
-    if find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {path}: needs matplotlib; pip install 'agenttrain[sweep]'")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: name a file in a folder that there is")
-
-
 def write(comparison: Comparison, path: Path) -> None:
-    """Write the picture, which `check` allows; `.html` holds it and the table. Raises OSError."""
+    """Write the picture; `.html` has the table too. Raises OSError."""
     from matplotlib.figure import Figure
 
-    wanted = kind(path)
-
+    wanted = image_format(path)
     figure = Figure(figsize=(11, 4.5 + PER_LEGEND_LINE * len(comparison.configurations)), dpi=120)
     figure.set_layout_engine("constrained")
     measured = [[curves(job.folder) for job in one.jobs] for one in comparison.configurations]
@@ -178,15 +168,15 @@ def write(comparison: Comparison, path: Path) -> None:
     if comparison.metrics:
         _draw_results(axes[-1], comparison.metrics[0], comparison)
     lines = [axes[-1].plot([], [], color=colour(n))[0] for n in range(len(measured))]
-    labels = [label(one) for one in comparison.configurations]
+    labels = [settings_line(one.chosen) or "all jobs" for one in comparison.configurations]
     figure.legend(lines, labels, loc="outside lower center", frameon=False, ncols=1)
     figure.suptitle("/".join(comparison.sweep.resolve().parts[-2:]), fontsize=10)
     if wanted != "html":
         figure.savefig(path, format=wanted)
         return
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg")
-    svg = drawn.getvalue()
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    svg = buffer.getvalue()
     head, body = rows(comparison)
     cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
     title = html.escape(str(comparison.sweep))
@@ -215,7 +205,7 @@ def _draw_curves(axes: Any, name: str, measured: Sequence[Sequence[Rows]]) -> No
         axes.fill_between(steps, low, high, color=colour(number), alpha=0.2, linewidth=0)
     over = f", mean of {window} steps" if window > 1 else ""
     axes.set(xlabel="step", ylabel=name + over, title="line: mean of the seeds, band: their range")
-    _plain(axes)
+    _tidy(axes)
 
 
 def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
@@ -229,10 +219,11 @@ def _draw_results(axes: Any, name: str, comparison: Comparison) -> None:
             axes.hlines(mean, number - 0.3, number + 0.3, color=colour(number))
     axes.set(ylabel=name, title="dot: one seed, line: mean", xticks=[])
     axes.set_xlim(-0.6, len(comparison.configurations) - 0.4)
-    _plain(axes)
+    _tidy(axes)
 
 
-def _plain(axes: Any) -> None:
+def _tidy(axes: Any) -> None:
+    """Remove the frame's top and right, and draw a light grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.title.set_fontsize(9)
@@ -254,8 +245,3 @@ def smoothed(run: Rows, name: str, window: int) -> dict[int, float]:
 def colour(number: int) -> str:
     """Return a configuration's colour; they repeat beyond eight."""
     return COLOURS[number % len(COLOURS)]
-
-
-def label(one: Configuration) -> str:
-    """Return a configuration's name in the legend."""
-    return named(one.chosen) or "all jobs"

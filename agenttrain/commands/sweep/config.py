@@ -18,7 +18,7 @@ class OnFailedJob(StrEnum):
     """Effect of a failed job on those that have not started."""
 
     go_on = "go_on"
-    """They run; the sweep's exit code tells."""
+    """They run; the sweep's exit code is 1."""
     stop = "stop"
     """They wait for `agenttrain -m resume=<sweep folder>`."""
 
@@ -27,14 +27,14 @@ class Sampler(StrEnum):
     """Source of the trials of `sweep.trials`; Optuna has both."""
 
     random = "random"
-    """All are drawn before the first one runs, by `sweep.trials_seed` alone."""
+    """All are drawn before the first one runs; they only depend on `sweep.trials_seed`."""
     tpe = "tpe"
     """Each is chosen by the objective of those before it (tree-structured Parzen estimator). The
     first ten are drawn at random."""
 
 
 class Direction(StrEnum):
-    """Which objective is better."""
+    """Direction in which the objective gets better."""
 
     maximize = "maximize"
     minimize = "minimize"
@@ -45,14 +45,14 @@ class SweepConfig:
     """Runs of `agenttrain -m`, beside the values that are typed as `key=a,b`."""
 
     objective: str | None = None
-    """The figure that counts: `eval/<name>` as in summary.json, or a name of metrics.jsonl, whose
-    last row has it. `sweep.sampler=tpe` chooses by it; `agenttrain compare` shows it first."""
+    """Figure to compare runs by: `eval/<name>` as in summary.json, or a name in the last row of
+    metrics.jsonl. `sweep.sampler=tpe` chooses by it; `agenttrain compare` shows it first."""
     runs: list[str] = field(default_factory=list)
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
     trials: Whole | None = Field(default=None, ge=1)
-    """So many configurations out of ranges and choices, each run with every `seed`; None: every
-    combination of the values."""
+    """Number of configurations that are taken from ranges and choices, each run with every `seed`;
+    None: every combination of the values."""
     sampler: Sampler = Sampler.random
     direction: Direction | None = None
     """Used by `sweep.sampler=tpe`. None: an objective of LOWER_IS_BETTER is minimized, any other
@@ -74,8 +74,8 @@ METRICS = {
     "sft": ("loss", "grad_norm", "entropy", "lr", "tokens_per_s"),
     "eval": (),
 }
-"""Figures of metrics.jsonl by verb, without those of MANY."""
-MANY = {
+"""Figures of metrics.jsonl by verb, without those of OPEN_SECTIONS."""
+OPEN_SECTIONS = {
     "train": (
         *("rewards", "tools", "completions", "stop", "clip_ratio", "sampling", "mask", "train"),
         *("rollout", "time", "data", "resample", "vespo"),
@@ -89,7 +89,7 @@ SUMMARY = ("seconds", "training_seconds", "steps")
 
 
 def objective_problems(verb: str, config: Any) -> Iterator[str]:
-    """Yield what is wrong with the objective of the runs of `verb` that a RunConfig makes."""
+    """Yield the problems of the objective for runs of `verb` with a RunConfig."""
     name = config.sweep.objective
     if name is None:
         return
@@ -103,11 +103,11 @@ def objective_problems(verb: str, config: Any) -> Iterator[str]:
     if name == "kl" and config.algorithm.beta == 0:
         yield f"{key}: there is no KL with algorithm.beta=0; set beta, or take another objective"
     section, slash, _ = name.partition("/")
-    if slash and section in MANY[verb]:
+    if slash and section in OPEN_SECTIONS[verb]:
         return
     known = [*evaluated(verb, config), *METRICS[verb], *SUMMARY]
     if name not in known:
-        sections = "".join(f", {section}/…" for section in MANY[verb])
+        sections = "".join(f", {section}/…" for section in OPEN_SECTIONS[verb])
         yield f"{key}: expected one of: {', '.join(known)}{sections}{did_you_mean(name, known)}"
 
 

@@ -15,13 +15,13 @@ from omegaconf import DictConfig
 
 from agenttrain.commands.sweep.config import LOWER_IS_BETTER, Direction, Sampler
 from agenttrain.commands.sweep.record import TrialSearch
-from agenttrain.commands.sweep.search import check_space, corners, drawn
+from agenttrain.commands.sweep.search import check_space, corners, draw_trials
 from agenttrain.settings.compose import Source, compose_raw, open_keys
 from agenttrain.settings.messages import REPLACED, explained
 from agenttrain.types import ConfigError
 
 REPEATED = "seed"
-"""Not part of a trial: every trial is run with each of its values."""
+"""Setting that is not part of a trial: every trial is run with each of its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +29,17 @@ class Expansion:
     """The runs of a sweep."""
 
     runs: list[list[str]]
-    """Overrides of each, in the order in which they are run; with a `search` examples of them,
-    which have every choice and both ends of every range."""
+    """Overrides of each run, in the order of the runs. With a `search` they are examples, which
+    contain every choice and both ends of every range."""
     search: TrialSearch | None
-    """None: `runs` are all."""
+    """None: `runs` are all runs."""
 
 
 def expand(overrides: Sequence[str], source: Source) -> Expansion:
-    """Return the runs that the overrides of a sweep make.
+    """Return the runs of a sweep with these overrides.
 
-    Example: ``["seed=1,2", "steps=5"]`` -> ``[["seed=1", "steps=5"], ["seed=2", "steps=5"]]``.
-    Raises ConfigError. Needs a `hydra_session`.
+    Example: ``["seed=1,2", "steps=5"]`` -> ``Expansion(runs=[["seed=1", "steps=5"], ["seed=2",
+    "steps=5"]], search=None)``. Raises ConfigError. Needs a `hydra_session`.
     """
     with explained(overrides, source.groups):
         parsed = parse(overrides)
@@ -63,7 +63,15 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
                 f"{raw.sweep.sampler.value} does not choose by the objective; leave it out, or "
                 "add sweep.sampler=tpe"
             )
-        combinations = _drawn(swept, raw) if raw.sweep.trials is not None else _all(swept)
+        if raw.sweep.trials is None:
+            combinations = _all(swept)
+        else:  # no two trials are the same, and each has all seeds
+            axes, repeats = _divided(swept)
+            check_space(axes, raw.sweep.trials)
+            trials = draw_trials(axes, raw.sweep.trials, raw.sweep.trials_seed)
+            combinations = [
+                [*trial_overrides(axes, values), *repeat] for values in trials for repeat in repeats
+            ]
         listed = []
         for run in raw.sweep.runs:
             try:
@@ -88,26 +96,18 @@ def _all(overrides: Sequence[Override]) -> list[list[str]]:
     for override in overrides:
         if override.is_interval_sweep():
             raise ConfigError(
-                f"{override.input_line}: a range has no end of values; add sweep.trials=… to draw "
-                "so many configurations, or name the values"
+                f"{override.input_line}: a range has infinitely many values; add sweep.trials=… to "
+                "draw some configurations, or name the values"
             )
     (batch,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
     return [list(run) for run in batch]
-
-
-def _drawn(overrides: Sequence[Override], raw: DictConfig) -> list[list[str]]:
-    """Draw `sweep.trials` combinations, no two the same, each with all seeds."""
-    axes, repeats = _divided(overrides)
-    check_space(axes, raw.sweep.trials)
-    trials = drawn(axes, raw.sweep.trials, raw.sweep.trials_seed)
-    return [[*written(axes, values), *repeat] for values in trials for repeat in repeats]
 
 
 def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     """Return a search, with examples of its runs."""
     settings, key = raw.sweep, "sweep.sampler=tpe"
     if settings.trials is None:
-        raise ConfigError(f"{key}: searches until when? add sweep.trials=…")
+        raise ConfigError(f"{key}: needs a number of trials; add sweep.trials=…")
     if settings.objective is None:
         raise ConfigError(
             f"sweep.objective=null: {key} chooses by it; name a figure, e.g. eval/pass@1"
@@ -121,7 +121,7 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
     check_space(axes, settings.trials)
     low = settings.objective in LOWER_IS_BETTER
     direction = settings.direction or (Direction.minimize if low else Direction.maximize)
-    first, *others = [written(axes, values) for values in corners(axes)]
+    first, *others = [trial_overrides(axes, values) for values in corners(axes)]
     runs = [[*first, *repeat] for repeat in repeats] + [[*run, *repeats[0]] for run in others]
     search = TrialSearch(
         trials=settings.trials,
@@ -134,7 +134,7 @@ def _searched(overrides: Sequence[Override], raw: DictConfig) -> Expansion:
 
 
 def _divided(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[list[str]]]:
-    """Divide overrides into the axes of a trial and what every trial is run with.
+    """Divide overrides into the axes of a trial and the overrides of its jobs.
 
     Example: ``optimizer.lr=1e-4,1e-3 seed=0,1 steps=6`` -> one axis, ``[["seed=0", "steps=6"],
     ["seed=1", "steps=6"]]``.
@@ -148,6 +148,6 @@ def _divided(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[l
     return axes, _all([override for key, override in last.items() if key not in axes])
 
 
-def written(axes: dict[str, Override], values: Sequence[str]) -> list[str]:
+def trial_overrides(axes: dict[str, Override], values: Sequence[str]) -> list[str]:
     """Write the values of a trial as overrides."""
     return [f"{key}={value}" for key, value in zip(axes, values, strict=True)]

@@ -21,11 +21,11 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 60.0
 """Seconds between SIGTERM and SIGKILL for a job whose sweep ends with an exception."""
 PIPE_S = 5.0
-"""Longest wait for what is left in the pipe; a process that the job left behind may hold it."""
+"""Longest wait for the end of the pipe, which a process that the job left behind may keep open."""
 PARENT = "AGENTTRAIN_SWEEP_PROCESS"
 """Environment of a job: the process that started it."""
 WATCH_S = 1.0
-"""Seconds between two checks that the sweep lives, where the kernel does not say."""
+"""Seconds between two checks that the sweep is alive, on systems other than Linux."""
 TAIL = 4096
 """Bytes of the end of a job's messages that are read."""
 
@@ -35,13 +35,13 @@ class JobEnd:
     """How a job's process ended."""
 
     code: int
-    """Exit code as shells have it: 130 after Ctrl-C, 128 + n after signal n."""
+    """Exit code as in a shell: 130 after Ctrl-C, 128 + n after signal n."""
     last_words: str
     """The last line of its messages."""
 
 
 class JobProcess:
-    """A job's process, started. It is killed if this process ends first."""
+    """The running process of a job. It is killed if this process ends first."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class JobProcess:
     ) -> None:
         """Start `agenttrain <arguments>`, from the main thread: see `end_with_sweep`.
 
-        `output`: a file for all that it prints; None: it prints to the terminal. `environment` is
-        added to this process's.
+        `output` is a file for its output; None: the terminal. `environment` is added to this
+        process's.
         """
         self._output = output
         file = None if output is None else output.open("ab")
@@ -87,12 +87,12 @@ class JobProcess:
         return JobEnd(code=128 - code if code < 0 else code, last_words=last_words)
 
     def send(self, number: int) -> None:
-        """Send the process a signal, if there still is one."""
+        """Send the process a signal, if it still runs."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """Leave no process behind, whatever ended the wait for it."""
+        """End the process, if it still runs."""
         if self._process.poll() is not None:
             return
         self._process.terminate()
@@ -103,7 +103,7 @@ class JobProcess:
             self._process.wait()
 
     def _pass_on(self, pipe: IO[bytes]) -> None:
-        """Print the messages and keep their end."""
+        """Print the messages of the job and store their end."""
         with pipe:
             while chunk := pipe.read1():  # type: ignore[attr-defined]
                 self._tail = (self._tail + chunk)[-TAIL:]
@@ -126,17 +126,17 @@ class Forwarder:
             job.send(number)
 
     def add(self, job: JobProcess) -> None:
-        """Add a job; it gets the signals that came while it was being started."""
+        """Add a job, and send it the signals that came while it was being started."""
         self.jobs = [*self.jobs, job]
         for number in list(self.received):
             job.send(number)
 
 
 @contextmanager
-def forwarding() -> Iterator[Forwarder]:
-    """Pass this process's signals on to jobs, which are stopped at the context's end."""
+def forward_signals() -> Iterator[Forwarder]:
+    """Forward this process's signals to the jobs, which are stopped at the end of the context."""
     forwarder = Forwarder()
-    # A job inherits that nohup ignores SIGHUP; to forward it would end the sweep with its terminal.
+    # Under nohup SIGHUP is ignored, by the jobs too: it must not end the sweep with its terminal.
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
     before = {number: signal.signal(number, forwarder) for number in numbers}
@@ -150,9 +150,9 @@ def forwarding() -> Iterator[Forwarder]:
 
 
 def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Kill this process, a job, as soon as the one that started it is gone, however.
+    """Kill this process, if it is a job, as soon as the process that started it has ended.
 
-    On Linux the kernel does it, without delay, when the thread that started the job ends; elsewhere
+    On Linux the kernel does so at once when the thread that started the job ends. On other systems
     a thread checks every `WATCH_S`.
     """
     number = environment.pop(PARENT, None)
@@ -171,5 +171,5 @@ def end_with_sweep(environment: MutableMapping[str, str] = os.environ) -> None:
         system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         Thread(target=watch, daemon=True).start()
-    if os.getppid() != parent:  # it was gone before the kernel was asked
+    if os.getppid() != parent:  # it had ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A sweep's folder: its record `sweep.json`, which stands before the first job, and its jobs.
+"""A sweep's folder: its record `sweep.json`, written before the first job starts, and its jobs.
 
     outputs/shop/sweep_2026-11-21_19-40-00/
         sweep.json      {"verb": "train", "objective": "eval/pass@1", "options": [],
@@ -9,9 +9,9 @@
         trackio/        the dashboard's database, which the jobs share
 
 With `sweep.sampler=tpe` there is a `search`, and each trial's jobs are added when it is chosen. A
-job's state is in its own folder and nowhere else: who runs a job (this machine, an array of
-SLURM) and in which order does not matter. A run folder that its parent's record lists is a job.
-`standings` reads the states of all.
+job's state is only in its own folder, so jobs can run in any order, on this machine or in a SLURM
+array. A run folder is a job if the record of its parent folder lists it. `job_states` reads the
+states of all jobs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agenttrain.utils.moved import override_in_this_layout
 
 RECORD = "sweep.json"
 RUNNING_FILE = ".running"
-"""Locked by the process that runs the jobs."""
+"""File that is locked by the process that runs the jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ class SweepJob:
     folder: str
     """Its name in the sweep's folder."""
     overrides: list[str]
-    """All that was chosen, e.g. ["algorithm=grpo", "seed=0", "steps=6"]."""
+    """All settings of the job, e.g. ["algorithm=grpo", "seed=0", "steps=6"]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSearch:
-    """The trials of a sweep that are chosen by the results of those before them."""
+    """A search: its trials are chosen by the results of those before them."""
 
     trials: int
     """Number of trials; each has a job for each of `repeats`."""
@@ -77,9 +77,9 @@ class SweepRecord:
     search: TrialSearch | None = None
     """None: all jobs are known."""
     jobs: list[SweepJob] = field(default_factory=list)
-    """In their order."""
+    """The jobs, in order."""
     signature: str | None = None
-    """The user's, of all the other fields: code that the overrides name is run on resuming."""
+    """Signature of the user over the other fields: resuming runs code that the overrides name."""
 
     @property
     def lacks_trials(self) -> bool:
@@ -90,27 +90,24 @@ class SweepRecord:
     @property
     def own(self) -> bool:
         """True if this user wrote the record."""
-        return verifies(self._signed(), self.signature)
+        return verifies(self.signed_fields(), self.signature)
 
-    def signed(self) -> SweepRecord:
-        """Return the record with the user's signature."""
-        return replace(self, signature=sign(self._signed()))
-
-    def _signed(self) -> dict[str, Any]:
+    def signed_fields(self) -> dict[str, Any]:
+        """Return the fields that the signature is computed from."""
         fields = {**asdict(self), "signature": None}
         if self.search is None:
-            del fields["search"]  # which records of the first edition, and their signatures, lack
+            del fields["search"]  # not in records of the first edition, nor in their signatures
         return fields
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
-        """Return the arguments of `agenttrain` that start a job that has no run yet."""
-        folder = f"hydra.run.dir={quoted(sweep / job.folder)}"
+        """Return the arguments of `agenttrain` that start a job without a run."""
+        folder = f"hydra.run.dir={quote_path(sweep / job.folder)}"
         overrides = map(override_in_this_layout, job.overrides)
         return [self.verb, *self.options, *overrides, *extra, folder]
 
 
-def quoted(path: Path) -> str:
-    """A path as the value of an override.
+def quote_path(path: Path) -> str:
+    """Return a path as the value of an override.
 
     Example: ``Path("a=b/sweep")`` -> ``'a=b/sweep'``, with the quotes.
     """
@@ -119,13 +116,13 @@ def quoted(path: Path) -> str:
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def shown(arguments: Sequence[str]) -> str:
-    """Return the arguments as a command that a shell takes."""
+def shell_command(arguments: Sequence[str]) -> str:
+    """Return the arguments as a shell command."""
     return shlex.join(["agenttrain", *arguments])
 
 
-def chosen(overrides: Sequence[str]) -> dict[str, str]:
-    """Map keys to values; of several values the last wins.
+def settings_by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Map the keys of overrides to their values; the last value of a key wins.
 
     Example: ``["seed=0", "++tools.sql.timeout_s=5"]`` -> ``{"seed": "0", "tools.sql.timeout_s":
     "5"}``.
@@ -134,20 +131,20 @@ def chosen(overrides: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def varying(record: SweepRecord) -> list[dict[str, str]]:
+def varying_settings(record: SweepRecord) -> list[dict[str, str]]:
     """Return, for each job, the settings in which the jobs differ.
 
     Example: ``[{"algorithm": "grpo", "seed": "0"}, {"algorithm": "grpo", "seed": "1"}]`` gives
     ``[{"seed": "0"}, {"seed": "1"}]``.
     """
-    settings = [chosen(job.overrides) for job in record.jobs]
+    settings = [settings_by_key(job.overrides) for job in record.jobs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differ = [key for key in keys if len({values.get(key) for values in settings}) > 1]
     return [{key: values[key] for key in differ if key in values} for values in settings]
 
 
-def named(values: Mapping[str, str]) -> str:
-    """Write the choices in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
+def settings_line(values: Mapping[str, str]) -> str:
+    """Return settings in a line: ``"algorithm=grpo optimizer.lr=8e-4"``."""
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -177,16 +174,18 @@ def read_record(sweep: Path) -> SweepRecord:
 
 
 def write_record(sweep: Path, record: SweepRecord) -> None:
-    """Write the record of a sweep; its folder is made if need be."""
+    """Write the record of a sweep with the user's signature; create its folder if there is none."""
     sweep.mkdir(parents=True, exist_ok=True)
-    write_atomically(sweep / RECORD, json.dumps(asdict(record.signed()), indent=1) + "\n")
+    signed = replace(record, signature=sign(record.signed_fields()))
+    write_atomically(sweep / RECORD, json.dumps(asdict(signed), indent=1) + "\n")
 
 
 @contextmanager
-def held(sweep: Path) -> Iterator[None]:
-    """Hold the sweep, so that nobody else starts jobs that wait for their turn.
+def hold_sweep(sweep: Path) -> Iterator[None]:
+    """Hold the sweep, so that no other process starts its waiting jobs.
 
-    Raises ConfigError where another process holds it. A file system without locks lets all in.
+    Raises ConfigError if another process holds it. A file system without locks lets every process
+    in.
     """
     with (sweep / RUNNING_FILE).open("w") as file:
         try:
@@ -194,7 +193,7 @@ def held(sweep: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise ConfigError(
                 f"{sweep}: another process runs this sweep, and starts the jobs that wait; wait "
-                f"for it or stop it, and look on with {shown(['compare', str(sweep)])}"
+                f"for it or stop it, and watch it with {shell_command(['compare', str(sweep)])}"
             ) from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -205,48 +204,48 @@ def held(sweep: Path) -> Iterator[None]:
 FINISHED, RUNNING, NEVER_STARTED = "finished", "running", "never started"
 FAILED, INTERRUPTED = "failed", "interrupted"
 KILLED = "killed"
-"""Began and ended without a word of it."""
+"""Ended without writing a status."""
 ENDED = (FINISHED, FAILED, INTERRUPTED, "preempted")
 """Statuses in the summary of a run that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """One job and how it stands."""
+class JobState:
+    """A job with its state."""
 
     job: SweepJob
     folder: Path
     status: str
     error: str | None = None
-    """The error that it failed with."""
+    """The error of a failed job."""
 
     @property
     def unfinished(self) -> bool:
-        """True if there is something left to run."""
+        """True if the job has to be run or resumed."""
         return self.status not in (FINISHED, RUNNING)
 
 
-def standings(sweep: Path, record: SweepRecord) -> list[Standing]:
-    """Return every job of the sweep, in order."""
-    return [standing(sweep / job.folder, job) for job in record.jobs]
+def job_states(sweep: Path, record: SweepRecord) -> list[JobState]:
+    """Return the states of all jobs of the sweep, in order."""
+    return [job_state(sweep / job.folder, job) for job in record.jobs]
 
 
-def standing(folder: Path, job: SweepJob) -> Standing:
-    """Return how a job stands that works in `folder`."""
+def job_state(folder: Path, job: SweepJob) -> JobState:
+    """Return the state of the job in `folder`."""
     summary = read_summary(folder)
     recorded = summary.get("status")
     if not summary:
         status = NEVER_STARTED
-    elif is_held(folder):  # before its summary, which has the old status until it trains again
+    elif is_held(folder):  # comes first: the summary of a resumed run still has the old status
         status = RUNNING
     else:
         status = KILLED if recorded in (None, RUNNING) else str(recorded)
     error = summary.get("error") if status == FAILED else None
-    return Standing(job=job, folder=folder, status=status, error=error)
+    return JobState(job=job, folder=folder, status=status, error=error)
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process works in a run folder; False where the file system has no locks."""
+    """Return True if a process works in a run folder; always False without file locks."""
     try:
         with (folder / ".lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -257,7 +256,7 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def counted(jobs: Sequence[Standing]) -> str:
+def status_counts(jobs: Sequence[JobState]) -> str:
     """Count the jobs by status, e.g. "6 finished, 1 failed, 1 never started"."""
     statuses = [job.status for job in jobs]
     order = dict.fromkeys([*ENDED, KILLED, RUNNING, NEVER_STARTED, *statuses])

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, so many at a time: those of its record, and those that its search adds."""
+"""Runner of a sweep's jobs, several at a time: those of the record, and those of a search."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agenttrain.commands.sweep.config import Direction, OnFailedJob, SweepConfig
-from agenttrain.commands.sweep.expand import REPEATED, parse, written
-from agenttrain.commands.sweep.process import Forwarder, JobEnd, JobProcess, forwarding
+from agenttrain.commands.sweep.expand import REPEATED, parse, trial_overrides
+from agenttrain.commands.sweep.process import Forwarder, JobEnd, JobProcess, forward_signals
 from agenttrain.commands.sweep.record import (
     ENDED,
     FAILED,
@@ -23,19 +23,19 @@ from agenttrain.commands.sweep.record import (
     SweepJob,
     SweepRecord,
     TrialSearch,
-    chosen,
-    counted,
     is_held,
-    named,
+    job_state,
+    job_states,
     read_record,
-    shown,
-    standing,
-    standings,
-    varying,
+    settings_by_key,
+    settings_line,
+    shell_command,
+    status_counts,
+    varying_settings,
     write_record,
 )
 from agenttrain.commands.sweep.search import Trial, next_trial
-from agenttrain.commands.sweep.table import result
+from agenttrain.commands.sweep.table import results
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.machine import Machine, machine_problems
 from agenttrain.settings.run_config import RunConfig
@@ -47,33 +47,33 @@ from agenttrain.utils import exit_codes
 OUTPUT = "output.txt"
 """File in a job's folder: its output where several run at once."""
 POLL_S = 0.2
-"""Seconds between two looks at the jobs' processes."""
+"""Seconds between two checks of the jobs' processes."""
 THREADS = "OMP_NUM_THREADS"
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """A sweep that is to be run."""
+    """A sweep to be run."""
 
     folder: Path
-    """Its record is there."""
+    """Folder of the sweep, with its record."""
     settings: SweepConfig
     shares: list[dict[str, str]]
-    """Environment of each job of those that run at a time: see `divided`."""
+    """Environment of each of the jobs that run at a time: see `divide_machine`."""
     changes: list[str] = field(default_factory=list)
     """Overrides by which `agenttrain -m resume=…` changes every job."""
     trust: bool = False
-    """True: the code that the jobs' config.yaml name may run."""
+    """True: the code that is named in the jobs' config.yaml may run."""
 
 
-def divided(
+def divide_machine(
     verb: str, parallel: int, configs: Sequence[RunConfig], count_gpus: Callable[[], int]
 ) -> list[dict[str, str]]:
-    """Divide this machine's GPUs and cores among so many jobs at a time; `configs` are of them.
+    """Divide this machine's GPUs and cores among `parallel` jobs, which have these `configs`.
 
     Example: 2 jobs, 8 cores, 4 GPUs -> ``[{"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0,1"},
-    {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}]``. A single GPU is every job's. Raises
+    {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"}]``. All jobs share a single GPU. Raises
     ConfigError.
     """
     if parallel == 1:
@@ -106,16 +106,16 @@ def divided(
 
 
 def run(sweep: Sweep) -> int:
-    """Run every job that is not finished, and the trials of a search; return the exit code.
+    """Run every unfinished job, and the trials of a search; return the exit code.
 
     Needs a `hydra_session`, and the main thread.
     """
     folder, stop = sweep.folder.resolve(), sweep.settings.on_failed_job is OnFailedJob.stop
     record = read_record(folder)
-    waiting = deque(one.job for one in standings(folder, record) if one.unfinished)
+    waiting = deque(one.job for one in job_states(folder, record) if one.unfinished)
     running: dict[int, tuple[SweepJob, JobProcess]] = {}
     code, stopped = exit_codes.DONE, False
-    with forwarding() as signals:
+    with forward_signals() as signals:
         while True:
             slots = [slot for slot in range(len(sweep.shares)) if slot not in running]
             while slots and not stopped and not signals.received:
@@ -124,7 +124,7 @@ def run(sweep: Sweep) -> int:
                 if not waiting:
                     break
                 job = waiting.popleft()
-                process = _started(sweep, folder, job, sweep.shares[slots[0]], signals)
+                process = _start(sweep, folder, job, sweep.shares[slots[0]], signals)
                 if process is not None:
                     running[slots.pop(0)] = job, process
             if not running:
@@ -132,8 +132,8 @@ def run(sweep: Sweep) -> int:
             slot, end = _wait(running)
             job, process = running.pop(slot)
             signals.jobs = [other for other in signals.jobs if other is not process]
-            note(folder / job.folder, end, signalled=bool(signals.received))
-            finished = _concluded_job(folder, job)
+            record_end(folder / job.folder, end, signalled=bool(signals.received))
+            finished = _print_end(folder, job)
             if signals.received:
                 code = code or end.code
             elif stop and not finished and not stopped:
@@ -141,11 +141,11 @@ def run(sweep: Sweep) -> int:
                 stopped = True
         if signals.received:
             code = code or exit_codes.INTERRUPTED
-    return concluded(sweep.folder, code)
+    return print_outcome(sweep.folder, code)
 
 
 def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]:
-    """Wait until one of the jobs has ended."""
+    """Wait until one of the jobs has ended; return its slot and how it ended."""
     while True:
         for slot, (_, process) in running.items():
             if end := process.ended():
@@ -153,27 +153,29 @@ def _wait(running: dict[int, tuple[SweepJob, JobProcess]]) -> tuple[int, JobEnd]
         time.sleep(POLL_S)
 
 
-def _started(
+def _start(
     sweep: Sweep, folder: Path, job: SweepJob, share: dict[str, str], signals: Forwarder
 ) -> JobProcess | None:
-    """Start a job; None where there is nothing to start."""
+    """Start a job; return None if there is nothing to start."""
     record, where = read_record(folder), folder / job.folder
     if is_held(where):
-        print(f"{where}: another process works there; left to it", flush=True)
+        print(f"{where}: another process works there; it is left alone", flush=True)
         return None
-    if standing(where, job).status == FINISHED:  # since it was put on the list
-        print(f"{where}: finished meanwhile", flush=True)
+    if job_state(where, job).status == FINISHED:  # by another process
+        print(f"{where}: has finished in the meantime", flush=True)
         return None
     number, total = _number(record, job), len(record.jobs)
     if record.search is None:
-        values = varying(record)[number - 1]
+        values = varying_settings(record)[number - 1]
     else:
         total = record.search.trials * len(record.search.repeats)
-        keys = {*chosen(record.search.space), REPEATED}
-        values = {key: value for key, value in chosen(job.overrides).items() if key in keys}
-    print(f"\njob {number} of {total}: {named(values)} -> {where}", flush=True)
+        keys = {*settings_by_key(record.search.space), REPEATED}
+        values = {
+            key: value for key, value in settings_by_key(job.overrides).items() if key in keys
+        }
+    print(f"\njob {number} of {total}: {settings_line(values)} -> {where}", flush=True)
     if read_summary(where):
-        update_summary(where, status=None, error=None)  # of the last time
+        update_summary(where, status=None, error=None)  # remove those of the last attempt
     output = None
     if len(sweep.shares) > 1:
         where.mkdir(parents=True, exist_ok=True)
@@ -189,15 +191,15 @@ def _number(record: SweepRecord, job: SweepJob) -> int:
     return [one.folder for one in record.jobs].index(job.folder) + 1
 
 
-def _concluded_job(folder: Path, job: SweepJob) -> bool:
-    """Print how a job ended; return True if it is finished."""
+def _print_end(folder: Path, job: SweepJob) -> bool:
+    """Print the state of a job that has ended; return True if it is finished."""
     record = read_record(folder)
-    now = standing(folder / job.folder, job)
+    now = job_state(folder / job.folder, job)
     message = now.status
     if now.status != FINISHED:
         message += f": {now.error}" if now.error else ""
     elif record.objective is not None:
-        objective = result(now.folder, record.objective)
+        objective = results(now.folder).get(record.objective)
         if objective is None:
             message += f", but it has no {record.objective}"
         else:
@@ -209,19 +211,19 @@ def _concluded_job(folder: Path, job: SweepJob) -> bool:
 def _arguments(
     sweep: Path, record: SweepRecord, job: SweepJob, changes: Sequence[str], trust: bool
 ) -> list[str]:
-    """Return the arguments that start the job, or go on with it."""
+    """Return the arguments that start the job, or resume it."""
     folder = sweep / job.folder
     config = folder / "config.yaml"
     if record.verb == "eval":
-        config.unlink(missing_ok=True)  # an evaluation has nothing to go on with: it starts anew
+        config.unlink(missing_ok=True)  # an evaluation cannot be resumed: it starts again
     if config.exists():
         allowed = [TRUSTED] if trust else []
         return [record.verb, *record.options, f"resume={folder}", *changes, *allowed]
     return record.arguments(sweep, job, *changes)
 
 
-def note(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
-    """Record how a job ended that could not do so itself; `signalled`: the sweep was to stop."""
+def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
+    """Record the end of a job that could not do so itself; `signalled`: the sweep was stopped."""
     if ended.code == 0 or is_held(folder) or read_summary(folder).get("status") in ENDED[1:]:
         return
     if signalled:
@@ -232,7 +234,7 @@ def note(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
 
 
 def _next_jobs(sweep: Path) -> list[SweepJob]:
-    """Ask for one more trial and put its jobs on record; none where the search has all of them."""
+    """Choose one more trial and record its jobs; return none if the search has all its trials."""
     record = read_record(sweep)
     search = record.search
     if search is None:
@@ -243,9 +245,9 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
     axes = {axis.get_key_element(): axis for axis in parse(search.space)}
     values = next_trial(axes, search.seed, Direction(search.direction), past)
     if values is None:
-        print(f"the search comes up with nothing new after {len(past)} trials", flush=True)
+        print(f"the search finds no new values after {len(past)} trials", flush=True)
         return []
-    overrides = [[*written(axes, values), *repeat] for repeat in search.repeats]
+    overrides = [[*trial_overrides(axes, values), *repeat] for repeat in search.repeats]
     jobs = [
         SweepJob(folder=str(number), overrides=one)
         for number, one in enumerate(overrides, start=len(record.jobs))
@@ -255,48 +257,48 @@ def _next_jobs(sweep: Path) -> list[SweepJob]:
 
 
 def trials(sweep: Path, record: SweepRecord, search: TrialSearch) -> list[Trial]:
-    """Return the trials of a search as their jobs stand, in the order in which they were chosen.
+    """Return the trials of a search with their outcomes, in the order in which they were chosen.
 
-    One is complete when all of its jobs have the objective, and failed when none of them is to run
-    any more and not all have it. Until then, also while it is interrupted, it has no result.
+    A trial is complete once all of its jobs have the objective. It has failed if all of its jobs
+    have ended and not all have it. Until then, also while it is interrupted, it has no result.
     """
     by_values: dict[tuple[str, ...], list[SweepJob]] = {}
     for job in record.jobs:
-        settings = chosen(job.overrides)
-        values = tuple(settings[key] for key in chosen(search.space))
+        settings = settings_by_key(job.overrides)
+        values = tuple(settings[key] for key in settings_by_key(search.space))
         by_values.setdefault(values, []).append(job)
     past = []
     for values, jobs in by_values.items():
-        states = [standing(sweep / job.folder, job) for job in jobs]
+        states = [job_state(sweep / job.folder, job) for job in jobs]
         ended = all(one.status in (FINISHED, FAILED) for one in states)
-        results = [
-            result(one.folder, record.objective)
+        objectives = [
+            results(one.folder).get(record.objective)
             for one in states
             if one.status == FINISHED and record.objective is not None
         ]
-        numbers = [number for number in results if number is not None and math.isfinite(number)]
+        numbers = [number for number in objectives if number is not None and math.isfinite(number)]
         complete = ended and len(numbers) == len(jobs)
         mean = statistics.fmean(numbers) if complete else None
         past.append(Trial(values=values, result=mean, failed=ended and not complete))
     return past
 
 
-def concluded(sweep: Path, code: int) -> int:
-    """Print how the sweep stands; return the exit code, 1 where a job is not finished."""
+def print_outcome(sweep: Path, code: int) -> int:
+    """Print the state of the sweep; return the exit code, 1 if a job is not finished."""
     record = read_record(sweep)
-    jobs = standings(sweep, record)
-    print(f"\nsweep      {sweep}: {counted(jobs)}")
+    jobs = job_states(sweep, record)
+    print(f"\nsweep      {sweep}: {status_counts(jobs)}")
     if record.search is not None:
         past = trials(sweep, record, record.search)
         done = [trial for trial in past if trial.result is not None]
         best = max if record.search.direction == Direction.maximize else min
         if done:
             top = best(done, key=lambda trial: trial.result or 0.0)
-            values = dict(zip(chosen(record.search.space), top.values, strict=True))
-            print(f"best       {named(values)}: {record.objective} {top.result:.4g}")
-    print(f"results    {shown(['compare', str(sweep)])}")
+            values = dict(zip(settings_by_key(record.search.space), top.values, strict=True))
+            print(f"best       {settings_line(values)}: {record.objective} {top.result:.4g}")
+    print(f"results    {shell_command(['compare', str(sweep)])}")
     sys.stdout.flush()
     unfinished = any(one.unfinished for one in jobs)
     if unfinished or code:
-        print(f"to go on   {shown(['-m', f'resume={sweep}'])}", flush=True)
+        print(f"to go on   {shell_command(['-m', f'resume={sweep}'])}", flush=True)
     return code or (exit_codes.FAILED if unfinished else exit_codes.DONE)

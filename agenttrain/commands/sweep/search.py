@@ -1,8 +1,8 @@
-"""Trials of a sweep: values out of ranges and choices, which Optuna's samplers ask for.
+"""Trials of a sweep: values out of ranges and choices, drawn by Optuna's samplers.
 
-There is no study on disk. Each question makes one out of the trials so far, which the sweep's
-record and the folders of its jobs hold, with a seed of its own: a sweep that goes on asks the same
-question as one that was never stopped.
+No study is stored on disk. For each trial a new study is made from the trials so far, which are in
+the sweep's record and its jobs' folders, with a seed of its own. A resumed sweep therefore gets the
+same trials as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 DIGITS = 4
 """Significant digits of a number out of a range of floats."""
 ATTEMPTS = 1000
-"""Questions per trial until the answer is one that was not given before."""
+"""Draws per trial until its values are new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One configuration of a search, with what became of it.
+    """One configuration of a search, with its outcome.
 
     Example: ``Trial(values=("0.0003", "grpo"), result=0.5, failed=False)``.
     """
 
     values: tuple[str, ...]
-    """One for each axis, as an override has it."""
+    """Value of each axis, as in an override."""
     result: float | None = None
-    """The objective, the mean over the seeds; None while it runs, and after it failed."""
+    """Mean of the objective over the seeds; None while the trial runs, and if it failed."""
     failed: bool = False
 
 
 def check_space(axes: Mapping[str, Override], trials: int) -> None:
-    """Raise ConfigError for axes that do not have so many configurations, or that mean nothing."""
+    """Raise ConfigError for invalid axes, and for axes with fewer than `trials` configurations."""
     if find_spec("optuna") is None:
         raise ConfigError(f"sweep.trials={trials}: needs Optuna; pip install 'agenttrain[sweep]'")
     if trials < 1:
@@ -54,9 +54,28 @@ def check_space(axes: Mapping[str, Override], trials: int) -> None:
         raise ConfigError(
             f"sweep.trials={trials}: nothing varies; leave it out, or add values or ranges"
         )
+    sizes: list[float] = []
     for axis in axes.values():
-        _check(axis)
-    most = math.prod(_size(axis) for axis in axes.values())
+        line, sweep = axis.input_line, axis.value()
+        tags: set[str] = getattr(sweep, "tags", set())
+        if unknown := sorted(tags - {"log"}):
+            raise ConfigError(
+                f"{line}: the tag {unknown[0]!r} means nothing; the only one is log, "
+                "tag(log, interval(…))"
+            )
+        if not isinstance(sweep, IntervalSweep):
+            if tags:
+                raise ConfigError(f"{line}: the tag log is for interval(…); leave it out")
+            sizes.append(len(_choices(axis)))
+            continue
+        start, end = sweep.start, sweep.end
+        assert start is not None and end is not None
+        finite = math.isfinite(start) and math.isfinite(end)
+        if not finite or start >= end or (tags and start <= 0):
+            problem = "must rise between finite numbers, and with log from above 0"
+            raise ConfigError(f"{line}: {problem}")
+        sizes.append(end - start + 1 if isinstance(start, int) else math.inf)
+    most = math.prod(sizes)
     if trials > most:
         raise ConfigError(
             f"sweep.trials={trials}: there are only {most} combinations; leave it out, or add "
@@ -64,39 +83,14 @@ def check_space(axes: Mapping[str, Override], trials: int) -> None:
         )
 
 
-def _check(axis: Override) -> None:
-    line, sweep = axis.input_line, axis.value()
-    tags: set[str] = getattr(sweep, "tags", set())
-    if unknown := sorted(tags - {"log"}):
-        raise ConfigError(
-            f"{line}: the tag {unknown[0]!r} means nothing; the only one is log, "
-            "tag(log, interval(…))"
-        )
-    if not isinstance(sweep, IntervalSweep):
-        if tags:
-            raise ConfigError(f"{line}: the tag log is for interval(…); leave it out")
-        return
-    start, end = sweep.start, sweep.end
-    assert start is not None and end is not None
-    finite = math.isfinite(start) and math.isfinite(end)
-    if not finite or start >= end or (tags and start <= 0):
-        raise ConfigError(f"{line}: must rise between finite numbers, and with log from above 0")
-
-
-def _size(axis: Override) -> float:
-    sweep = axis.value()
-    if isinstance(sweep, IntervalSweep):
-        return sweep.end - sweep.start + 1 if isinstance(sweep.start, int) else math.inf
-    return len(_choices(axis))
-
-
 def _choices(axis: Override) -> list[str]:
+    """Return the values of an axis that is not an interval, each once."""
     return list(dict.fromkeys(axis.sweep_string_iterator()))
 
 
-def drawn(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
-    """Return the values of so many trials at random, no two the same. Raises ConfigError."""
-    values = list(islice(_asked(axes, Sampler.random, seed, Direction.maximize, ()), trials))
+def draw_trials(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[str, ...]]:
+    """Draw the values of trials at random, no two the same. Raises ConfigError."""
+    values = list(islice(_sampled(axes, Sampler.random, seed, Direction.maximize, ()), trials))
     if len(values) < trials:
         raise ConfigError(
             f"sweep.trials={trials}: the ranges are too narrow for so many, at {DIGITS} digits a "
@@ -108,33 +102,33 @@ def drawn(axes: Mapping[str, Override], trials: int, seed: int) -> list[tuple[st
 def next_trial(
     axes: Mapping[str, Override], seed: int, direction: Direction, trials: Sequence[Trial]
 ) -> tuple[str, ...] | None:
-    """Return the values to try next, by all trials so far; None if no new ones come up."""
+    """Return the values to try next, given all trials so far; None if no new ones are found."""
     own_seed = derive_seed(seed, len(trials)) % 2**32
-    return next(_asked(axes, Sampler.tpe, own_seed, direction, trials), None)
+    return next(_sampled(axes, Sampler.tpe, own_seed, direction, trials), None)
 
 
-def _asked(
+def _sampled(
     axes: Mapping[str, Override],
     sampler: Sampler,
     seed: int,
     direction: Direction,
     trials: Sequence[Trial],
 ) -> Iterator[tuple[str, ...]]:
-    """Yield values that none of the trials has, each but once."""
+    """Yield values that none of the trials has, each of them once."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     chooser: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed)
     if sampler is Sampler.tpe:
-        with warnings.catch_warnings():  # Optuna 4 warns of the argument, which is 5's default
+        with warnings.catch_warnings():  # Optuna 4 warns of the argument, the default in Optuna 5
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            # A trial that runs counts as a bad one, or those beside it would be its neighbours.
+            # A running trial counts as a bad one, or the trials beside it would be its neighbours.
             chooser = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     study = optuna.create_study(sampler=chooser, direction=direction.value)
     distributions = {key: _distribution(axis) for key, axis in axes.items()}
     state = optuna.trial.TrialState
     for trial in trials:
-        running = state.FAIL if trial.failed else state.RUNNING
+        without_result = state.FAIL if trial.failed else state.RUNNING
         study.add_trial(
             optuna.trial.create_trial(
                 params={
@@ -145,7 +139,7 @@ def _asked(
                 },
                 distributions=distributions,
                 value=trial.result,
-                state=running if trial.result is None else state.COMPLETE,
+                state=without_result if trial.result is None else state.COMPLETE,
             )
         )
     known, repeated = {trial.values for trial in trials}, 0
@@ -160,7 +154,7 @@ def _asked(
 
 
 def _distribution(axis: Override) -> BaseDistribution:
-    """Return Optuna's form of an axis; both ends of an interval of whole numbers belong to it.
+    """Return Optuna's form of an axis. An interval of whole numbers includes both ends.
 
     Example: `tag(log, interval(1e-4, 1e-2))` -> ``FloatDistribution(1e-4, 1e-2, log=True)``.
     """
@@ -181,7 +175,7 @@ def _distribution(axis: Override) -> BaseDistribution:
 
 
 def _text(value: Any, distribution: BaseDistribution) -> str:
-    """Write a value as an override has it; a float of a range in DIGITS, and within its range."""
+    """Return a value as in an override; a float of an interval is rounded to DIGITS within it."""
     from optuna.distributions import FloatDistribution
 
     if isinstance(distribution, FloatDistribution):
@@ -199,7 +193,7 @@ def _parameter(text: str, distribution: BaseDistribution) -> Any:
 
 
 def corners(axes: Mapping[str, Override]) -> list[tuple[str, ...]]:
-    """Return values that have every choice and both ends of every range, one axis at a time.
+    """Return values with every choice and both ends of every range, one axis at a time.
 
     Example: `seed=interval(1, 9)` and `algorithm=grpo,rloo` -> ``[("1.0", "grpo"), ("9.0", "grpo"),
     ("1.0", "rloo")]``.

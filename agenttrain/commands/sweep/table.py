@@ -1,4 +1,4 @@
-"""A sweep's results: its configurations against their figures, as text, Markdown or JSON.
+"""A sweep's results: the figures of its configurations, as text, Markdown or JSON.
 
 The figures come from the jobs' summary.json and metrics.jsonl.
 """
@@ -6,7 +6,7 @@ The figures come from the jobs' summary.json and metrics.jsonl.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,11 @@ from agenttrain.commands.sweep.config import SUMMARY
 from agenttrain.commands.sweep.expand import REPEATED
 from agenttrain.commands.sweep.record import (
     FINISHED,
-    Standing,
+    JobState,
     SweepRecord,
-    counted,
-    standings,
-    varying,
+    job_states,
+    status_counts,
+    varying_settings,
 )
 from agenttrain.tracking.run_folder import read_summary
 from agenttrain.tracking.tracker import read_metrics
@@ -35,9 +35,9 @@ DEFAULT = {
     "sft": ("eval/loss", "seconds"),
     "eval": ("eval/reward", "eval/pass@1", "seconds"),
 }
-"""Figures that are shown by verb when none is named, behind the objective."""
+"""Figures by verb that are shown after the objective if none is named."""
 WIDEST = 10_000
-"""Columns: more than a table has."""
+"""Characters; wider than any table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +55,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The jobs that differ in nothing but their seed."""
+    """Jobs that only differ in their seed."""
 
     chosen: dict[str, str]
-    jobs: list[Standing]
+    jobs: list[JobState]
     figures: dict[str, Figure]
-    """Over the jobs that are finished."""
-
-    @property
-    def state(self) -> str:
-        """E.g. "2 finished"."""
-        return counted(self.jobs)
+    """Figures over the finished jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that `agenttrain compare` knows."""
+    """Results of a sweep for `agenttrain compare`."""
 
     sweep: Path
     objective: str | None
@@ -78,33 +73,39 @@ class Comparison:
     keys: list[str]
     """Settings that differ, without the seed."""
     configurations: list[Configuration]
-    jobs: list[Standing]
+    jobs: list[JobState]
     results: list[dict[str, float]]
-    """By job; empty for one that is not finished."""
+    """Figures of each job; empty for one that is not finished."""
 
 
-def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
+def compare_jobs(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Comparison:
     """Return the results by configuration; raises ConfigError for a metric that no job has."""
-    jobs = standings(sweep, record)
+    jobs = job_states(sweep, record)
     figures = [results(job.folder) if job.status == FINISHED else {} for job in jobs]
     shown = _metrics(record, metrics, figures)
-    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying(record)]
+    chosen = [{k: v for k, v in v.items() if k != REPEATED} for v in varying_settings(record)]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, values in enumerate(chosen):
         groups.setdefault(tuple(values.items()), []).append(number)
+    configurations = []
+    for settings, numbers in groups.items():
+        over_seeds: dict[str, Figure] = {}
+        for name in shown:
+            samples = [figures[n][name] for n in numbers if name in figures[n]]
+            if samples:
+                std = statistics.stdev(samples) if len(samples) > 1 else None
+                mean = statistics.fmean(samples)
+                over_seeds[name] = Figure(mean=mean, std=std, n=len(samples))
+        members = [jobs[number] for number in numbers]
+        configurations.append(
+            Configuration(chosen=dict(settings), jobs=members, figures=over_seeds)
+        )
     return Comparison(
         sweep=sweep,
         objective=record.objective,
         metrics=shown,
         keys=list(dict.fromkeys(key for values in chosen for key in values)),
-        configurations=[
-            Configuration(
-                chosen=dict(values),
-                jobs=[jobs[number] for number in numbers],
-                figures=dict(_figures([figures[number] for number in numbers], shown)),
-            )
-            for values, numbers in groups.items()
-        ],
+        configurations=configurations,
         jobs=jobs,
         results=figures,
     )
@@ -113,7 +114,7 @@ def compared(sweep: Path, record: SweepRecord, metrics: Sequence[str]) -> Compar
 def _metrics(
     record: SweepRecord, named: Sequence[str], figures: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    """Return the names of the table's columns: those that were named, or else the verb's."""
+    """Return the figures in the table's columns: the named ones, or else those of the verb."""
     known = dict.fromkeys(name for values in figures for name in values)
     for name in named:
         if known and name not in known:
@@ -127,23 +128,14 @@ def _metrics(
     return list(dict.fromkeys(wanted))
 
 
-def _figures(
-    results_of_jobs: Sequence[Mapping[str, float]], metrics: Sequence[str]
-) -> Iterator[tuple[str, Figure]]:
-    for name in metrics:
-        if values := [result[name] for result in results_of_jobs if name in result]:
-            std = statistics.stdev(values) if len(values) > 1 else None
-            yield name, Figure(mean=statistics.fmean(values), std=std, n=len(values))
-
-
 def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table; a setting that a configuration does not name is a dash."""
+    """Return head and rows of the table; a setting that a configuration does not have is a dash."""
     head = [*comparison.keys, *comparison.metrics, "jobs"]
     body = [
         [
             *(one.chosen.get(key, "–") for key in comparison.keys),
             *(str(one.figures.get(name, "")) for name in comparison.metrics),
-            f"{one.state} ({', '.join(job.job.folder for job in one.jobs)})",
+            f"{status_counts(one.jobs)} ({', '.join(job.job.folder for job in one.jobs)})",
         ]
         for one in comparison.configurations
     ]
@@ -151,11 +143,11 @@ def rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def print_table(comparison: Comparison) -> None:
-    """Print the table, as wide as it is: figures that are folded cannot be read."""
+    """Print the table in its full width: wrapped figures cannot be read."""
     head, body = rows(comparison)
     seeds = any(len(one.jobs) > 1 for one in comparison.configurations)
     explained = "mean ± standard deviation over the seeds, " if seeds else ""
-    table = Table(title=f"{explained}{counted(comparison.jobs)}", title_justify="left")
+    table = Table(title=f"{explained}{status_counts(comparison.jobs)}", title_justify="left")
     for name in head:
         justify: Literal["left", "right"] = "right" if name in comparison.metrics else "left"
         table.add_column(name, justify=justify, no_wrap=True)
@@ -175,7 +167,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
-    """Return all of it as plain data; `resume` is the command that runs what is unfinished."""
+    """Return the comparison as plain data; `resume` is the command for the unfinished jobs."""
     return {
         "sweep": str(comparison.sweep),
         "objective": comparison.objective,
@@ -205,11 +197,6 @@ def as_json(comparison: Comparison, resume: str | None) -> dict[str, Any]:
     }
 
 
-def result(folder: Path, name: str) -> float | None:
-    """Return the figure `name` of a run: see `sweep.objective`; None where there is none."""
-    return results(folder).get(name)
-
-
 def results(folder: Path) -> dict[str, float]:
     """Return all figures of a run: `eval/<name>`, those of SUMMARY, and metrics.jsonl's last row.
 
@@ -226,12 +213,13 @@ def results(folder: Path) -> dict[str, float]:
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; none for a run that has no such file."""
+    """Return the rows of a run's metrics.jsonl; none if there is no such file."""
     path = folder / "metrics.jsonl"
     return read_metrics(path) if path.exists() else []
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Return the entries of a record that are numbers."""
     return {
         name: float(value)
         for name, value in record.items()
