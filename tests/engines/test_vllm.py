@@ -366,7 +366,7 @@ def test_after_a_rest_the_weights_under_the_adapters_come_anew(folder: Path) -> 
         model = with_adapters()
         await sync(PolicyOf(model), engine, 1, WeightSyncConfig())
         for version in (2, 3):
-            await engine.rest()
+            await engine.sleep()
             assert engine.lacks_base
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
