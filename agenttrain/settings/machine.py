@@ -7,6 +7,7 @@ does not use it: the job's machine is another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from agenttrain.engines.registry import OutsideEngine, spec_of
@@ -22,17 +23,17 @@ CHECKED_VERBS = (*SAMPLING_VERBS, "sft")
 """Verbs of runs that have a policy, in one process or several."""
 
 
+@dataclass
 class Machine:
     """The parts of this machine that settings depend on, each computed when a check needs it."""
 
-    def __init__(self, count_gpus: Callable[[], int]) -> None:
-        """`count_gpus` may import torch, which takes seconds: it is called at most once."""
-        self._count_gpus = count_gpus
+    count_gpus: Callable[[], int]
+    """It may import torch, which takes seconds: it is called at most once."""
 
     @cached_property
     def gpus(self) -> int:
         """Number of GPUs that torch can use."""
-        return self._count_gpus()
+        return self.count_gpus()
 
 
 def machine_problems(verb: str, configs: Sequence[RunConfig], machine: Machine) -> list[str]:

@@ -106,7 +106,21 @@ class TransformersEngine:
                 f"token_ids: {len(ids)} ids leave no room in max_context={self.max_context}. "
                 "Shorten the prompt, or raise engine.max_context."
             )
-        _check_sampling(sampling)
+        if sampling.grammar is not None:
+            raise EngineError(
+                "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls "
+                "out."
+            )
+        in_range = {
+            "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+            "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
+            "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
+        }
+        for key, (fits, remedy) in in_range.items():
+            if not fits:
+                raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")
         budget = min(sampling.max_tokens, self.max_context - len(ids))
         return Generation(
             session=session,
@@ -209,20 +223,3 @@ def max_context(model: PreTrainedModel, config: TransformersSettings) -> int:
             f"engine.max_context={wanted}: must lie between 2 and the model's {limit} positions."
         )
     return wanted
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    if sampling.grammar is not None:
-        raise EngineError(
-            "sampling.grammar: engine=transformers has none. Leave rollout.structured_calls out."
-        )
-    in_range = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
-        "top_p": (0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-        "top_k": (sampling.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-        "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
-    }
-    for key, (fits, remedy) in in_range.items():
-        if not fits:
-            raise EngineError(f"sampling.{key}={getattr(sampling, key)}: set {remedy}.")

@@ -139,7 +139,7 @@ class EngineWorker:
         outcomes = zip(list(seats), sampled.tolist(), logprobs.tolist(), strict=True)
         for seat, token, logprob in outcomes:
             if not math.isfinite(logprob):
-                self._refuse(seat, logprob)
+                self._end_broken(seat, logprob)
                 continue
             request = _request(seat)
             finish = request.append(token, logprob, self.version)
@@ -148,7 +148,7 @@ class EngineWorker:
                 request.deliver(request.completion(finish))
         self.scheduler.clock += 1
 
-    def _refuse(self, seat: Seat, logprob: float) -> None:
+    def _end_broken(self, seat: Seat, logprob: float) -> None:
         """End a session whose logprobs are not finite, with the likely cause."""
         request = _request(seat)
         self.scheduler.release(seat.session)

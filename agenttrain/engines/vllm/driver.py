@@ -77,7 +77,7 @@ class Driver:
     """True: new requests wait until new weights are in."""
     adapter: Any = None
     """vLLM's `LoRARequest` of the policy's adapters, once there are some."""
-    refusal: EngineError | None = None
+    failure: EngineError | None = None
     """The reason why no request is served: the engine is dead, or half of its weights are new."""
     stats: VllmStats = field(default_factory=VllmStats)
     _waiting: dict[str, Waiter] = field(default_factory=dict)
@@ -107,10 +107,10 @@ class Driver:
         """Fail every waiting request and every later one: vLLM is dead."""
         if not isinstance(error, EngineDead):
             error = EngineDead(f"vLLM died: {type(error).__name__}: {error}")
-        self.refusal = error
-        self.refuse_all(error)
+        self.failure = error
+        self.fail_requests(error)
 
-    def refuse_all(self, error: EngineError) -> None:
+    def fail_requests(self, error: EngineError) -> None:
         """Fail all requests."""
         waiting, self._waiting, self._held = self._waiting, {}, []
         if not isinstance(error, EngineDead):
@@ -120,8 +120,8 @@ class Driver:
 
     def add(self, request: VllmRequest, waiting: Waiter, *, held: bool = True) -> None:
         """Take a request, now or, if it may be `held`, when the new weights are in."""
-        if self.refusal is not None:
-            deliver([(waiting, type(self.refusal)(str(self.refusal)))])
+        if self.failure is not None:
+            deliver([(waiting, type(self.failure)(str(self.failure)))])
             return
         self._waiting[request.id] = waiting
         if self.holding and held:
@@ -161,7 +161,7 @@ class Driver:
                 self.step()
         except Exception as error:
             self.fail(error)
-            raise EngineDead(str(self.refusal)) from error
+            raise EngineDead(str(self.failure)) from error
 
     def resume(self) -> None:
         """Schedule again."""

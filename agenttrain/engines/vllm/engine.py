@@ -115,7 +115,19 @@ class VllmEngine:
         vLLM has died. A `parent` changes nothing: vLLM gives out no seats.
         """
         refuse_images(self, images, session)
-        self._check(token_ids)
+        # An unknown id would kill vLLM, and with it every other rollout.
+        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
+        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
+        if not known:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
+                "at least one, of the tokenizer that belongs to the model."
+            )
+        if len(token_ids) >= self.max_context:
+            raise EngineError(
+                f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
+                "Shorten the prompt, or raise engine.max_context."
+            )
         if sampling.grammar is not None and not self._grammars:
             raise EngineError(
                 "sampling.grammar: this engine was built without a tokenizer, which grammars need."
@@ -181,7 +193,7 @@ class VllmEngine:
         if self._closed:
             raise EngineDead("the engine was closed")
         if self._stepper.dead is not None:
-            raise EngineDead(str(self._driver.refusal))
+            raise EngineDead(str(self._driver.failure))
 
     async def _between_steps(self, function: Callable[[], Value]) -> Value:
         self._check_alive()
@@ -192,21 +204,6 @@ class VllmEngine:
         if self._sleeps:
             await self._between_steps(self._driver.sleep)
             self.lacks_base = self.takes_adapters
-
-    def _check(self, token_ids: Sequence[int]) -> None:
-        # An unknown id would kill vLLM, and with it every other rollout.
-        ids = np.asarray(token_ids)  # of a ledger's array, without a copy
-        known = ids.size > 0 and 0 <= ids.min() <= ids.max() < self._vocabulary
-        if not known:
-            raise EngineError(
-                f"token_ids: {len(token_ids)} ids, not all from 0 to {self._vocabulary - 1}. Send "
-                "at least one, of the tokenizer that belongs to the model."
-            )
-        if len(token_ids) >= self.max_context:
-            raise EngineError(
-                f"token_ids: {len(token_ids)} ids leave no room in max_context={self.max_context}. "
-                "Shorten the prompt, or raise engine.max_context."
-            )
 
     async def release(self, session: str) -> None:
         """Do nothing: the prefix cache evicts the entries that were not used for the longest."""
@@ -260,15 +257,15 @@ class VllmEngine:
             # Last: loading weights takes memory that the cache may use afterwards.
             driver.wake("kv_cache")
         except Exception as error:
-            driver.refusal = EngineError(
+            driver.failure = EngineError(
                 f"vLLM cannot take the weights of version {version}: {type(error).__name__}: "
                 f"{error}"
             )
             driver.resume()
-            driver.refuse_all(driver.refusal)
+            driver.fail_requests(driver.failure)
             driver.release_held()
-            raise driver.refusal from error
-        driver.refusal = None
+            raise driver.failure from error
+        driver.failure = None
         again = self._mode is WeightSyncMode.abort_resume
         llm.reset_prefix_cache(reset_running_requests=again)
         llm.set_weight_version(str(version))

@@ -95,7 +95,7 @@ def build_llm_engine(
             text += f" (settings: {', '.join(meant)})"
         raise EngineError(f"engine=vllm: vLLM does not start with {folder}: {text}") from error
     if not on_gpu and llm.vllm_config.parallel_config.world_size == 1:
-        use_whole_seeds(llm)
+        use_full_seeds(llm)
     return llm
 
 
@@ -241,7 +241,7 @@ Noises = WeakKeyDictionary[Generator, Random]
 """A request's noise by the generator that vLLM made for it."""
 
 
-def use_whole_seeds(llm: Any) -> None:
+def use_full_seeds(llm: Any) -> None:
     """Make vLLM sample by all 63 bits of a request's seed; on a CPU vLLM 0.32 uses 32 of them.
 
     At every step its `TopKTopPSampler.forward_cpu` takes a number of 31 bits from each row's
