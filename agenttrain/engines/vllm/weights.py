@@ -46,12 +46,28 @@ class Manifest:
         """Replace the model's weights, and compare the model's bytes with those that were sent.
 
         Raises ValueError as `checked`, and for parameters that had the sent bytes after the first
-        load and have others now. vLLM keeps some parameters in another form (packed for a CPU's
-        kernels, quantised, spread over several workers): only the probe of a weight sync checks
-        these.
+        load and have others now; vLLM's own errors pass. vLLM keeps some parameters in another form
+        (packed for a CPU's kernels, quantised, spread over several workers): only the probe of a
+        weight sync checks these.
         """
         sums: dict[str, Tensor] = {}
-        load_weights(llm, self.checked(weights, sums))
+        sent = self.checked(weights, sums)
+        if llm.vllm_config.parallel_config.world_size == 1:
+            worker = llm.model_executor.driver_worker.worker
+            try:
+                worker.reload_weights(weights_iterator=sent)
+            except BaseException:
+                from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+                # vLLM 0.32 would otherwise join the weights so far with those of the next reload.
+                finalize_layerwise_reload(worker.get_model(), worker.model_config)
+                raise
+        else:
+            # Workers are processes: each reads its part of a file. Tied weights are written twice.
+            tensors = {name: tensor.cpu().clone() for name, tensor in sent}
+            with folder_for(tensors) as folder:
+                save_file(tensors, Path(folder, "model.safetensors"))
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         held = _holds(llm, sums) if sums else {}
         self.held = held if self.held is None else self.held
         if lost := sorted(self.held.keys() - held.keys()):
@@ -122,26 +138,6 @@ def _holds(llm: Any, sums: dict[str, Tensor]) -> dict[str, list[str]]:
             if (sent - int(checksum(parameter))) % 2**64 == 0:
                 held[name] = parts
     return held
-
-
-def load_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the model's weights; vLLM's errors pass, e.g. for a weight that does not fit."""
-    if llm.vllm_config.parallel_config.world_size == 1:
-        worker = llm.model_executor.driver_worker.worker
-        try:
-            worker.reload_weights(weights_iterator=iter(weights))
-        except BaseException:
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-            # vLLM 0.32 would otherwise join the weights so far with those of the next reload.
-            finalize_layerwise_reload(worker.get_model(), worker.model_config)
-            raise
-        return
-    # Workers are processes: each reads its part of a file. Tied weights are written twice.
-    tensors = {name: tensor.cpu().clone() for name, tensor in weights}
-    with folder_for(tensors) as name:
-        save_file(tensors, Path(name, "model.safetensors"))
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": name})
 
 
 def folder_for(tensors: dict[str, Tensor]) -> tempfile.TemporaryDirectory[str]:
